@@ -78,9 +78,9 @@ def run_engine(step_ms: str, config_path: Path) -> int:
     from ullage_common.config.engine import EngineConfig
     from ullage_common.process.config_file import read_file
     from ullage_engine.server.app import EngineApp
-    from ullage_engine.server.health import RestartPolicy
+    from ullage_engine.server.restart_policy import RestartPolicy
     from ullage_engine.server.supervisor import WorkerLaunch
-    from ullage_engine.server.worker_process import launch_env, worker_env
+    from ullage_engine.server.worker_env import launch_env, worker_env
 
     config = read_file(config_path, EngineConfig)
     base = [*COMMAND, "worker", step_ms, "--config", str(config_path)]

@@ -40,7 +40,7 @@ from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parents[1] / "quality.txt"

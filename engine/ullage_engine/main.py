@@ -26,9 +26,10 @@ from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.app import AppError, ChooseLaunch, EngineApp
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
+from ullage_engine.server.server_link import EndpointError
 from ullage_engine.server.supervisor import GaveUpError, WorkerCommand, WorkerLaunch
-from ullage_engine.server.worker_process import EndpointError, launch_env, vllm_env, worker_env
+from ullage_engine.server.worker_env import launch_env, vllm_env, worker_env
 from ullage_engine.tokenizer.gguf_file import read_architecture
 
 log = logging.getLogger("ullage.engine")

@@ -1,8 +1,8 @@
 """The memory of the host tier: one shared mapping, cut into equal slots.
 
-It is a file without a name (memfd), so nothing is left behind however its owner ends, a container's
-small /dev/shm does not bound it, and other processes of the host map it by its path below /proc
-while the owner lives.
+The mapping is a file without a name (memfd). Nothing is left behind however its owner ends, and a
+container's small /dev/shm does not bound its size. Other processes of the host map it by its path
+below /proc while the owner lives.
 """
 
 import contextlib
@@ -15,20 +15,21 @@ from pathlib import Path
 from ullage_common.process.memory import free_bytes
 
 PAGE_BYTES = 4096
+
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14, which mmap has no name for."""
+"""MADV_POPULATE_WRITE of Linux 5.14, for which Python's mmap has no name."""
 _STEP_BYTES = 16 << 20
-"""Bytes that are made resident at once: no other thread of the process runs meanwhile."""
+"""Bytes that are made resident at once. No other thread of the process runs meanwhile."""
 _REPORT_BYTES = 256 << 20
 """Bytes between two reports of progress."""
 
 
 class ArenaError(Exception):
-    """The memory cannot be had; the message names the figures and what to change."""
+    """The memory is not available. The message names the figures and the remedy."""
 
 
 class Arena:
-    """Shared memory of `num_bytes`, all of it resident. `cut` divides it into slots."""
+    """Shared memory of `num_bytes`, all of it resident, which `cut` divides into slots."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -47,14 +48,17 @@ class Arena:
         available_bytes: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Arena":
-        """Make new memory and touches every page of it.
+        """Allocate new memory and touch every page of it.
 
         Args:
-            available_bytes: that may be taken; None: what the container and the machine have free.
-            progress: gets the bytes that are resident, and those wanted.
+            num_bytes: size of the memory.
+            available_bytes: the most that may be taken; None: the free memory of the container and
+                the machine.
+            progress: called with the resident bytes and with all bytes.
 
         Raises:
-            ArenaError: it is not there. Nothing was taken: the kernel would have ended somebody.
+            ArenaError: the memory is not available. None of it was taken, since the kernel would
+                have killed a process.
         """
         available = free_bytes() if available_bytes is None else available_bytes
         if num_bytes > available:
@@ -79,10 +83,10 @@ class Arena:
 
     @classmethod
     def attach(cls, path: str, num_bytes: int) -> "Arena":
-        """Map the memory that another process of this host has made.
+        """Map the memory that another process of this host has created.
 
         Raises:
-            ArenaError: its owner has ended, or it is not of this size.
+            ArenaError: the owner has ended, or the memory has another size.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -95,11 +99,11 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Path by which other processes of the same user attach while this one lives."""
+        """Path for `attach` in other processes of the same user, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def cut(self, slot_bytes: int) -> None:
-        """Divides the memory into slots of this size, each at the beginning of a page."""
+        """Divide the memory into slots of this size, each at the beginning of a page."""
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self.num_slots = self.num_bytes // self.slot_bytes
 
@@ -109,20 +113,22 @@ class Arena:
         return self.memory[start : start + (self.slot_bytes if num_bytes is None else num_bytes)]
 
     def huge_page_bytes(self) -> int:
-        """Bytes of this process' mapping that the kernel keeps in huge pages."""
+        """Return the bytes of this process's mapping that the kernel keeps in huge pages."""
         smaps = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace")
         _, _, own = smaps.partition("memfd:ullage-kv")
         _, _, granted = own.partition("ShmemPmdMapped:")
         return int(granted.split(maxsplit=1)[0]) << 10 if granted else 0
 
     def drop_pages(self) -> None:
-        """Give the memory back, of all processes that have attached, and keep its path. What is
-        read later is 0, and what is written takes memory again."""
-        with contextlib.suppress(OSError):  # a kernel that cannot
+        """Free the memory in all processes that have attached, and keep its path.
+
+        Later reads return zeros, and later writes take memory again.
+        """
+        with contextlib.suppress(OSError):  # a kernel without MADV_REMOVE for memfd
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Give the memory back. Views of slots must be gone, or the last of them does."""
+        """Free the memory, at once or with the last view of a slot."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()
@@ -131,12 +137,12 @@ class Arena:
     def make_resident(
         self, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Touches every page, so that none is missing later; keeps what they hold.
+        """Touch every page, so that none is missing later, and keep its contents.
 
         Raises:
-            OSError: the kernel has no more memory for it.
+            OSError: the kernel has no memory left for a page.
         """
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, self.num_bytes, _STEP_BYTES):
             if start % _REPORT_BYTES == 0:
@@ -147,7 +153,7 @@ class Arena:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Linux before 5.14: what is read is there as well.
+                # Linux before 5.14: a read makes a page of a memfd resident, too.
                 bytes(self.memory[start : start + size : PAGE_BYTES])
         progress(self.num_bytes, self.num_bytes)
 

@@ -1,12 +1,12 @@
-"""The files of one engine's file tier: equal slots for payloads, and a table of what is in them.
+"""The files of one engine's file tier: equal slots for payloads, and a table of their contents.
 
     PATH/NAMESPACE/N/table     a page of header, then an entry for each slot
     PATH/NAMESPACE/N/blocks    the slots, each at a multiple of 4 KiB
 
-An entry is cleared before its slot is overwritten and written after its payload, so that a process
-that is killed leaves whole blocks or none. Nothing is synced to the device: an entry has the
-checksum of its payload, and what a power failure tore is recognised when it is read. Each folder
-has one writer, who holds a lock on its table.
+An entry is cleared before its slot is overwritten, and written after its payload. So a killed
+process leaves whole blocks or none. Nothing is synced to the device: an entry has the checksum of
+its payload, by which a read recognises a payload that a power failure tore. Each folder has one
+writer, which holds a lock on the table.
 """
 
 import contextlib
@@ -37,36 +37,39 @@ log = logging.getLogger(__name__)
 _MAGIC = b"ullagekv"
 _VERSION = 1
 _HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
-"""Magic, version, namespace, bytes of a block; its check follows."""
+"""Magic, version, namespace, bytes of a block. Its checksum follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
-"""Key, parent (zeros: none), xxh3_128 of the payload, number of the save; its check follows."""
+"""Key, parent (zeros: none), xxh3_128 of the payload, number of the save. Its checksum follows."""
 _ENTRY_BYTES = 128
 _EXTENT_BYTES = 64 << 20
 """Bytes by which the file of slots grows."""
 _GRACE_S = 600.0
-"""Seconds for which a folder without an engine is kept for it, whatever room others need."""
+"""Seconds for which a folder is kept for its engine to come back, even if others need room."""
 _LOCK_TRIES = 5
+"""Attempts to lock a folder. Other engines hold its lock for a moment to see if it is free."""
 _LOCK_PAUSE_S = 0.01
-"""Times that a folder's lock is asked for: others look for a moment whether somebody has it."""
+"""Seconds between two attempts."""
 _NAMESPACE = re.compile("[0-9a-f]{16}")
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a full device or quota."""
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+"""Errors of a file system without O_DIRECT or fallocate."""
 
 
 class FileTierError(Exception):
-    """The folder cannot be used; the message names it and what to change."""
+    """The folder cannot be used. The message names the folder and the remedy."""
 
 
 class Calls(NamedTuple):
-    """The calls that reach the file system, so that a test can have them fail or hang."""
+    """The calls to the file system, which a test can make fail or hang."""
 
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
 
 
-class Entry(NamedTuple):
-    """What the table says of a block."""
+class TableEntry(NamedTuple):
+    """The table's entry of a block."""
 
     slot: int
     key: bytes
@@ -75,7 +78,7 @@ class Entry(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A block that an earlier process has left in a slot."""
+    """A block that an earlier process left in a slot."""
 
     slot: int
     key: bytes
@@ -87,16 +90,17 @@ class StoredBlock(NamedTuple):
 class SlotFile:
     """A folder of its own, with payloads in slots; safe to use from several threads.
 
-    Who calls it sees to it that a slot is not read and written at the same time.
+    The caller makes sure that no slot is read and written at the same time.
     """
 
     def __init__(
         self, path: Path, space: bytes, block_bytes: int, max_bytes: int, calls: Calls
     ) -> None:
-        """Take a folder below `path` that no process has, one with blocks of before if possible.
+        """Lock a folder below `path` that no process has, one with stored blocks if possible.
 
         Raises:
-            FileTierError: it cannot be made, written or locked, or `max_bytes` hold no block.
+            FileTierError: the folder cannot be made, written or locked, or `max_bytes` hold no
+                block.
         """
         self._space = space
         self._block_bytes = block_bytes
@@ -107,11 +111,11 @@ class SlotFile:
             raise FileTierError(f"{max_bytes} bytes of files hold no block of {block_bytes} bytes")
         self._lock = threading.Lock()
         self._keys: dict[int, bytes] = {}
-        """By slot: the key that its entry in the table has."""
+        """The key of each slot's entry in the table."""
         self._slots: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         fds = list[int]()
-        # Not before the last thread that may use a number is done with it: another file gets it.
+        # Closed only when no thread can use a descriptor any more: another file gets its number.
         self.close = weakref.finalize(self, _close, fds)
         try:
             self.folder, self._table = _take_folder(path / space.hex()[:16])
@@ -126,15 +130,15 @@ class SlotFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that its files take now."""
+        """Bytes that the files take now."""
         return PAGE_BYTES + self.max_slots * _ENTRY_BYTES + self.num_slots * self.slot_bytes
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed the files, so that nobody finds what is written to them."""
+        """Whether the files were removed, so that no later process finds their blocks."""
         try:
             return not all(os.fstat(fd).st_nlink for fd in (self._table, self._blocks))
-        except OSError:  # ESTALE of a server that knows them no more
+        except OSError:  # ESTALE of a file server
             return True
 
     def has_entry(self, key: bytes) -> bool:
@@ -142,10 +146,10 @@ class SlotFile:
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:
-        """Read a slot to memory of its size; False: it is not what was written.
+        """Read a slot to memory of its size; return False if its checksum is wrong.
 
         Raises:
-            OSError: of the file system.
+            OSError: the file system failed.
         """
         num_read = self._calls.preadv(self._blocks, [buffer], slot * self.slot_bytes)
         if num_read < self._block_bytes:
@@ -154,13 +158,16 @@ class SlotFile:
         return xxhash.xxh3_128_digest(payload) == self._digests.get(slot)
 
     def write(self, slot: int, memory: memoryview, buffer: memoryview) -> bytes:
-        """Write a block's bytes; `enter`, with what this returns, makes them found.
+        """Write a block's bytes to a slot, and return their digest for `enter`.
 
-        `buffer`: memory of a slot's size, at the beginning of a page, for what is not where the
-        file system can take it.
+        Args:
+            slot: the slot, whose entry is cleared first.
+            memory: the bytes.
+            buffer: memory of a slot's size, at the beginning of a page, for the bytes that are not
+                in whole pages.
 
         Raises:
-            OSError: of the file system.
+            OSError: the file system failed.
         """
         with self._lock:
             self._clear(slot)
@@ -171,11 +178,11 @@ class SlotFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return digest
 
-    def enter(self, entries: Sequence[Entry]) -> None:
+    def enter(self, entries: Sequence[TableEntry]) -> None:
         """Write entries, by which blocks are read here and found by later processes.
 
         Raises:
-            OSError: of the file system.
+            OSError: the file system failed.
         """
         with self._lock:
             for slot, key, parent, digest in entries:
@@ -187,7 +194,7 @@ class SlotFile:
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
-        """Return a slot's bytes as whole pages, as far as possible of the memory itself."""
+        """Return a slot's bytes as whole pages: those of the memory itself, the rest by a copy."""
         source = np.frombuffer(memory, np.uint8)
         whole = source.nbytes // PAGE_BYTES * PAGE_BYTES
         if source.ctypes.data % PAGE_BYTES:
@@ -198,17 +205,17 @@ class SlotFile:
         return [each for each in pages if each.nbytes]
 
     def clear(self, keys: Sequence[bytes]) -> None:
-        """Has no later process find these blocks."""
+        """Clear the entries of blocks, so that no later process finds them."""
         with self._lock:
             for key in keys:
                 if (slot := self._slots.get(key)) is not None:
                     self._clear(slot)
 
     def grow(self) -> int:
-        """Take more room on the device, up to the quota; return how many slots came.
+        """Take more room on the device, up to the quota; return the number of new slots.
 
         Raises:
-            OSError: of the file system, such as a device that is full.
+            OSError: the file system failed, as when the device is full.
         """
         num_more = min(max(1, _EXTENT_BYTES // self.slot_bytes), self.max_slots - self.num_slots)
         size = self.num_slots * self.slot_bytes
@@ -217,7 +224,7 @@ class SlotFile:
                 self._calls.fallocate(self._blocks, size, num_more * self.slot_bytes)
                 break
             except OSError as error:
-                if error.errno in _NOT_DIRECT:  # a file system that cannot promise room
+                if error.errno in _NOT_DIRECT:  # no fallocate
                     os.ftruncate(self._blocks, size + num_more * self.slot_bytes)
                     break
                 os.ftruncate(self._blocks, size)
@@ -239,6 +246,7 @@ class SlotFile:
 
     def _open(self, fds: list[int]) -> list[StoredBlock]:
         """Open the slots and read the table; return its blocks, the oldest first."""
+        # The table, and the header that it must begin with.
         table_bytes = PAGE_BYTES + self.max_slots * _ENTRY_BYTES
         table = _read_all(self._table, table_bytes)
         header = _HEADER.pack(_MAGIC, _VERSION, self._space, self._block_bytes)
@@ -249,9 +257,11 @@ class SlotFile:
                 log.warning("%s: the table is damaged or of another kind; it begins empty", self)
             os.ftruncate(self._table, 0)
         os.ftruncate(self._table, table_bytes)
-        with contextlib.suppress(OSError):  # a full device is met when the slots grow
+        with contextlib.suppress(OSError):  # a full device is an error when the slots grow
             self._calls.fallocate(self._table, 0, table_bytes)
         self.is_direct = self._write_header(header)
+
+        # The slots, cut to a whole number of them.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
         self._blocks = os.open(self.folder / "blocks", flags, 0o600)
         fds.append(self._blocks)
@@ -264,13 +274,13 @@ class SlotFile:
         return str(self.folder)
 
     def _write_header(self, header: bytes) -> bool:
-        """Write the header past the page cache, if the file system can; True: it can."""
+        """Write the header; return whether the file system can do so past the page cache."""
         page = mmap.mmap(-1, PAGE_BYTES)
         page.write(header)
         try:
             fd = os.open(self.folder / "table", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             try:
-                # No place is free but the page that is there anyway: a device may be full.
+                # The test uses the header's own page, since a device may have no other room.
                 is_direct = self._calls.pwritev(fd, [memoryview(page)], 0) == PAGE_BYTES
                 read = memoryview(mmap.mmap(-1, PAGE_BYTES))
                 is_direct = is_direct and self._calls.preadv(fd, [read], 0) == PAGE_BYTES
@@ -302,14 +312,16 @@ class SlotFile:
             if (other := newest.get(key)) is not None:
                 useless.append(min(block, other, key=_sequence).slot)
             newest[key] = max(block, other or block, key=_sequence)
+
         if useless:
             log.warning(
-                "%s: %d entries of the table are damaged or of no slot, and forgotten",
+                "%s: %d entries of the table are damaged or of no slot, and are dropped",
                 self,
                 len(useless),
             )
-        for slot in useless:  # or they would be found when there is such a slot again
+        for slot in useless:  # else they would be found once the file has such a slot again
             self._write_entry(slot, bytes(_ENTRY_BYTES))
+
         blocks = sorted(newest.values(), key=_sequence)
         self._sequence = itertools.count(blocks[-1].sequence + 1 if blocks else 1)
         for block in blocks:
@@ -324,22 +336,28 @@ _sequence = operator.attrgetter("sequence")
 class Leftovers:
     """Folders below a path whose engines are gone.
 
-    An engine that starts again finds its blocks there, of whichever model they are; so they stay
-    while there is room in one engine's size. They are no longer somebody's who restarts when
-    nobody has held them for ten minutes.
+    A restarted engine finds its blocks there, of any model. So folders stay while they fit into one
+    engine's quota. A folder that no engine has held for ten minutes may be removed.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
         self._since: dict[Path, float] = {}
-        """When each was first seen without an engine."""
+        """Time at which each table was first seen without an engine."""
 
     def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
-        """Remove what does not fit beside an engine's own files in its size, what was written
-        longest ago first; return how many bytes that has freed.
+        """Remove the folders that do not fit into an engine's quota together with its own files.
 
-        `needed_bytes`: that a full device lacks.
+        The folders that were written longest ago go first.
+
+        Args:
+            own_bytes: size of the engine's own files.
+            max_bytes: the engine's quota.
+            needed_bytes: bytes that a full device lacks.
+
+        Returns:
+            The bytes that were freed.
         """
         unheld = {table: _folder_bytes(table) for table in _tables(self._path) if _is_unheld(table)}
         now = self._clock()
@@ -354,7 +372,7 @@ class Leftovers:
 
 
 def _take_folder(base: Path) -> tuple[Path, int]:
-    """Find the first folder that no process has, or make one; return it and its locked table."""
+    """Lock the first folder that no process has, or make one; return it and its locked table."""
     for number in itertools.count():
         folder = base / str(number)
         for _ in range(_LOCK_TRIES):
@@ -365,7 +383,7 @@ def _take_folder(base: Path) -> tuple[Path, int]:
 
 
 def _lock_table(folder: Path, *, make: bool) -> int | None:
-    """Opens and locks a folder's table; None: another process has it, or removes it now."""
+    """Open and lock a folder's table; None: another process has it, or is removing it."""
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -407,14 +425,14 @@ def _is_unheld(table: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder's files, unless a process has it; nothing but what is ours."""
+    """Remove our files of a folder; return False if a process holds its lock."""
     table = _lock_table(folder, make=False)
     if table is None:
         return False
     try:
         (folder / "blocks").unlink(missing_ok=True)
         (folder / "table").unlink()
-        with contextlib.suppress(OSError):  # somebody has put something else there
+        with contextlib.suppress(OSError):  # other files are in the folder
             folder.rmdir()
             folder.parent.rmdir()
     finally:
@@ -432,7 +450,7 @@ def _written_at(table: Path) -> float:
 
 
 def _check(data: bytes, slot: int) -> bytes:
-    """Return the check of a header or an entry, which holds in its own place only."""
+    """Return the checksum of a header or an entry, which is valid in its own slot only."""
     return xxhash.xxh3_64_digest(data, seed=slot)
 
 

@@ -1,4 +1,4 @@
-"""Transfers that wait for threads, and deadlines of theirs that hold even where a thread hangs."""
+"""Transfers that wait for threads, and deadlines that hold even if a thread hangs."""
 
 import contextlib
 import heapq
@@ -21,12 +21,14 @@ NAME = "file"
 """Name of the tier."""
 
 Work = Callable[[Sequence[int], memoryview, Callable[[], None]], None]
-"""What a thread does for the transfers at places of a batch, with memory of its own of a slot's
-size. It calls the third argument when the next in the queue may begin."""
+"""The work of a thread for the transfers at some places of a batch.
+
+The second argument is memory of the thread's own, of a slot's size. The work calls the third
+argument when the next thread may take its turn."""
 
 
-class Batch:
-    """What becomes of each transfer of one call: the first result counts."""
+class TransferBatch:
+    """The results of one call's transfers. The first result of a transfer counts."""
 
     def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
         self.future = Future[list[Result]]()
@@ -45,7 +47,7 @@ class Batch:
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copies to the transfer's memory; False: its owner has it back already."""
+        """Copy to the transfer's memory; return False if the transfer has its result already."""
         with self._lock:
             if not self.is_open(place):
                 return False
@@ -90,18 +92,18 @@ class Batch:
 
 
 class Deadlines:
-    """Ends batches whose time is over. A thread of its own, as all others may hang."""
+    """Ends batches whose time is over, in a thread of its own, since all others may hang."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._heap: list[tuple[float, int, Batch, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, TransferBatch, Callable[[], None]]] = []
         self._order = itertools.count()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="file-deadlines", daemon=True)
         self._thread.start()
 
-    def add(self, batch: Batch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """`on_expired` is called when that has ended something."""
+    def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
+        """End a batch after a deadline; call `on_expired` if any of its transfers was open."""
         at = time.monotonic() + deadline_s
         with self._condition:
             heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
@@ -123,7 +125,7 @@ class Deadlines:
             if ended.expire(Result(Status.TIMEOUT, NAME)):
                 on_expired()
 
-    def _next(self) -> tuple[Batch, Callable[[], None]] | None:
+    def _next(self) -> tuple[TransferBatch, Callable[[], None]] | None:
         with self._condition:
             while not self._is_closed:
                 wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
@@ -137,15 +139,17 @@ class Deadlines:
 class Job:
     """Work for the transfers of one call, which threads take one after the other."""
 
-    def __init__(self, work: Work, places: Iterable[int], batch: Batch | None = None) -> None:
-        """`batch`: gets the results; None: nobody waits for them."""
+    def __init__(
+        self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
+    ) -> None:
+        """`batch`: gets the results; None: no caller waits for them."""
         self.work = work
         self.places = deque(places)
         """Places of the transfers that no thread has taken."""
         self._batch = batch
 
     def fail(self, places: Iterable[int], error: Exception) -> None:
-        """Give an error as the result of transfers that `work` left without one."""
+        """End the transfers that `work` left without a result, with an error."""
         if self._batch is None:
             return
         for place in places:
@@ -165,12 +169,15 @@ class Lane:
     ) -> None:
         """
         Args:
-            max_queued: most transfers that wait; None: nothing bounds them.
+            name: name of the threads.
+            num_threads: number of threads.
+            buffer_bytes: size of each thread's own memory.
+            max_queued: most transfers that wait; None: no limit.
             max_taken: most transfers of one job that a thread takes in its turn.
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()
-        """Held by the one whose turn it is to begin."""
+        """Held by the thread whose turn it is to take transfers."""
         self._queue = deque[Job]()
         self._num_waiting = 0
         """Transfers that no thread has taken."""
@@ -188,7 +195,7 @@ class Lane:
 
     @property
     def num_queued(self) -> int:
-        """Counts the transfers that wait and those that are under way."""
+        """Number of transfers that wait or run."""
         return self._num_waiting + self._num_active
 
     @property
@@ -196,9 +203,9 @@ class Lane:
         return self._max_queued is not None and self._num_waiting >= self._max_queued
 
     def put(self, job: Job, *, must: bool = False) -> list[int]:
-        """Queues a job, up to where it is full; returns the places for which there is no room.
+        """Queue the transfers of a job for which there is room; return the places of the others.
 
-        `must`: there is room for all.
+        `must`: whether all are queued, past the limit, too.
         """
         with self._condition:
             room = len(job.places)
@@ -214,16 +221,16 @@ class Lane:
         return refused
 
     def drop(self, job: Job) -> None:
-        """Take what waits of a job out of the queue."""
+        """Remove the waiting transfers of a job from the queue."""
         with self._condition:
             if job in self._queue:
                 self._queue.remove(job)
                 self._num_waiting -= len(job.places)
 
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
-        """End the threads when all is done; False: some are not ready at `ends_at`.
+        """End the threads when the queue is empty; return False if some still run at `ends_at`.
 
-        `drop`: what waits is not done any more.
+        `drop`: whether the waiting transfers are dropped.
         """
         with self._condition:
             self._is_closed = True
@@ -237,7 +244,7 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        # At the beginning of a page, as transfers past the page cache want it.
+        # O_DIRECT needs memory at the beginning of a page.
         buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
         while True:
             with contextlib.ExitStack() as turn:
@@ -252,7 +259,7 @@ class Lane:
                 except Exception as error:
                     log.exception("a transfer failed unexpectedly")
                     job.fail(places, error)
-            del job, taken  # they hold their caller's memory
+            del job, taken  # They refer to the caller's memory.
             with self._condition:
                 self._num_active -= num_taken
 

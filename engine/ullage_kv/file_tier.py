@@ -1,9 +1,9 @@
 """The file tier: copies of blocks in a slot file, which the next process finds again.
 
-Threads read and write, some for loads and some for saves, so that no load waits behind a save. They
-read to memory of their own: a thread that hangs in a mount that does not answer can then be given
-up at any moment, and writes to nobody's memory when the mount comes back. What a thread was writing
-when it was given up is not entered in the table.
+Some threads load and others save, so that no load waits behind a save. Threads read to memory of
+their own. So a thread that hangs in a dead mount can be given up at any moment, and writes to no
+caller's memory when the mount comes back. A block that such a thread was writing gets no entry in
+the table.
 """
 
 import logging
@@ -14,38 +14,44 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from ullage_kv.file_io import FULL_ERRORS, Calls, Entry, FileTierError, Leftovers, SlotFile
-from ullage_kv.file_queue import NAME, Batch, Deadlines, Job, Lane
+from ullage_kv.file_io import FULL_ERRORS, Calls, FileTierError, Leftovers, SlotFile, TableEntry
+from ullage_kv.file_queue import NAME, Deadlines, Job, Lane, TransferBatch
+from ullage_kv.futures import done
 from ullage_kv.index import SlotIndex, SlotRef
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import Breaker, TierCounter, TierStats, Transfer, done
+from ullage_kv.tier import CircuitBreaker, TierCounter, TierStats, Transfer
 
 log = logging.getLogger(__name__)
 
 NUM_LOADING = 4
+"""Threads for loads. While some copy and verify, others keep the device busy."""
 NUM_SAVING = 4
-"""Threads: while some copy and take checksums, the device must have enough to do."""
+"""Threads for saves."""
+
 _MAX_QUEUED_BYTES = 64 << 20
-"""Most bytes of blocks that wait to be saved: each of them holds a slot of the host tier."""
-_CALLS = Calls()
+"""Most bytes of blocks that wait to be saved. Each of them pins a slot of the host tier."""
+_TURN_BYTES = 4 << 20
+"""Most bytes of blocks that a thread saves in its turn. If threads took turns for each block, they
+would mostly wait for one another."""
+_TURN_SHARE = 1 / 64
+"""Largest share of all slots that a thread saves in its turn."""
+
 SAVE_DEADLINE_S = 30.0
 """Seconds after which a block that was not saved is given up."""
 _CLOSE_S = 5.0
-"""Seconds in which what waits to be saved is written when the tier is closed."""
+"""Seconds in which a tier that is closed writes the saves that wait."""
 _LOOK_S = 1.0
-"""Seconds between two looks whether somebody has removed the files."""
+"""Seconds between two checks whether the files were removed."""
 _TRIM_S = 60.0
-"""Seconds between two looks for folders without an engine, and between two tries to grow on a
-device that is full."""
-_TURN_BYTES = 4 << 20
-_TURN_SHARE = 1 / 64
-"""Most bytes of blocks that a thread saves in its turn, and most of all slots: where threads take
-turns for each block, they mostly wait for one another."""
+"""Seconds between two searches for folders without an engine, and between two attempts to grow on
+a full device."""
+
+_CALLS = Calls()
 
 
 class _Volume:
-    """A slot file, the index of its blocks, and the lease of those who read and write them."""
+    """A slot file, the index of its blocks, and the lease under which threads use them."""
 
     def __init__(self, file: SlotFile) -> None:
         self.file = file
@@ -78,11 +84,13 @@ class FileTier:
         """Open the files of a namespace, or make them.
 
         Args:
-            path: folder; engines may share it, each has its own files in it.
-            space: the namespace, 32 bytes, which `keys.namespace` makes.
+            path: folder, which engines may share. Each has files of its own in it.
+            space: the namespace, 32 bytes, of `keys.namespace`.
             block_bytes: size of every block.
             max_bytes: most bytes that all files of this tier take.
-            clock: seconds of the pauses between tries, not of deadlines.
+            calls: the calls to the file system.
+            clock: in seconds, for the pauses between attempts. Deadlines have a clock of their own.
+            save_deadline_s: seconds after which a block that was not saved is given up.
 
         Raises:
             FileTierError: the folder cannot be made, written or locked, or `max_bytes` hold no
@@ -95,18 +103,23 @@ class FileTier:
         self._clock = clock
         self._save_deadline_s = save_deadline_s
         self._counter = TierCounter()
-        self._load_breaker, self._save_breaker = Breaker(clock), Breaker(clock)
+        self._load_breaker = CircuitBreaker(clock)
+        self._save_breaker = CircuitBreaker(clock)
         self._lock = threading.Lock()
         self._saving: dict[bytes, bool] = {}
-        """Blocks that wait to be saved; True: they were removed since."""
+        """Blocks that wait to be saved. True: the block was removed since."""
         self._leftovers = Leftovers(self._path, clock)
         self._answered_at = 0.0
         """Monotonic time of the last load that had an answer."""
-        self._look_at = self._trim_at = self._grow_at = clock()
+        now = clock()
+        self._look_at = now
+        self._trim_at = now
+        self._grow_at = now
         self._num_evicted_before = 0
         self._volume = _Volume(self._open_file())
         slot_bytes = self._volume.file.slot_bytes
-        # Each load holds memory of its caller's until its deadline, which bounds how many wait.
+
+        # Loads need no limit: each holds a slot of its caller's until its deadline.
         self._loads = Lane("load", NUM_LOADING, slot_bytes)
         max_saves = max(NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
         of_all = int(_TURN_SHARE * self._volume.file.max_slots)
@@ -125,7 +138,7 @@ class FileTier:
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
         index = self._volume.index
-        # Who asks uses them, though not from here: they stay as long as they are used at all.
+        # The caller uses these blocks in host memory. Their copies here stay as long.
         index.touch(keys)
         if self._is_closed or self._save_breaker.is_paused or self._saves.is_full:
             return [False] * len(keys)
@@ -136,16 +149,17 @@ class FileTier:
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         self._volume.index.touch([transfer.key for transfer in transfers])
-        batch = Batch(len(transfers), self._counter.loaded)
+        batch = TransferBatch(len(transfers), self._counter.loaded)
         if self._is_closed or not self._load_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
+
         job = Job(partial(self._load, batch, transfers), range(len(transfers)), batch)
         asked_at = time.monotonic()
 
         def on_expired() -> None:
             self._loads.drop(job)
-            if self._answered_at < asked_at:  # else it only had too much to load
+            if self._answered_at < asked_at:  # else the tier answers, but has too much to load
                 self._on_failure(self._load_breaker, "no answer to loads in time")
 
         self._deadlines.add(batch, deadline_s, on_expired)
@@ -154,24 +168,26 @@ class FileTier:
         return batch.future
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        batch = Batch(len(transfers), self._counter.saved)
+        batch = TransferBatch(len(transfers), self._counter.saved)
         if self._is_closed or not self._save_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
         on_expired = partial(self._on_failure, self._save_breaker, "no answer to saves in time")
         self._deadlines.add(batch, self._save_deadline_s, on_expired)
+
         places = dict[bytes, int]()
         with self._lock:
             for place, transfer in enumerate(transfers):
                 if transfer.key not in self._saving:
                     places.setdefault(transfer.key, place)
-            # First, as a thread may have begun before `put` returns.
+            # Before `put`, since a thread may begin before it returns.
             self._saving.update((key, False) for key in places)
             job = Job(partial(self._save, batch, transfers), places.values(), batch)
             refused = self._saves.put(job)
             for place in refused:
                 del self._saving[transfers[place].key]
             queued = {*places.values()}.difference(refused)
+
         for place in {*range(len(transfers))} - queued:
             batch.finish(place, Result(Status.BUSY, NAME))
         return batch.future
@@ -204,7 +220,7 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Write what waits to be saved, for 5 seconds at most; later calls are UNAVAILABLE."""
+        """Write the saves that wait, for 5 seconds at most. Later calls are UNAVAILABLE."""
         with self._lock:
             if self._is_closed:
                 return
@@ -221,7 +237,7 @@ class FileTier:
 
     def _load(
         self,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         places: Sequence[int],
         buffer: memoryview,
@@ -235,6 +251,7 @@ class FileTier:
         if ref is None:
             batch.finish(place, MISS)
             return
+
         try:
             with self._counter.reading:
                 is_whole = volume.file.read(ref.slot, buffer)
@@ -244,6 +261,7 @@ class FileTier:
             return
         finally:
             volume.lease.unpin(ref)
+
         self._answered_at = time.monotonic()
         if not is_whole:
             log.warning("%s: a block in slot %d is damaged and dropped", volume.file, ref.slot)
@@ -255,7 +273,7 @@ class FileTier:
 
     def _save(
         self,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         places: Sequence[int],
         buffer: memoryview,
@@ -287,7 +305,7 @@ class FileTier:
     def _reserve(
         self,
         volume: _Volume,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         places: Sequence[int],
         results: dict[int, Result],
@@ -308,14 +326,14 @@ class FileTier:
     def _save_blocks(
         self,
         volume: _Volume,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         refs: dict[int, SlotRef],
         buffer: memoryview,
         results: dict[int, Result],
     ) -> None:
         """Write blocks to their slots, then their entries, and set their results."""
-        entries = dict[int, Entry]()
+        entries = dict[int, TableEntry]()
         try:
             for place, ref in refs.items():
                 transfer = transfers[place]
@@ -324,11 +342,12 @@ class FileTier:
                 except OSError as error:
                     results[place] = self._failed_save(error)
                     continue
-                # Its owner may have written something else to memory that it has back.
+                # After the deadline the owner may have written another block to the memory.
                 if self._saving[transfer.key] or not batch.is_open(place):
                     results[place] = Result(Status.STALE, NAME)
                     continue
-                entries[place] = Entry(ref.slot, transfer.key, transfer.parent, digest)
+                entries[place] = TableEntry(ref.slot, transfer.key, transfer.parent, digest)
+
             volume.file.enter([*entries.values()])
             with self._lock:
                 removed = [each.key for each in entries.values() if self._saving[each.key]]
@@ -361,10 +380,10 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the files, new ones if somebody has removed them, with so many free slots if
-        there can be.
+        """Return the files, with so many free slots if the quota allows.
 
-        Only the one whose turn it is among the saves calls this.
+        Files that were removed are replaced by new ones. Only the saving thread whose turn it is
+        calls this.
         """
         now = self._clock()
         if now >= self._look_at:
@@ -387,7 +406,7 @@ class FileTier:
             self._num_evicted_before += evicted
 
     def _grow(self, volume: _Volume, now: float) -> int:
-        """Return how many slots have come."""
+        """Take more room on the device; return the number of new slots."""
         try:
             num_more = volume.file.grow()
             volume.index.add_slots(num_more)
@@ -401,6 +420,6 @@ class FileTier:
                 self._grow_at = now + _TRIM_S
             return 0
 
-    def _on_failure(self, breaker: Breaker, error: str) -> None:
+    def _on_failure(self, breaker: CircuitBreaker, error: str) -> None:
         if breaker.failed():
             log.warning("%s is left alone for a while: %s", self._volume.file, error)

@@ -1,14 +1,14 @@
-"""Which block is in which slot: states, leases, and what is evicted next.
+"""The index of blocks in slots: states, leases and eviction.
 
-    FREE -> WRITING -> READY -> FREE      evicted: the least recently used block that no other
-                         |                continues, that is not pinned
-                         +--> EVICTING -> FREE   removed while pinned: found no more, and free when
-                                                 its last reader is done
+    FREE -> WRITING -> READY -> FREE      evicted: the least recently used block that is not pinned
+                         |                and that no other block continues
+                         +--> EVICTING -> FREE   removed while pinned: not found any more, and free
+                                                 when its last reader unpins it
             WRITING -> FREE               aborted, or its lease ended
 
-A slot's generation grows whenever it is given out, so that whoever comes too late with an old
-reference changes nothing. The index is divided into shards by the beginning of the keys, which is
-the same for a whole chain; each shard has a lock. Nothing here touches the bytes of a block.
+A slot's generation grows each time the slot is given out, so that an old reference changes nothing.
+The index is divided into shards by the first bytes of the keys, which are the same for a whole
+chain. Each shard has a lock. Nothing here touches the bytes of a block.
 """
 
 import enum
@@ -38,17 +38,17 @@ class SlotState(enum.Enum):
 
 
 class SlotRef(NamedTuple):
-    """A slot as it was given out once."""
+    """A slot and the generation in which it was given out."""
 
     slot: int
     generation: int
 
 
 class Reserved(NamedTuple):
-    """What became of the reservation of a slot to write to."""
+    """The outcome of reserving a slot to write to."""
 
     status: Status
-    """STORED: write to the slot, then commit. EXISTS, BUSY or FULL: there is no slot."""
+    """STORED: write to the slot, then commit. EXISTS, BUSY, FULL or STALE: there is no slot."""
     ref: SlotRef | None = None
 
 
@@ -62,11 +62,11 @@ class _Entry:
     num_pins: int = 0
     num_children: int = 0
     last_used: int = 0
-    """Tick of the last use; ticks only grow."""
+    """Tick of the last use. Ticks only grow."""
     is_removed: bool = False
-    """Whether it is to be found by nobody when it is written."""
+    """Whether the block was removed while it was written, so that a commit drops it."""
     num_uses: int = 0
-    """Number of times that it was stored or read."""
+    """Number of times that the block was stored or read."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Shard:
     lock: threading.RLock = field(default_factory=threading.RLock)
     by_key: dict[bytes, _Entry] = field(default_factory=dict)
     evictable: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
-    """READY, without pins and children; the least recently used first."""
+    """READY entries without pins and children, the least recently used first."""
     num_ready: int = 0
 
 
@@ -90,19 +90,21 @@ class SlotIndex:
         self._ticks = itertools.count(1)
         self._counting = threading.Lock()
         self.num_evicted = 0
-        """Blocks that had to make room for others."""
+        """Number of blocks that were evicted to make room for others."""
 
     def __len__(self) -> int:
-        """Count the blocks that can be read."""
+        """Return the number of blocks that can be read."""
         return sum(shard.num_ready for shard in self._shards)
 
     def add_slots(
         self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
     ) -> None:
-        """Add slots behind those that there are.
+        """Add slots behind the present ones.
 
-        `blocks`: slot, key and parent of those that lie in new slots already, the least recently
-        used first. They are read from now on.
+        Args:
+            num_slots: number of new slots.
+            blocks: slot, key and parent of each block that new slots hold already, the least
+                recently used first. They can be read from now on.
         """
         first = self.num_slots
         self.num_slots = self.num_slots + num_slots
@@ -118,7 +120,7 @@ class SlotIndex:
         self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Return the key of the block that one continues, as far as that was here when it came."""
+        """Return the key of the block that this one continues, if both are here; else None."""
         entry = self._shard(key).by_key.get(key)
         return entry.parent.key if entry and entry.parent else None
 
@@ -132,17 +134,16 @@ class SlotIndex:
         return entry is not None and entry.state is SlotState.READY
 
     def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Says of each block whether it can be read now; quicker than to ask one by one."""
+        """Return for each block whether it can be read now; faster than one call a block."""
         ready = SlotState.READY
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
     def uses_of_each(self, keys: Sequence[bytes]) -> list[int]:
-        """Count how often each block was stored or read since it came; 0: it is not here."""
+        """Return how often each block was stored or read since it came; 0: it is not here."""
         return [0 if entry is None else entry.num_uses for entry in self._find(keys)]
 
     def is_readable(self, ref: SlotRef) -> bool:
-        """Whether the slot still holds the block that it was given out for, and that was neither
-        removed nor evicted since."""
+        """Whether the slot still holds the block for which it was given out."""
         entry = self._entry(ref)
         return entry is not None and entry.state is SlotState.READY
 
@@ -156,8 +157,8 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Counts as a use of a chain from its beginning on, of those blocks that are here."""
-        # The last first: of one chain the end is then always older than the beginning.
+        """Count a use of a chain's first blocks, of those that are here."""
+        # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)
             with shard.lock:
@@ -165,10 +166,10 @@ class SlotIndex:
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
-        """Drop a block, so that nobody finds it any more; False: it was not readable.
+        """Drop a block, so that no reader finds it any more; return whether it was readable.
 
-        Its slot is free when all that have pinned it are done. What is being written under the key
-        is not found by anybody either.
+        Its slot is free once all its readers have unpinned it. A block that is being written under
+        the key is dropped when it is committed.
         """
         shard = self._shard(key)
         with shard.lock:
@@ -198,27 +199,37 @@ class SlotIndex:
     def lease(
         self, ttl_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> "Lease":
-        """Open a lease, which holds what one reader and writer reserves and pins.
+        """Open a lease, which holds the reservations and pins of one reader and writer.
 
-        `ttl_s`: seconds after which it may be ended by whoever looks after leases; None: never.
+        Args:
+            ttl_s: seconds after which the lease is over; None: never.
+            clock: in seconds.
         """
         return Lease(self, None if ttl_s is None else clock() + ttl_s, clock)
 
     def check_integrity(self, leases: Sequence["Lease"]) -> None:
-        """Asserts that each slot is free or holds one block, and that counts are those of
-        `leases`, which must be all that are open. Nothing else may use the index meanwhile."""
+        """Assert that each slot is free or holds one block, and that all counts are right.
+
+        Nothing else may use the index meanwhile.
+
+        Args:
+            leases: all open leases.
+        """
         entries = list(self._entries.values())
         slots = [entry.ref.slot for entry in entries]
         assert sorted([*slots, *self._free]) == list(range(self.num_slots)), "slots lost or doubled"
+
         pins = Counter[SlotRef]()
         reserved = list[SlotRef]()
         for lease in leases:
             pins.update(lease.pinned)
             reserved += lease.reserved
+
         num_ready = sum(entry.state is SlotState.READY for entry in entries)
         assert num_ready == len(self), "readable blocks miscounted"
         writing = [entry.ref for entry in entries if entry.state is SlotState.WRITING]
         assert sorted(reserved) == sorted(writing), "reservations lost or doubled"
+
         children = Counter(id(entry.parent) for entry in entries if entry.parent)
         for entry in entries:
             assert entry.num_pins == pins[entry.ref], "pins miscounted"
@@ -239,6 +250,9 @@ class SlotIndex:
             if (status := self._refusal(shard, key)) is not None:
                 return Reserved(status)
             above = self._hold_parent(shard, parent)
+
+        # Without this shard's lock, since the evicted block may be another shard's. Another thread
+        # may have reserved the key meanwhile.
         slot = self._take_slot()
         with shard.lock:
             status = self._refusal(shard, key) if slot is not None else Status.FULL
@@ -250,7 +264,7 @@ class SlotIndex:
             return Reserved(Status.STORED, self._place(slot, key, above, shard).ref)
 
     def _hold_parent(self, shard: _Shard, parent: bytes | None) -> _Entry | None:
-        """Count a child of a block, so that it is not what makes room for it."""
+        """Count a child of a block, so that the parent is not evicted to make room for it."""
         above = None if parent is None else shard.by_key.get(parent)
         if above is not None:
             above.num_children += 1
@@ -343,7 +357,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard with the block that is to be evicted next."""
+        """Return the shard of the block that is evicted next; None: no block can be evicted."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -386,7 +400,8 @@ class SlotIndex:
             return
         queue = entry.shard.evictable
         queue[entry.key] = entry
-        # A parent is used whenever its child is; it goes next unless it was used alone since.
+        # A use of a child is one of its parent, too. So the parent goes next, unless it was used
+        # alone since.
         if is_first:
             second = next(iter(queue.values()))
             queue.move_to_end(entry.key, last=second.last_used < entry.last_used)
@@ -402,9 +417,9 @@ def _values(shard: _Shard) -> list[_Entry]:
 
 
 class Lease:
-    """What one reader and writer holds; when it ends, nothing of it is left.
+    """The reservations and pins of one reader and writer, all of which end with the lease.
 
-    One thread at a time uses it, except for `close`, which any may call.
+    One thread at a time may use a lease, except for `close`, which any thread may call.
     """
 
     def __init__(self, index: SlotIndex, ends_at: float | None, clock: Callable[[], float]) -> None:
@@ -418,7 +433,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is closed, or its time is."""
+        """Whether the lease is closed, or its time is over."""
         return self._is_closed or (self._ends_at is not None and self._clock() >= self._ends_at)
 
     @property
@@ -427,12 +442,16 @@ class Lease:
 
     @property
     def pinned(self) -> Counter[SlotRef]:
-        """Counts the pins of each slot."""
+        """Number of pins of each slot."""
         return Counter(self._pinned)
 
     def reserve(self, key: bytes, parent: bytes | None = None) -> Reserved:
-        """Take a slot to write a block to. `parent`: the key of the block that it continues, which
-        is then not evicted before it."""
+        """Reserve a slot to write a block to.
+
+        Args:
+            key: that of the block.
+            parent: key of the block that it continues, which is then not evicted before it.
+        """
         with self._lock:
             if self.is_over:
                 return Reserved(Status.STALE)
@@ -442,15 +461,15 @@ class Lease:
             return reserved
 
     def commit(self, ref: SlotRef) -> Status:
-        """Make a written block one that can be read: STORED, or STALE and nobody sees it."""
+        """Make a written block readable; return STORED, or STALE if it was dropped."""
         return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
 
     def abort(self, ref: SlotRef) -> None:
-        """Give back a slot that was not written; one that is not reserved is no error."""
+        """Free a slot that was not written. A slot that is not reserved is no error."""
         self._end(ref, is_stored=False)
 
     def pin(self, key: bytes) -> SlotRef | None:
-        """Find a block and keep its slot from being used for others; None: it is not here."""
+        """Keep a block from being evicted, and return its slot; None: it is not here."""
         with self._lock:
             ref = None if self.is_over else self._index._pin(key)
             if ref is not None:
@@ -458,7 +477,7 @@ class Lease:
             return ref
 
     def unpin(self, ref: SlotRef) -> None:
-        """Undoes one `pin`; one that has ended with the lease is no error."""
+        """Undo one `pin`. A pin that has ended with the lease is no error."""
         with self._lock:
             if self._pinned[ref] <= 0:
                 del self._pinned[ref]
@@ -469,7 +488,7 @@ class Lease:
         self._index._unpin(ref)
 
     def close(self) -> None:
-        """Give everything back: what was reserved is aborted, what was pinned is not any more."""
+        """Abort all reservations and undo all pins."""
         with self._lock:
             self._is_closed = True
             reserved = self._reserved

@@ -1,8 +1,9 @@
 """Content keys of KV blocks.
 
-A block's key is a SHA-256 chain over all tokens up to its end, which begins with a namespace: two
-blocks have one key only if their bytes are interchangeable. The first two bytes are those of the
-chain's first block, so that an index can keep whole chains together by looking at keys alone.
+A block's key is a SHA-256 chain over all tokens up to the block's end. The chain begins with a
+namespace, so that two blocks have the same key only if their bytes are interchangeable. The first
+two bytes are those of the chain's first block, so that an index can keep whole chains together by
+their keys alone.
 """
 
 import array
@@ -16,14 +17,14 @@ CHAIN_BYTES = 2
 """Leading bytes that all keys of a chain share."""
 
 _FORMAT = 1
-"""Version of how keys are made; a change makes all stored blocks unknown."""
+"""Version of the key format. A change makes all stored blocks unknown."""
 
 
 def namespace(facts: Mapping[str, object]) -> bytes:
-    """Return the 32 bytes that stand for everything that KV depends on beside its tokens.
+    """Return the 32 bytes that stand for everything except tokens that KV depends on.
 
     Args:
-        facts: model, revision, dtype, geometry and whatever else changes the bytes of a block;
+        facts: model, revision, dtype, geometry and all else that changes the bytes of a block, as
             strings, numbers and lists of them.
     """
     text = json.dumps({"format": _FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
@@ -35,7 +36,7 @@ def block_keys(
 ) -> list[bytes]:
     """Return the keys of all whole blocks of `block_tokens` tokens.
 
-    Only blocks of one namespace and one salt ever have the same key.
+    Blocks of different namespaces or salts never have the same key.
     """
     return list(extend_keys(space, [], token_ids, block_tokens, salt))
 
@@ -47,7 +48,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yield the keys of the whole blocks behind the first `len(keys)`, whose keys are given."""
+    """Yield the keys of the whole blocks behind those whose `keys` are given."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens

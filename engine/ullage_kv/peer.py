@@ -1,7 +1,7 @@
-"""One peer as its client sees it: what it has, and copies of blocks from and to its host memory.
+"""The client of one peer: which blocks it has, and copies from and to its host memory.
 
-Calls are those of blocking gRPC, for threads: each has a deadline that gRPC itself keeps, whatever
-the peer does or does not do. A peer that fails again and again is left alone by its breaker.
+Calls are those of blocking gRPC, for threads. Each has a deadline that gRPC itself keeps, even if
+the peer hangs. A circuit breaker stops the calls to a peer that keeps failing.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from ullage_common.wire.channels import open_blocking_channel
 from ullage_common.wire.errors import from_rpc_error
 from ullage_common.wire.tls import Material, channel_credentials
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import Breaker, Transfer
+from ullage_kv.tier import CircuitBreaker, Transfer
 
 REMOTE = "remote"
 """Name of the tier in the host memory of peers."""
 CHUNK_BYTES = 1 << 19
-"""Bytes of a block in one message: half of what may be, which moved twice as many a second, for
+"""Bytes of a block in one message. Half of the maximum moved twice as many bytes a second, since
 the copies of such a message stay in the heap and in the caches."""
 MAX_CHUNK_BYTES = 1 << 20
 """Most bytes of a block in one message."""
@@ -35,7 +35,7 @@ MAX_KEYS = 4096
 """Most keys in one request."""
 
 _END_LEASE_S = 1.0
-"""Seconds for ending a lease that would end by itself a little later."""
+"""Deadline of the call that ends a lease, which would end by itself a little later."""
 _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Status.TIMEOUT,
     grpc.StatusCode.UNAVAILABLE: Status.UNAVAILABLE,
@@ -56,12 +56,12 @@ log = logging.getLogger(__name__)
 
 
 class _WrongAnswer(Exception):
-    """The peer answered what it must not; the message says what."""
+    """The peer broke the protocol; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine says of itself to its peers."""
+    """The facts of an engine that it sends to its peers."""
 
     geometry: pb.Geometry
     instance: str
@@ -70,21 +70,21 @@ class Identity:
     """Returns the newest certificate to show; None: peers speak plaintext."""
 
 
-class Peer:
+class PeerClient:
     """Another engine at one address; safe to use from several threads."""
 
     def __init__(self, address: str, server_name: str, own: Identity) -> None:
-        """`server_name`: that its certificate must have."""
+        """`server_name`: name that the peer's certificate must have."""
         self.address = address
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.instance = ""
         """Identity of its process; empty: it has not answered yet."""
         self.free_blocks = 0
-        """Room that nothing was in when it last answered, in blocks."""
+        """Free slots of the peer when it last answered."""
         self.num_reads = 0
         """Reads that are under way."""
         self.problem = ""
-        """Last failure, for people; empty since it answered again."""
+        """Last failure, for people; empty: the peer has answered since."""
         self._server_name = server_name
         self._own = own
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Peer:
 
     @property
     def is_other(self) -> bool:
-        """Whether it is known to be another process than this one."""
+        """Whether the peer is known to be another process than this one."""
         return self.instance not in ("", self._own.instance)
 
     @property
@@ -106,10 +106,13 @@ class Peer:
     def look(
         self, keys: Sequence[bytes], timeout_s: float, on_held: Callable[[list[bool]], None]
     ) -> None:
-        """Asks which blocks the peer has, and returns at once.
+        """Begin to ask which blocks the peer has.
 
-        `on_held` is called once, from any thread, within `timeout_s` seconds: with one value for
-        each key, or with none if there is no answer.
+        Args:
+            keys: those of the blocks.
+            timeout_s: deadline in seconds.
+            on_held: called once, from any thread, within the deadline: with one value for each
+                key, or with an empty list if the peer has not answered.
         """
         request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
         try:
@@ -131,9 +134,9 @@ class Peer:
         call.add_done_callback(finish)
 
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copy blocks from the peer: HIT, or anything else.
+        """Copy blocks from the peer.
 
-        Every result is there at `ends_at` on the monotonic clock, and nobody writes to the memory
+        Every result is there at `ends_at` on the monotonic clock. Nothing is written to the memory
         afterwards.
         """
         arriving = _Arriving(transfers)
@@ -146,6 +149,7 @@ class Peer:
         finally:
             with self._lock:
                 self.num_reads -= 1
+
         results = arriving.results(MISS)
         if damaged := next((each for each in results if each.status is Status.CORRUPT), None):
             self._fail(_WrongAnswer(damaged.error))
@@ -154,7 +158,7 @@ class Peer:
         return results
 
     def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
-        """Read what the peer has, in as many parts as it lets one peer pin at a time."""
+        """Read the blocks that the peer has, in parts that it lets one peer pin at a time."""
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
@@ -171,10 +175,12 @@ class Peer:
                 here = self._take_answer(answer, len(places))
                 held = list(itertools.compress(places, here))
                 pinned = held[: answer.num_pinned]
+                # The peer pins no more at a time. The next turn of the loop asks for the others.
                 places = held[answer.num_pinned :]
                 if not pinned:
                     arriving.refuse(places)
                     return
+
                 keys = [transfers[place].key for place in pinned]
                 request = pb.ReadRequest(lease=answer.lease, keys=keys)
                 arriving.take(pinned, stub.Read(request, timeout=_remaining_s(ends_at)))
@@ -184,8 +190,11 @@ class Peer:
                 released.result()
 
     def write(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copy blocks to the peer, until `ends_at` on the monotonic clock: STORED, EXISTS where
-        it had the block, or anything else."""
+        """Copy blocks to the peer, until `ends_at` on the monotonic clock.
+
+        Returns:
+            For each block STORED, EXISTS if the peer had it, or the reason why it was not copied.
+        """
         results = [Result(Status.ERROR, REMOTE)] * len(transfers)
         try:
             self._write(transfers, results, ends_at)
@@ -205,11 +214,13 @@ class Peer:
             ),
             timeout=timeout_s,
         )
+
         is_committed = False
         try:
             self.instance = answer.instance
             if self.is_self or len(answer.rooms) != len(transfers):
                 raise _WrongAnswer("it is this engine itself, or answers for other blocks")
+
             reserved = []
             for number, room in enumerate(answer.rooms):
                 results[number] = Result(_ROOMS.get(room, Status.ERROR), REMOTE)
@@ -217,6 +228,7 @@ class Peer:
                     reserved.append(number)
             if not reserved:
                 return
+
             self.free_blocks = max(0, self.free_blocks - len(reserved))
             stub.Write(_chunks(answer.lease, transfers, reserved), timeout=_remaining_s(ends_at))
             written = [_written(number, transfers[number]) for number in reserved]
@@ -232,7 +244,7 @@ class Peer:
                 _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
 
     def close_retired(self, after_s: float) -> None:
-        """Close channels with certificates of before that were replaced so long ago."""
+        """Close the channels with old certificates that were replaced so many seconds ago."""
         with self._lock:
             due = [each for each in self._retired if time.monotonic() >= each[0] + after_s]
             self._retired = [each for each in self._retired if each not in due]
@@ -240,7 +252,7 @@ class Peer:
             channel.close()
 
     def close(self) -> None:
-        """End all calls; what is asked later fails at once."""
+        """End all calls. Later calls fail at once."""
         with self._lock:
             self._is_closed = True
             channels = [channel for _, channel in self._retired]
@@ -251,13 +263,17 @@ class Peer:
             channel.close()
 
     def _connect(self) -> "kv_pb2_grpc.KVStoreServiceStub":
-        """Return the stub of a channel with the newest certificate; ValueError: it is closed."""
+        """Return the stub of a channel with the newest certificate.
+
+        Raises:
+            ValueError: the tier is closed.
+        """
         material = self._own.material()
         with self._lock:
             if self._is_closed:
                 raise ValueError("the tier is closed")
             if self._stub is None or material is not self._material:
-                if self._channel is not None:  # calls that run go on over it
+                if self._channel is not None:  # running calls go on over the old channel
                     self._retired.append((time.monotonic(), self._channel))
                 credentials = channel_credentials(material) if material else None
                 self._channel = open_blocking_channel(self.address, credentials, self._server_name)
@@ -295,7 +311,7 @@ class Peer:
 
 
 class _Arriving:
-    """Blocks as their chunks come, each verified when it is whole."""
+    """Blocks that arrive in chunks, each verified when it is whole."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._transfers = transfers
@@ -303,11 +319,11 @@ class _Arriving:
         self._results: list[Result | None] = [None] * len(transfers)
 
     def results(self, otherwise: Result) -> list[Result]:
-        """Return the results of all blocks; `otherwise` is that of those that did not come."""
+        """Return the results of all blocks, `otherwise` for those that did not arrive."""
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Notes that the peer has these blocks, and lets nobody read them now."""
+        """Record that the peer has these blocks and lets no peer read them now."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
@@ -315,7 +331,7 @@ class _Arriving:
         """Take the blocks at these places from the responses of a call.
 
         Raises:
-            _WrongAnswer: a chunk is not of them or not the next one, or one is missing.
+            _WrongAnswer: a chunk is of no such block, or out of order, or a block is incomplete.
         """
         try:
             for chunk in chunks:
@@ -323,7 +339,7 @@ class _Arriving:
                     raise _WrongAnswer(f"it sent block {chunk.block} of {len(places)}")
                 self._take_chunk(places[chunk.block], chunk)
         finally:
-            chunks.cancel()  # of a peer that says too much
+            chunks.cancel()  # a peer may send too many chunks
         if missing := [place for place in places if self._results[place] is None]:
             raise _WrongAnswer(f"{len(missing)} of {len(places)} blocks did not come whole")
 
@@ -366,12 +382,12 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Send what ends a lease, and does not wait for the answer; None: there is no lease, or the
-    channel is closed."""
+    """Begin the call that ends a lease; return it, or None if there is no lease or the channel is
+    closed."""
     if not request.lease:
         return None
     with contextlib.suppress(ValueError):
         call = method.future(request, timeout=_END_LEASE_S)
-        call.add_done_callback(lambda _: None)  # gRPC cancels a call that nobody refers to
+        call.add_done_callback(lambda _: None)  # gRPC cancels a call without references
         return call
     return None

@@ -1,8 +1,9 @@
 """The tier in the host memory of other engines: blocks are read from peers, and copied to one.
 
-Which peer has a block is a hint: `look` asks all peers, and `holds` answers from what they said.
-The truth is what a peer pins right before it is read. A peer that is dead, slow or wrong costs the
-deadline of a call a few times, and is then left alone until it answers a look-up again.
+The tier keeps hints about which peer has a block: `look` asks all peers, and `holds` answers from
+the hints. A read asks the peer to pin its blocks first, which decides. A peer that is dead, slow or
+wrong costs a few calls their deadline. Then its circuit breaker opens, until the peer answers a
+look-up again.
 """
 
 import itertools
@@ -23,33 +24,37 @@ import xxhash
 from ullage.kv.v1 import kv_pb2 as pb
 from ullage_common.wire.channels import NO_RECORDS, addresses, is_address
 from ullage_common.wire.tls import Material
+from ullage_kv.futures import all_done, done
 from ullage_kv.keys import CHAIN_BYTES
-from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, Peer
+from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, PeerClient
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import TierCounter, TierStats, Transfer, done
+from ullage_kv.tier import TierCounter, TierStats, Transfer
 
 MAX_HINTS = 1 << 16
 """Most blocks whose peers are remembered."""
 HINT_S = 30.0
-"""Seconds for which it counts that a peer has said to have a block."""
+"""Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""A look-up, for which a request waits, may take the deadline divided by this."""
+"""A look-up, for which a request waits, takes at most the deadline divided by this."""
 RESOLVE_S = 5.0
-"""Seconds between two times that names are resolved and silent peers are tried."""
+"""Seconds between two times that names are resolved and silent peers are asked."""
 MAX_LOADS = 16
-"""Most loads at a time."""
+"""Most loads that run at a time."""
 MAX_LOOKS = 64
-"""Most look-ups at a time."""
+"""Most look-ups that run at a time."""
 MAX_QUEUED = 256
-"""Most blocks that wait to be copied to a peer; they are pinned meanwhile."""
+"""Most blocks that wait to be copied to a peer. They are pinned meanwhile."""
 BATCH_BYTES = 32 << 20
 """Bytes after which a batch of copies is sent."""
+
+_NOT_THERE = {Status.MISS, Status.CORRUPT}
+"""Results by which a hint was wrong."""
 
 log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Which peer is said to have which block: bounded, and each for a while only."""
+    """Hints about which peers have which blocks, bounded in number and in time."""
 
     def __init__(
         self,
@@ -67,7 +72,7 @@ class Hints:
         return len(self._until)
 
     def learn(self, peer: str, keys: Iterable[bytes], held: Iterable[bool]) -> None:
-        """Take up what a peer said of blocks."""
+        """Record a peer's answer about blocks."""
         until = self._clock() + self._ttl_s
         with self._lock:
             for key, is_held in zip(keys, held, strict=True):
@@ -82,13 +87,13 @@ class Hints:
                 self._until.popitem(last=False)
 
     def peers(self, key: bytes) -> list[str]:
-        """Names the peers that have the block, as far as is known."""
+        """Return the addresses of the peers that are said to have the block."""
         now = self._clock()
         with self._lock:
             return [peer for peer, until in self._until.get(key, {}).items() if now < until]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop all that is known of blocks."""
+        """Drop the hints about blocks."""
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)
@@ -96,18 +101,18 @@ class Hints:
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """One peer, for people."""
+    """The state of one peer, for people."""
 
     address: str
     is_self: bool
     is_left_alone: bool
     free_blocks: int
     problem: str
-    """Why it was not reached last; empty: it was."""
+    """Why the last call to it failed; empty: it did not."""
 
 
 class _Copies(NamedTuple):
-    """Blocks to copy to a peer, all or some of what one caller saves."""
+    """The blocks of one call of `save`, which wait to be copied to a peer."""
 
     transfers: Sequence[Transfer]
     future: "Future[list[Result]]"
@@ -134,15 +139,16 @@ class RemoteTier:
     ) -> None:
         """
         Args:
-            targets: `host:port` of peers; a name may have several addresses, and be resolved to
-                others later.
-            namespace: that of the keys; peers with another one refuse.
+            targets: `host:port` of peers. A name may have several addresses, which may change.
+            namespace: that of the keys. Peers with another one refuse.
+            block_bytes: size of every block.
             instance: `KVStoreService.instance` of this process, to recognise itself by.
             deadline_s: most seconds of one load, and of one batch of copies.
-            look_s: most seconds of a look-up; None: a quarter of the deadline.
             copies: whether blocks are copied to a peer at all.
             server_name: name that the peers' certificates have; empty: the host of their target.
             material: returns the newest certificate to show; None: peers speak plaintext.
+            look_s: most seconds of a look-up; None: a quarter of the deadline.
+            resolve_s: seconds between two times that names are resolved.
         """
         self._targets = targets
         geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)
@@ -153,16 +159,19 @@ class RemoteTier:
         self._server_name = server_name
         self._look_s = deadline_s / LOOK_SHARE if look_s is None else look_s
         self._resolve_s = resolve_s
+
         self._counter = TierCounter()
         self._hints = Hints()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, PeerClient] = {}
         self._removed: OrderedDict[bytes, None] = OrderedDict()
         self._removed_chains = set[bytes]()
         self._is_distrusted = False
-        """Whether nothing of peers is read for now."""
+        """Whether no block is read from peers for now."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._num_loads = self._num_looks = 0
+        self._num_loads = 0
+        self._num_looks = 0
+
         self._loads = ThreadPoolExecutor(MAX_LOADS, "kv-remote")
         self._queue: deque[_Copies] = deque()
         self._queued: set[bytes] = set()
@@ -197,44 +206,44 @@ class RemoteTier:
                 return done(None)
             self._num_looks += 1
         parts = [asked[start : start + MAX_KEYS] for start in range(0, len(asked), MAX_KEYS)]
-        finished = Future[None]()
-        countdown = itertools.count(1)
+        answered = all_done(
+            [self._ask(peer, part) for peer, part in itertools.product(peers, parts)]
+        )
+        answered.add_done_callback(self._end_look)
+        return answered
 
-        def count() -> None:
-            if next(countdown) == len(peers) * len(parts):
-                with self._lock:
-                    self._num_looks -= 1
-                finished.set_result(None)
+    def _end_look(self, _: object) -> None:
+        with self._lock:
+            self._num_looks -= 1
 
-        for peer, part in itertools.product(peers, parts):
-            self._ask(peer, part, count)
-        return finished
+    def _ask(self, peer: PeerClient, keys: Sequence[bytes]) -> "Future[None]":
+        """Ask a peer which blocks it has, unless its circuit breaker is open; return a future that
+        is done when the hints have the answer."""
+        if not peer.breaker.allows():
+            return done(None)
 
-    def _ask(self, peer: Peer, keys: Sequence[bytes], on_end: Callable[[], None]) -> None:
-        """Ask a peer for blocks, unless it is left alone."""
+        answered = Future[None]()
 
         def learn(held: list[bool]) -> None:
             if held:
                 self._hints.learn(peer.address, keys, held)
-            on_end()
+            answered.set_result(None)
 
-        if peer.breaker.allows():
-            peer.look(keys, self._look_s, learn)
-        else:
-            on_end()
+        peer.look(keys, self._look_s, learn)
+        return answered
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         return [bool(self._holders(key)) for key in keys]
 
-    def _holders(self, key: bytes) -> list[Peer]:
-        """List the peers that are said to have a block, those that are left alone excepted."""
+    def _holders(self, key: bytes) -> list[PeerClient]:
+        """Return the peers that are said to have a block and whose circuit breaker is closed."""
         if self._is_removed(key):
             return []
         peers = [self._peers.get(address) for address in self._hints.peers(key)]
         return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Never reads these blocks again: a peer may have a copy of what was damaged here."""
+        """Never read these blocks again: a peer may have a copy of a block that is damaged here."""
         self._hints.forget(keys)
         with self._lock:
             self._removed.update(dict.fromkeys(keys))
@@ -242,8 +251,10 @@ class RemoteTier:
                 self._removed.popitem(last=False)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Never reads blocks of these chains again, of which peers may have copies; None: reads
-        nothing until `trust` is called."""
+        """Never read blocks of these chains again, since peers may have copies of damaged ones.
+
+        None: no block is read until `trust` is called.
+        """
         with self._lock:
             is_new = chains is None and not self._is_distrusted
             self._is_distrusted = self._is_distrusted or is_new
@@ -255,8 +266,8 @@ class RemoteTier:
             )
 
     def trust(self) -> None:
-        """Reads from peers again after all chains were removed, as when whoever damaged them is
-        gone. Chains and blocks that were removed by name are not read again."""
+        """Read from peers again after all chains were removed, as when the worker that damaged
+        blocks is gone. Chains and blocks that were removed by key are not read again."""
         with self._lock:
             was_distrusted = self._is_distrusted
             self._is_distrusted = False
@@ -279,6 +290,7 @@ class RemoteTier:
                 return self._loads.submit(self._load, transfers, ends_at)
             else:
                 status = Status.BUSY
+
         results = [Result(status, self.name)] * len(transfers)
         self._counter.loaded(results)
         return done(results)
@@ -288,7 +300,7 @@ class RemoteTier:
         try:
             with self._counter.reading:
                 self._read(transfers, results, ends_at)
-        except Exception as error:  # what waits for the results must get some
+        except Exception as error:  # the callers wait for results
             log.exception("load failed")
             failed = Result(Status.ERROR, self.name, error=repr(error))
             results = [each if each.status is Status.HIT else failed for each in results]
@@ -299,7 +311,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Reads from the peers that have most of what is missing, one after the other."""
+        """Read from one peer after the other, those with most of the missing blocks first."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -310,6 +322,7 @@ class RemoteTier:
                 for place in places:
                     results[place] = Result(Status.TIMEOUT, self.name)
                 return
+
             tried.add(peer.address)
             read = peer.read([transfers[place] for place in places], ends_at)
             for place, result in zip(places, read, strict=True):
@@ -320,8 +333,8 @@ class RemoteTier:
 
     def _best_peer(
         self, transfers: Sequence[Transfer], missing: Sequence[int], tried: set[str]
-    ) -> tuple[Peer | None, list[int]]:
-        held: dict[Peer, list[int]] = {}
+    ) -> tuple[PeerClient | None, list[int]]:
+        held: dict[PeerClient, list[int]] = {}
         for place in missing:
             for holder in self._holders(transfers[place].key):
                 if holder.address not in tried:
@@ -363,7 +376,7 @@ class RemoteTier:
             transfers = [transfer for copies in batch for transfer in copies.transfers]
             try:
                 results = self._copy(transfers)
-            except Exception as error:  # what is pinned must be let go
+            except Exception as error:  # blocks are pinned until they have results
                 log.exception("copies failed")
                 results = [Result(Status.ERROR, self.name, error=repr(error))] * len(transfers)
             self._counter.saved(results)
@@ -376,7 +389,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy; empty: the tier is closed, and nothing waits any more."""
+        """Wait for blocks to copy; return an empty list once the tier is closed and none wait."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -395,6 +408,7 @@ class RemoteTier:
         for place, transfer in enumerate(transfers):
             if (peer := self._peer_for(transfer)) is not None:
                 places_of.setdefault(peer.address, []).append(place)
+
         with self._counter.writing:
             for address, places in places_of.items():
                 other = self._peers.get(address)
@@ -408,22 +422,24 @@ class RemoteTier:
                 self._hints.learn(address, there, [True] * len(there))
         return results
 
-    def _peer_for(self, transfer: Transfer) -> Peer | None:
-        """Chooses the peer with the block before this one, else the one with the most room; where
-        no room is free, peers take chains in equal shares."""
+    def _peer_for(self, transfer: Transfer) -> PeerClient | None:
+        """Return the peer with the block before this one, else the peer with the most free slots.
+
+        If no peer has free slots, chains are shared out equally by rendezvous hashing.
+        """
         usable = self._usable()
         if transfer.parent is not None:
             before = set(self._hints.peers(transfer.parent))
             usable = [peer for peer in usable if peer.address in before] or usable
         chain = transfer.key[:CHAIN_BYTES]
 
-        def rank(peer: Peer) -> tuple[int, int]:
+        def rank(peer: PeerClient) -> tuple[int, int]:
             return peer.free_blocks, xxhash.xxh3_64_intdigest(chain + peer.address.encode())
 
         return max(usable, key=rank, default=None)
 
-    def _usable(self) -> list[Peer]:
-        """List the peers that are known to be others, and are not left alone."""
+    def _usable(self) -> list[PeerClient]:
+        """Return the peers that are other processes and whose circuit breaker is closed."""
         return [
             peer
             for peer in list(self._peers.values())
@@ -444,13 +460,12 @@ class RemoteTier:
             for peer in list(self._peers.values()):
                 peer.close_retired(self._deadline_s)
                 if not peer.instance or peer.breaker.is_open:
-                    self._ask(peer, [], lambda: None)
+                    self._ask(peer, [])
             logged = self._log_peers(logged)
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Says in one line which peers there are and which are left alone, if that is not as it
-        was; returns what it is."""
+        """Log the peers in one line if any came, went, or changed its state; return all states."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}
@@ -459,14 +474,14 @@ class RemoteTier:
         return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
-        """Take up new addresses and drop those that are gone."""
-        peers = dict[str, Peer]()
+        """Connect to new addresses and drop those that are gone."""
+        peers = dict[str, PeerClient]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
             server_name = self._server_name or ("" if is_address(host) else host)
             for address in current:
                 peer = self._peers.get(address) or peers.get(address)
-                peers[address] = peer or Peer(address, server_name, self._own)
+                peers[address] = peer or PeerClient(address, server_name, self._own)
         with self._lock:
             before = self._peers
             self._peers = {} if self._closing.is_set() else peers
@@ -496,11 +511,8 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
     return {each.address: each.is_left_alone for each in peers}
 
 
-_NOT_THERE = {Status.MISS, Status.CORRUPT}
-
-
 def _resolve(target: str) -> set[str] | None:
-    """Return the addresses of a target; None: the name server does not answer. Waits for it."""
+    """Wait for the addresses of a target; return None if the name server does not answer."""
     host, _, port = target.rpartition(":")
     if is_address(host):
         return {target}

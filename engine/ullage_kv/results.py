@@ -1,7 +1,10 @@
-"""What became of each block of a call: a value for every key, never an exception for a miss."""
+"""The outcome of a call for each of its blocks. A miss is a value and never an exception."""
 
 import enum
 from dataclasses import dataclass
+
+HOST = "host"
+"""Name of the tier in host memory."""
 
 
 class Status(enum.StrEnum):
@@ -9,25 +12,26 @@ class Status(enum.StrEnum):
 
     STORED = "stored"
     EXISTS = "exists"
-    """It was stored before; nothing was written."""
+    """The block was stored before. Nothing was written."""
     HIT = "hit"
     MISS = "miss"
-    """It is stored nowhere that was asked."""
+    """No tier that was asked has the block."""
     FULL = "full"
-    """Everything that could make room is in use."""
+    """Every block that could be evicted is in use."""
     BUSY = "busy"
-    """Somebody else is writing it, or the tier's queue is full: nothing was done."""
+    """Another writer has the block, or the tier's queue is full. Nothing was done."""
     CORRUPT = "corrupt"
-    """What was read is not what was written; it is dropped."""
+    """The checksum of the bytes read is wrong. The block is dropped."""
     STALE = "stale"
     """The reservation or pin has ended before."""
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
-    """The tier failed too often and is left alone for a while."""
+    """The tier failed too often, and its circuit breaker is open."""
     ERROR = "error"
 
 
 _USABLE = {Status.STORED, Status.EXISTS, Status.HIT}
+_REFUSALS = {Status.FULL, Status.BUSY, Status.TIMEOUT, Status.UNAVAILABLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,21 @@ class Result:
 
     status: Status
     tier: str = ""
-    """Tier that has or had the block; empty: none."""
+    """Name of the tier that has or had the block; empty: no tier."""
     num_bytes: int = 0
     """Bytes that were copied."""
     error: str = ""
-    """One line for people, of an error."""
+    """One line for people about the failure; empty: there was none."""
 
     @property
     def is_usable(self) -> bool:
         """Whether the block is where the caller wanted it."""
         return self.status in _USABLE
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the tier takes nothing now, so that other blocks would fare no better."""
+        return self.status in _REFUSALS
 
 
 MISS = Result(Status.MISS)

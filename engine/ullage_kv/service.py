@@ -1,9 +1,8 @@
-"""`KVStoreService` over a store: what peers read from its host memory and copy into it.
+"""`KVStoreService` over a store: peers read from its host memory and copy blocks into it.
 
-Everything a peer holds, it holds under a lease that `PeerLeases` owns: it ends by itself, so a peer
-that dies or stops leaves nothing behind. Before each chunk the lease is looked at again, on the one
-thread that also ends leases, so that no chunk comes from a slot or goes to one that was given to
-another block.
+A peer holds slots only under a lease of `PeerLeases`. Leases end by themselves, so that a peer that
+dies or stops leaves nothing behind. The lease is checked again before each chunk, on the one thread
+that also ends leases. So no chunk is read from or written to a slot that another block has now.
 """
 
 import asyncio
@@ -29,11 +28,11 @@ from ullage_kv.results import Status
 from ullage_kv.store import Block, Store
 
 MAX_LEASE_S = 10.0
-"""Seconds after which every lease of a peer has ended."""
+"""Seconds after which a lease of a peer ends at the latest."""
 MAX_LEASES = 64
 """Most leases that one peer has at a time."""
 PEER_SHARE = 4
-"""One peer holds at most one slot of so many, and all peers together twice as many."""
+"""A peer holds at most one slot in so many, and all peers together at most two."""
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +42,13 @@ _ROOMS = {
     Status.BUSY: pb.ROOM_BUSY,
 }
 _TIMER_SLACK_S = 0.01
-"""Seconds that a timer waits beyond the end of a lease, for clocks that are rounded."""
+"""Seconds that a timer waits beyond the end of a lease, since clocks are rounded."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Served(NamedTuple):
-    """What peers are served from."""
+    """The store that peers are served from."""
 
     store: Store
     namespace: bytes
@@ -58,19 +57,19 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """What peers have read and written, and what they hold now."""
+    """The blocks that peers have read and written, and the slots that they hold now."""
 
     read_blocks: int
-    """Blocks that were sent to their ends."""
+    """Blocks that were sent as a whole."""
     read_bytes: int
     written_blocks: int
     """Blocks that were verified and can be read."""
     written_bytes: int
-    """Bytes that came, those of blocks that were dropped included."""
+    """Bytes that arrived, those of dropped blocks included."""
     leases: int
     held_slots: int
     expired_leases: int
-    """Leases that nobody ended before their time was over."""
+    """Leases that no peer ended before their time was over."""
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ class NewBlock:
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
-    """What one peer holds: pinned blocks by key, and new ones by their index in its request."""
+    """The slots of one peer: pinned blocks by key, and new ones by their index in its request."""
 
     number: int
     peer: str
@@ -100,7 +99,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """The owner of all leases of peers; for one thread, except for what it counts."""
+    """All leases of peers; for one thread, except for its counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,7 +118,7 @@ class PeerLeases:
         """Open an empty lease.
 
         Raises:
-            ServiceError: the peer has as many as one may have.
+            ServiceError: the peer has as many leases as one peer may have.
         """
         self.end_expired()
         if sum(each.peer == peer for each in self._open.values()) >= MAX_LEASES:
@@ -137,7 +136,7 @@ class PeerLeases:
         return opened
 
     def room(self, index: SlotIndex, peer: str) -> int:
-        """Return the number of slots that the peer may take beside those that it holds."""
+        """Return the number of slots that the peer may take in addition to its own."""
         share = max(1, index.num_slots // PEER_SHARE)
         own = sum(each.num_slots for each in self._open.values() if each.peer == peer)
         return max(0, min(share - own, 2 * share - self.num_slots))
@@ -146,7 +145,7 @@ class PeerLeases:
         """Return an open lease.
 
         Raises:
-            ServiceError: it has ended, or never was.
+            ServiceError: the lease has ended, or never existed.
         """
         held = self._open.get(number)
         if held is None or held.lease.is_over:
@@ -154,7 +153,7 @@ class PeerLeases:
         return held
 
     def end(self, number: int) -> None:
-        """Give back what is held under a lease; one that has ended is no error."""
+        """End a lease. A lease that has ended is no error."""
         if held := self._open.pop(number, None):
             held.lease.close()
 
@@ -194,7 +193,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         self.instance = uuid.uuid4().hex
         """Identity of this process among its peers."""
         self.leases = PeerLeases()
-        self._read_blocks = self._read_bytes = self._written_blocks = self._written_bytes = 0
+        self._read_blocks = 0
+        self._read_bytes = 0
+        self._written_blocks = 0
+        self._written_bytes = 0
 
     def stats(self) -> PeerTraffic:
         """Return the figures since the start."""
@@ -218,6 +220,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         if not request.lease_ms:
             response.held.extend(store.index.contains(key) for key in request.keys)
             return response
+
         held = self._open_lease(store, context, request.lease_ms)
         room = self.leases.room(store.index, held.peer)
         for key in request.keys:
@@ -227,6 +230,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             if (ref := held.lease.pin(key)) is not None:
                 held.pinned[key] = ref
             response.held.append(ref is not None)
+
         response.num_pinned = len(held.pinned)
         response.lease, response.lease_ms = self._grant(held, request.lease_ms)
         return response
@@ -281,6 +285,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         _check_keys("blocks", [block.key for block in request.blocks])
         if not request.lease_ms:
             raise invalid("lease_ms", "lease_ms is 0; name the time in which you write")
+
         response = pb.ReserveResponse(instance=self.instance)
         held = self._open_lease(store, context, request.lease_ms)
         room = self.leases.room(store.index, held.peer)
@@ -296,6 +301,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             if reserved.ref is not None:
                 held.reserved[number] = NewBlock(block.key, parent, reserved.ref)
             response.rooms.append(_ROOMS.get(reserved.status, pb.ROOM_FULL))
+
         response.lease, response.lease_ms = self._grant(held, request.lease_ms)
         return response
 
@@ -338,7 +344,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             for written in request.blocks:
                 block = held.reserved.pop(written.block, None)
                 response.outcomes.append(self._commit(held, block, written.checksum))
-                await asyncio.sleep(0)  # others get their turn between two blocks
+                await asyncio.sleep(0)  # other calls run between two blocks
         finally:
             self.leases.end(held.number)
         return response
@@ -366,7 +372,11 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     # both ----------------------------------------------------------------------------------------
 
     def _store(self, geometry: pb.Geometry) -> Store:
-        """Return the store, if its blocks are those that the peer means."""
+        """Return the store.
+
+        Raises:
+            ServiceError: there is none, or its blocks are not of the peer's geometry.
+        """
         served = self._served()
         if served is None:
             raise ServiceError(
@@ -376,7 +386,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
                 retry_after_s=10.0,
             )
         if geometry.namespace != served.namespace:
-            # Who knows the namespace can make keys, so that it is told to nobody.
+            # A peer that knew the namespace could make keys, so the error does not name it.
             log.debug(
                 "a peer has another namespace",
                 extra={"peer": geometry.namespace.hex()[:8], "own": served.namespace.hex()[:8]},
@@ -395,10 +405,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return served.store
 
     def _find(self, number: int) -> PeerLease:
-        """Return an open lease of the present store: another one may use the same memory.
+        """Return an open lease of the present store; a former store used the same memory.
 
         Raises:
-            ServiceError: there is none.
+            ServiceError: there is no such lease.
         """
         held = self.leases.find(number)
         served = self._served()
@@ -412,7 +422,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Return a lease's number and its milliseconds; one with nothing in it is ended."""
+        """Return a lease's number and milliseconds; end a lease without slots and return zeros."""
         if not held.num_slots:
             self.leases.end(held.number)
             return 0, 0

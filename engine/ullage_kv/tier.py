@@ -1,5 +1,4 @@
-"""What the store asks of a tier below host memory, what every tier counts, and when it is left
-alone."""
+"""The protocol of a tier below host memory, its counters, and its circuit breaker."""
 
 import threading
 import time
@@ -7,24 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from ullage_kv.results import Result, Status
 
-Value = TypeVar("Value")
-
 MAX_FAILURES = 3
-"""Failures in a row after which a tier, or a peer, is left alone."""
+"""Failures in a row that open the circuit breaker of a tier or of a peer."""
 PAUSE_S = 1.0
+"""Seconds for which an open breaker lets no call through at first."""
 MAX_PAUSE_S = 60.0
-"""Seconds for which it is left alone at first, and at most."""
-
-
-def done(value: Value) -> "Future[Value]":
-    """Return a future that has its result."""
-    future = Future[Value]()
-    future.set_result(value)
-    return future
+"""Seconds for which an open breaker lets no call through at most."""
 
 
 class Transfer(NamedTuple):
@@ -32,76 +23,82 @@ class Transfer(NamedTuple):
 
     key: bytes
     memory: memoryview
-    """Memory of the block's size, writable; it stays valid until the transfer's result is there."""
+    """Writable memory of the block's size, valid until the transfer has its result."""
     parent: bytes | None = None
-    """Key of the block that this one continues, if it is known."""
+    """Key of the block that this one continues; None: unknown."""
 
 
 class LowerTier(Protocol):
-    """A tier below host memory. Calls return at once; threads of its own do the work.
+    """A tier below host memory.
 
-    Several threads call it. Every error is a result; what it loads is verified.
+    Calls return at once, and threads of the tier do the work. Several threads may call a tier.
+    Errors are results and never exceptions. Loaded blocks are verified.
     """
 
     @property
     def name(self) -> str: ...
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Find out which blocks are stored here, for `holds` to say so; done at once where that is
-        known. It takes a part of a deadline at most, and never fails."""
+        """Find out which blocks are stored here, so that `holds` knows.
+
+        The future is done at once where that is known already. It takes a part of a deadline at
+        most, and never fails.
+        """
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Says of each block whether it is stored here, as far as is known without waiting."""
+        """Return for each block whether it is known to be stored here, without waiting."""
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Says of each block whether a copy of it should be stored here, by the same knowledge."""
+        """Return for each block whether a copy of it should be stored here, without waiting."""
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
-        """Copy blocks to memory: HIT, or anything else, after which the memory holds anything.
+        """Copy blocks to memory.
 
-        Every result is there when `deadline_s` seconds have passed, and nobody writes to the memory
-        afterwards.
+        Returns:
+            A future of one result for each block, done within `deadline_s` seconds. After any
+            result but HIT the contents of the memory are undefined. The tier writes to no memory
+            once its result is there.
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Store copies of blocks; BUSY where too many wait already."""
+        """Store copies of blocks; the result is BUSY where too many wait already."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Drop blocks that must not be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
+        """Drop all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: all blocks."""
 
     def stats(self) -> "TierStats": ...
 
     def close(self) -> None:
-        """End what is under way and wait for it; later calls have the result UNAVAILABLE."""
+        """End all transfers and wait for their threads. Later calls have the result UNAVAILABLE."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What a tier holds and has done since it was opened."""
+    """The contents and the counters of a tier since it was opened."""
 
     name: str
     backend: str
-    """How bytes are really moved, such as `threads, O_DIRECT`."""
+    """How bytes are moved, such as `threads, O_DIRECT`."""
     capacity_bytes: int = 0
     used_bytes: int = 0
     num_blocks: int = 0
     hits: int = 0
     """Blocks that were read here."""
     misses: int = 0
-    """Blocks that were looked for and not read here, for whatever reason."""
+    """Blocks that were asked for and not read here, for any reason."""
     evictions: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
-    """Seconds in which something was read; what is read at the same time counts once."""
+    """Seconds in which at least one block was being read."""
     written_bytes: int = 0
     written_seconds: float = 0.0
     queued: int = 0
-    """Transfers that wait or are under way."""
+    """Transfers that wait or run."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Number of results that were neither hits, misses nor stored, by status."""
+    """Number of failed results by status: all but hits, misses and stored blocks."""
 
 
 class BusyTime:
@@ -139,7 +136,10 @@ class TierCounter:
         self.reading = BusyTime()
         self.writing = BusyTime()
         self._lock = threading.Lock()
-        self._hits = self._misses = self._read_bytes = self._written_bytes = 0
+        self._hits = 0
+        self._misses = 0
+        self._read_bytes = 0
+        self._written_bytes = 0
         self._failures = Counter[str]()
 
     def loaded(self, results: Sequence[Result]) -> None:
@@ -172,7 +172,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Return what was counted beside what the tier holds."""
+        """Return the counters together with the contents of the tier."""
         with self._lock:
             return TierStats(
                 name=name,
@@ -192,15 +192,15 @@ class TierCounter:
             )
 
 
-class Breaker:
-    """A circuit breaker: leaves alone what fails again and again, and tries it now and then.
+class CircuitBreaker:
+    """A circuit breaker: stops the calls to a tier or peer that keeps failing, except for probes.
 
         closed ──failures in a row──► open ──pause over──► half-open, one probe ──success──► closed
                                        ▲                        │
                                        └──── failure, twice the pause
 
-    A file system or a peer that does not answer costs every caller its deadline. Behind a breaker
-    it costs that a few times, and later one caller once a pause. Safe to use from several threads.
+    A file system or a peer that does not answer costs every caller its deadline. With a breaker
+    only a few callers pay that, and later one caller each pause. Safe to use from several threads.
     """
 
     def __init__(
@@ -211,8 +211,12 @@ class Breaker:
         pause_s: float = PAUSE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`max_failures`: that many in a row open it. `pause_s`: the first pause in seconds; every
-        failed probe doubles it, up to `max_pause_s`."""
+        """
+        Args:
+            max_failures: failures in a row that open the breaker.
+            pause_s: first pause in seconds. Every failed probe doubles the pause.
+            max_pause_s: longest pause in seconds.
+        """
         self._clock = clock
         self._max_failures = max_failures
         self._first_pause_s = pause_s
@@ -221,27 +225,27 @@ class Breaker:
         self._failures = 0
         self._pause_s = pause_s
         self._until: float | None = None
-        """Time at which the pause ends; None while closed."""
+        """Time at which the pause ends; None: the breaker is closed."""
         self._is_probing = False
         self.openings = 0
-        """Times that it opened."""
+        """Number of times that the breaker opened."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it failed so often that it is left alone, or tried by a single probe."""
+        """Whether the breaker is open or half-open, so that at most a single probe is allowed."""
         return self._until is not None
 
     @property
     def is_paused(self) -> bool:
-        """Whether nobody may try now; asking does not make the caller the probe."""
+        """Whether no call is allowed now. Asking does not make the caller the probe."""
         until = self._until
         return until is not None and self._clock() < until
 
     def allows(self) -> bool:
-        """Say whether to try now.
+        """Return whether the caller may try now.
 
-        After a pause one caller is told so, who is the probe. A probe that reports neither a
-        failure nor a success for another pause gives way to the next one.
+        After a pause one caller may, as the probe. A probe that reports neither a failure nor a
+        success for another pause gives way to the next one.
         """
         with self._lock:
             if self._until is None:
@@ -254,7 +258,7 @@ class Breaker:
             return True
 
     def succeeded(self) -> None:
-        """Close it: what answers is tried again, whoever saw it."""
+        """Close the breaker after any success, of a probe or of an earlier call."""
         with self._lock:
             self._failures = 0
             self._pause_s = self._first_pause_s
@@ -262,9 +266,10 @@ class Breaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Count a failure; True: this one has opened it.
+        """Count a failure; return whether this one has opened the breaker.
 
-        What was begun before it opened changes nothing when it fails, too; only a probe does.
+        While the breaker is open, only the failure of its probe counts. Calls that began before it
+        opened may fail, too.
         """
         with self._lock:
             if self._until is not None and not self._is_probing:

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ullage_kv.tier import Breaker
+from ullage_kv.tier import CircuitBreaker
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
 def test_failures_in_a_row_open_it_and_a_probe_closes_it() -> None:
     clock = Clock()
-    breaker = Breaker(clock, max_failures=2, pause_s=1.0, max_pause_s=4.0)
+    breaker = CircuitBreaker(clock, max_failures=2, pause_s=1.0, max_pause_s=4.0)
     breaker.failed()
     breaker.succeeded()
     assert not breaker.failed() and breaker.allows()
@@ -30,7 +30,7 @@ def test_failures_in_a_row_open_it_and_a_probe_closes_it() -> None:
 
 def test_each_failed_probe_doubles_the_pause_up_to_the_longest() -> None:
     clock = Clock()
-    breaker = Breaker(clock, max_failures=1, pause_s=1.0, max_pause_s=4.0)
+    breaker = CircuitBreaker(clock, max_failures=1, pause_s=1.0, max_pause_s=4.0)
     breaker.failed()
     for pause in (1.0, 2.0, 4.0, 4.0):
         clock.now += pause - 0.5
@@ -45,7 +45,7 @@ def test_each_failed_probe_doubles_the_pause_up_to_the_longest() -> None:
 
 def test_a_probe_that_never_reports_gives_way_to_another() -> None:
     clock = Clock()
-    breaker = Breaker(clock, max_failures=1, pause_s=1.0)
+    breaker = CircuitBreaker(clock, max_failures=1, pause_s=1.0)
     breaker.failed()
     clock.now = 1.0
     assert breaker.allows() and not breaker.allows()
@@ -59,7 +59,7 @@ class BreakerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.breaker = Breaker(self.clock, max_failures=3, pause_s=1.0, max_pause_s=8.0)
+        self.breaker = CircuitBreaker(self.clock, max_failures=3, pause_s=1.0, max_pause_s=8.0)
         self.failures = 0
         """In a row, while it is closed."""
         self.last_allowed = -1e9

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ullage_kv import Arena, ArenaError, Block, Result, Status, Store, Transfer, block_keys
-from ullage_kv.tier import TierCounter, TierStats, done
+from ullage_kv.futures import done
+from ullage_kv.tier import TierCounter, TierStats
 
 SIZE = 10_000
 SPACE = bytes(32)
@@ -327,7 +328,7 @@ def test_many_who_fetch_the_same_blocks_leave_nothing_behind(arena: Arena, tier:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not failures and not store._fetching
+    assert not failures and not store.num_pending
     store.index.remove_chains(None)
     assert store.index.num_free == store.index.num_slots
     store.close()

@@ -127,7 +127,7 @@ StartHere = Callable[..., Any]
 @pytest.fixture(scope="module")
 def start_here(weights_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartHere]:
     """Starts engines with vLLM in this process, one after the other; sections given by keyword
-    replace fields of `vllm_config`. What is returned is a `vllm_worker.startup.Started`."""
+    replace fields of `vllm_config`. What is returned is a `vllm_worker.startup.StartedVllm`."""
     from ullage_engine.vllm_worker.startup import start
 
     running: list[Any] = []

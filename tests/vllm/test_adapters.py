@@ -15,7 +15,7 @@ from ullage_testing.worker_link import launcher
 
 from ullage_engine.protocol.messages import AdapterAdded, AddAdapter, RequestFailed
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 
 from .conftest import vllm_config

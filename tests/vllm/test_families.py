@@ -27,7 +27,7 @@ from ullage_testing.worker_link import Answer, WorkerProcess, launcher
 
 from ullage_engine.protocol.messages import AddAdapter, Ready
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 
 from .conftest import vllm_config

@@ -20,7 +20,7 @@ from ullage_common.config.engine import ServerSection
 from ullage_engine.protocol.errors import GROUP_LOST
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.worker_state import RankPlace
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.vllm_worker.shared_memory import FOLDER, shared_memory_of
 
 from .conftest import vllm_config

@@ -22,7 +22,7 @@ from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Cancel, Ready
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.server.grammar import grammar_text
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import vllm_config

@@ -1,5 +1,5 @@
-"""What the driver says of the engine's GPUs, and what is done about GPUs that are throttled.
+"""The driver's figures of the engine's GPUs, and the smaller batch while GPUs are throttled.
 
-It asks NVML from a thread of the server's process, and decides purely. It knows neither torch nor
-the worker.
+A thread of the server's process asks NVML, and pure functions decide. The room knows neither torch
+nor the worker.
 """

@@ -1,7 +1,7 @@
-"""Follows the engine's GPUs: samples for metrics, and the batch that their heat leaves.
+"""Monitors the engine's GPUs: samples for metrics, and a smaller batch while they are throttled.
 
-A thread asks the driver about once a second. Nothing waits for that thread: where a call does not
-return, the event loop goes on, says so, and shows no gauges of the past.
+A thread asks the driver about once a second. No other thread waits for it. If a call does not
+return, the event loop goes on, logs the hang, and exports no stale gauges.
 """
 
 import asyncio
@@ -22,22 +22,23 @@ log = logging.getLogger("ullage.engine.gpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorTimes:
-    """How often the driver is asked, in seconds."""
+    """The intervals of the monitor, in seconds."""
 
     interval_s: float = 1.0
     links_every_s: float = 10.0
-    """Between two looks at NVLinks, whose counters take a call for each link and kind."""
+    """Interval of samples with NVLinks, whose counters take a call for each link and kind."""
     silent_s: float = 10.0
-    """After so long without an answer the driver hangs."""
+    """Seconds without an answer after which the driver counts as hung."""
 
 
 class GpuMonitor:
-    """The GPUs of one engine on one node; belongs to the event loop that started it.
+    """The GPUs of one engine on one node; for the event loop that started it.
 
     Args:
-        num_gpus: GPUs that the engine uses here.
-        throttling: when boost is off.
-        on_boost: called with the state whenever the share of the batch changes.
+        num_gpus: number of GPUs that the engine uses here.
+        throttling: the rules of the smaller batch.
+        on_boost: called with the state whenever the batch share changes.
+        times: the intervals.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class GpuMonitor:
         self.is_silent = False
         """Whether the driver hangs."""
         self._failures: set[tuple[str, str]] = set()
-        """Failures that the log has, by the GPU's index and the error."""
+        """Failures that were logged, by the GPU's index and the error."""
         self._stopping = threading.Event()
         self.samples: Sequence[GpuSample] = ()
-        """The latest samples; none before the first and while the driver hangs."""
+        """The latest samples; empty before the first ones and while the driver hangs."""
         self.xid_errors: Counter[tuple[str, str, int]] = Counter()
         """Xid errors since the start, by the GPU's index and uuid and the number of the error."""
 
@@ -68,11 +69,11 @@ class GpuMonitor:
         """Begin to ask the driver."""
         self._loop = asyncio.get_running_loop()
         self._await_answer()
-        # A daemon: the process may end while a call hangs.
+        # A daemon thread, since the process may end while a call hangs.
         threading.Thread(target=self._ask_driver, name="nvml", daemon=True).start()
 
     def close(self) -> None:
-        """Let the thread end, and does not wait for it."""
+        """Let the thread end, without waiting for it."""
         self._stopping.set()
         if self._silence is not None:
             self._silence.cancel()
@@ -82,22 +83,22 @@ class GpuMonitor:
     def _ask_driver(self) -> None:
         try:
             self._sample()
-        except Exception as error:  # of other bindings, say: serving goes on without the figures
+        except Exception as error:  # serving goes on without the figures
             log.exception("GPUs cannot be watched any more")
-            self._tell(self._on_unavailable, repr(error))
+            self._post(self._on_unavailable, repr(error))
 
     def _sample(self) -> None:
         try:
             nvml = Nvml()
             gpus = nvml.gpus(os.environ, self._num_gpus)
         except NvmlUnavailableError as error:
-            self._tell(self._on_unavailable, str(error))
+            self._post(self._on_unavailable, str(error))
             return
         events = self._open_events(nvml, gpus)
         links_at = sampled_at = time.monotonic()
         with_links = True
         while not self._stopping.is_set():
-            self._tell(self._on_samples, [gpu.sample(with_links=with_links) for gpu in gpus])
+            self._post(self._on_samples, [gpu.sample(with_links=with_links) for gpu in gpus])
             events = self._pause(events, sampled_at + self._times.interval_s)
             sampled_at = time.monotonic()
             with_links = sampled_at - links_at >= self._times.links_every_s
@@ -107,25 +108,25 @@ class GpuMonitor:
         try:
             return XidEvents(nvml, gpus)
         except NvmlUnavailableError as error:
-            log.info("Xid errors are not told here: %s", error)
+            log.info("Xid errors are not available: %s", error)
             return None
 
     def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
-        """Take Xid errors until it is time for the next sample; return what sends more."""
+        """Take Xid errors until the next sample is due; return the stream, None if it has ended."""
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:
                 event = events.wait(left_s)
             except NvmlUnavailableError as error:
-                log.warning("no more Xid errors are told: %s", error)
+                log.warning("Xid errors are not available any more: %s", error)
                 events = None
             else:
                 if event is not None:
-                    self._tell(self._on_xid, *event)
+                    self._post(self._on_xid, *event)
         self._stopping.wait(max(0.0, until - time.monotonic()))
         return events
 
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, unless that has ended."""
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the event loop, unless the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -157,7 +158,7 @@ class GpuMonitor:
         if self._stopping.is_set():
             return
         key = (gpu.index, gpu.uuid, number)
-        if not self.xid_errors[key]:  # a fault may come back a thousand times
+        if not self.xid_errors[key]:  # a fault may repeat a thousand times
             extra = {"gpu": gpu.index, "uuid": gpu.uuid, "xid": number}
             log.error("the GPU reports Xid error %d", number, extra=extra)
         self.xid_errors[key] += 1
@@ -170,14 +171,14 @@ class GpuMonitor:
             log.info("the GPU driver answers again")
         self.is_silent = False
         self.samples = samples
-        self._tell_failures(samples)
+        self._log_failures(samples)
         now = time.monotonic()
         elapsed_s = now - self._sampled_at
         self._sampled_at = now
         if self._throttling.enabled:
             self._judge(samples, elapsed_s)
 
-    def _tell_failures(self, samples: Iterable[GpuSample]) -> None:
+    def _log_failures(self, samples: Iterable[GpuSample]) -> None:
         """Log each kind of failure of a GPU once."""
         for sample in samples:
             for error in sample.failed_calls:

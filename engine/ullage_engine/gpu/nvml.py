@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says of GPUs, through NVML (the package nvidia-ml-py).
+"""Figures of GPUs from NVIDIA's driver, by NVML (the package nvidia-ml-py).
 
-Every call may fail in its own way: what a GPU, an instance of one (MIG), a driver or a container
-does not offer is None, and any other failure is None and counted. A call to a driver that hangs
-does not return: leave all of it to one thread that nothing waits for.
+Every call may fail in its own way. A figure is None if the GPU, the MIG instance, the driver or the
+container does not offer it. Any other failure is None, too, and is counted. A call to a hung driver
+does not return, so make all calls from one thread that no other thread waits for.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ THROTTLE_REASONS: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "hw_power_brake": 0x80,
 }
-"""Bits of the clocks' event reasons that slow a GPU down, by DCGM's names for them."""
+"""Bits of NVML's clock event reasons that slow a GPU down, by DCGM's names."""
 
 NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
-"""Kinds of errors of NVLinks, each at the number that NVML has for it."""
+"""Kinds of NVLink errors, in the order of NVML's numbers."""
 
 
 class NvmlUnavailableError(Exception):
-    """There is no driver to ask, or no GPU that this engine uses; the message is one line."""
+    """There is no driver, or no GPU that this engine may use; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """What the driver said of one GPU at one moment; None where it does not say."""
+    """The driver's figures of one GPU at one moment. None: the driver does not offer the figure."""
 
     index: str
     """Number of the GPU in the driver's order."""
@@ -41,7 +41,7 @@ class GpuSample:
     memory_used_bytes: float | None
     memory_free_bytes: float | None
     memory_reserved_bytes: float | None
-    """Memory that the driver keeps for itself, which is not used."""
+    """Memory that the driver keeps for itself, which does not count as used."""
     power_watts: float | None
     power_limit_watts: float | None
     temperature_celsius: float | None
@@ -52,7 +52,7 @@ class GpuSample:
     memory_utilization_ratio: float | None
     """Share of the last moment in which memory was read or written, 0 to 1."""
     throttle_reasons: frozenset[str] | None
-    """Those of `THROTTLE_REASONS` that hold."""
+    """The active reasons of `THROTTLE_REASONS`."""
     ecc_uncorrected_errors: float | None
     """Errors since the driver was loaded."""
     remapped_rows: Mapping[str, int]
@@ -63,14 +63,14 @@ class GpuSample:
     """1 if a row could not be replaced."""
     nvlinks_active: float | None
     nvlink_errors: Mapping[str, int]
-    """Errors of all links together, by kind."""
+    """Sum of the errors of all links, by kind."""
     pcie_replays: float | None
     failed_calls: Mapping[str, int]
     """Calls that failed so far, by the error."""
 
 
 class Nvml:
-    """The library, opened.
+    """The opened library.
 
     Raises:
         NvmlUnavailableError: there is no driver, or no bindings.
@@ -95,16 +95,17 @@ class Nvml:
             raise NvmlUnavailableError(f"NVML says {self.name_of(error)}") from error
 
     def name_of(self, error: Any) -> str:
-        """Return an error's name, such as GpuIsLost; ask no driver."""
+        """Return an error's name, such as GpuIsLost, without a call of the driver."""
         name: str = type(error).__name__.removeprefix("NVMLError_")
         return name if name != "NVMLError" else f"error {error.value}"
 
     def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
-        """Return what the first function that is there answers, and None if it fails.
+        """Return the answer of the first function that exists; None: it fails.
 
         Args:
-            errors: counts failures, but not what is simply not offered.
-            names: a function, and those that bindings or drivers of earlier years have instead.
+            errors: counts failures, but not figures that are not offered.
+            names: a function, and its names in older bindings or drivers.
+            arguments: those of the function.
         """
         for name in names:
             function = getattr(self.module, name, None)
@@ -121,8 +122,8 @@ class Nvml:
     def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
         """Return the first `limit` GPUs that CUDA sees in an environment.
 
-        CUDA numbers GPUs by their speed unless told otherwise and NVML by their bus: the two are
-        the same on nodes of equal GPUs.
+        By default CUDA numbers GPUs by speed, and NVML by their bus. Both orders are the same on
+        nodes of equal GPUs.
 
         Raises:
             NvmlUnavailableError: there is none.
@@ -137,25 +138,25 @@ class Nvml:
         entries = [str(n) for n in range(count)] if listed is None else listed.split(",")
         for entry in entries:
             handle = self._find(entry.strip(), count)
-            if handle is None:  # to CUDA, what follows an unknown one is not visible either
+            if handle is None:  # CUDA ignores all entries behind an unknown one
                 return
             yield handle
 
     def _find(self, entry: str, count: int) -> Any:
-        """Return the GPU that an entry of CUDA_VISIBLE_DEVICES means; None: no such GPU."""
+        """Return the GPU of an entry of CUDA_VISIBLE_DEVICES; None: there is no such GPU."""
         if entry.isdecimal():
             handle = self._ask("nvmlDeviceGetHandleByIndex", int(entry))
             return handle and self._first_instance(handle)
         if entry.startswith("MIG-"):
             return self._ask("nvmlDeviceGetHandleByUUID", entry)
-        for number in range(count if entry else 0):  # CUDA takes the beginning of a UUID, too
+        for number in range(count if entry else 0):  # CUDA accepts a prefix of a UUID, too
             handle = self._ask("nvmlDeviceGetHandleByIndex", number)
             if handle and str(self._ask("nvmlDeviceGetUUID", handle)).startswith(entry):
                 return self._first_instance(handle)
         return None
 
     def _first_instance(self, handle: Any) -> Any:
-        """Return the instance that CUDA uses of a GPU that is divided; of others the GPU."""
+        """Return the MIG instance that CUDA uses of a divided GPU, or the GPU itself."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0]:
             return handle
@@ -170,10 +171,10 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU, or an instance of one: its own memory, and all else of the GPU it is part of."""
+    """One GPU, or a MIG instance: its own memory, and all other figures of the whole GPU."""
 
     def __init__(self, nvml: Nvml, handle: Any, number: int) -> None:
-        """`number`: among the engine's GPUs, where the driver does not say its own."""
+        """`number`: index to use if the driver offers none."""
         self._nvml = nvml
         self._handle = handle
         self._failed: Counter[str] = Counter()
@@ -189,11 +190,11 @@ class Gpu:
 
     @property
     def address(self) -> int | None:
-        """The driver's own identity of the whole GPU, which events have, too."""
+        """The driver's identity of the whole GPU, which events have, too."""
         return _address(self._whole)
 
     def sample(self, *, with_links: bool) -> GpuSample:
-        """Asks for everything; for NVLinks only `with_links`, since they take many calls."""
+        """Ask for all figures. Those of NVLinks take many calls and need `with_links`."""
         module = self._nvml.module
         if with_links:
             self._ask_links()
@@ -230,15 +231,17 @@ class Gpu:
         )
 
     def free_and_total_bytes(self) -> tuple[int, int] | None:
-        """Return the bytes that nobody has and those of all; None: unknown. Unlike CUDA's answer
-        it needs no context, which is itself memory of the GPU."""
+        """Return the free and the total bytes; None: unknown.
+
+        Unlike CUDA, NVML needs no context, which would itself take memory of the GPU.
+        """
         memory = self._memory()
         return None if memory is None else (int(memory.free), int(memory.total))
 
     def process_bytes(self) -> dict[int, int]:
-        """Return the bytes of each process that computes here, by its id as the driver knows it.
+        """Return the bytes of each process that computes on the GPU, by the driver's process id.
 
-        Empty where the driver does not say: in some containers, under MPS, on Windows.
+        Empty if the driver offers none: in some containers, under MPS, on Windows.
         """
         listed = self._query(
             "nvmlDeviceGetComputeRunningProcesses_v3",
@@ -252,7 +255,7 @@ class Gpu:
         return dict(sizes)
 
     def register_xid_events(self, event_set: Any) -> bool:
-        """Has Xid errors of the GPU sent to a set of events; False: it has none."""
+        """Register for Xid errors of the GPU; return False if the GPU sends none."""
         module = self._nvml.module
         try:
             module.nvmlDeviceRegisterEvents(
@@ -272,7 +275,7 @@ class Gpu:
         module = self._nvml.module
         name = "nvmlDeviceGetMemoryInfo"
         memory = self._query(name, arguments=(self._handle, module.nvmlMemory_v2))
-        # The first version, of older drivers, counts what is reserved as used.
+        # The first version, of older drivers, counts reserved memory as used.
         return memory or self._query(name, arguments=(self._handle,))
 
     def _temperature(self) -> float | None:
@@ -303,17 +306,17 @@ class Gpu:
                 self._nvlink_errors[name] = sum(said)
 
     def _link_states(self) -> list[int]:
-        """Return the state of every link that the GPU has."""
+        """Return the state of each NVLink of the GPU."""
         links = range(self._nvml.module.NVML_NVLINK_MAX_LINKS)
         states = (self._ask("nvmlDeviceGetNvLinkState", link) for link in links)
         return list(itertools.takewhile(lambda state: state is not None, states))
 
 
 class XidEvents:
-    """Xid errors as the driver sends them.
+    """The stream of the driver's Xid errors.
 
     Raises:
-        NvmlUnavailableError: it sends none.
+        NvmlUnavailableError: no GPU sends any.
     """
 
     def __init__(self, nvml: Nvml, gpus: list[Gpu]) -> None:
@@ -324,16 +327,16 @@ class XidEvents:
         except module.NVMLError as error:
             raise NvmlUnavailableError(nvml.name_of(error)) from error
         self._nvml = nvml
-        # Of each GPU, even if one does not send any.
+        # One GPU without events does not keep others from sending theirs.
         if not sum(gpu.register_xid_events(self._events) for gpu in gpus):
             module.nvmlEventSetFree(self._events)
             raise NvmlUnavailableError("no GPU sends events")
 
     def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
-        """Wait for the next Xid error; None: there was none in time.
+        """Wait for the next Xid error; return None if there was none in time.
 
         Raises:
-            NvmlUnavailableError: no more of them will come.
+            NvmlUnavailableError: no more errors will come.
         """
         module = self._module
         try:
@@ -342,7 +345,7 @@ class XidEvents:
             if error.value == module.NVML_ERROR_TIMEOUT:
                 return None
             raise NvmlUnavailableError(self._nvml.name_of(error)) from error
-        # Not by its index: a GPU that is lost, of which Xid 79 tells, no longer says it.
+        # Not by its index, which a lost GPU (Xid 79) no longer has.
         gpu = self._gpus.get(_address(event.device))
         return None if gpu is None else (gpu, event.eventData)
 

@@ -1,7 +1,7 @@
-"""Boost off: how much smaller the batch is while GPUs are throttled, decided purely.
+"""Boost off: the smaller batch while GPUs are throttled, decided purely.
 
-Slowing down is what the driver does to a GPU that is too hot or is not given enough power. Fewer
-sequences at once draw less, and clocks come back.
+The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
+power, so that the clocks recover.
 """
 
 from collections.abc import Iterable
@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from ullage_common.config.engine import ThrottlingSection
 
 MAX_GAP_S = 2.0
-"""The time between two samples counts as no more than this: nobody knows what was in between."""
+"""Most seconds that the time between two samples counts, since the state between is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostState:
-    """What was decided so far."""
+    """The decisions so far."""
 
     batch_share: float = 1.0
-    """Share of the largest batch that may run; below 1 boost is off."""
+    """Share of the largest batch that may run. Below 1 boost is off."""
     reasons: frozenset[str] = frozenset()
-    """Reasons why it shrank, since it was 1."""
+    """Reasons why the share shrank since it was 1."""
     throttled_s: float = 0.0
-    """Seconds of throttling that are not made up for by as many without, since the last step."""
+    """Seconds of throttling less seconds without it, at least 0, since the last step."""
     clear_s: float = 0.0
-    """Seconds without throttling, up to now, since the last step."""
+    """Seconds without throttling up to now, since the last step."""
 
     @property
     def is_off(self) -> bool:
@@ -35,8 +35,10 @@ class BoostState:
 def counted_reasons(
     section: ThrottlingSection, gpus: Iterable[frozenset[str] | None]
 ) -> frozenset[str] | None:
-    """Return the reasons that count of all GPUs together, since they compute at the pace of the
-    slowest; None: the driver says nothing."""
+    """Return the throttle reasons of all GPUs together, since the slowest sets the pace.
+
+    None: the driver offers none.
+    """
     reported = [reasons for reasons in gpus if reasons is not None]
     if not reported:
         return None
@@ -52,11 +54,13 @@ def advance(
 ) -> BoostState:
     """Return the state after a sample.
 
-    Throttling that comes and goes adds up, as long as it is there more often than not; growing
-    again takes a time without any. While nobody knows, everything stays as it is.
+    Intermittent throttling adds up while it lasts more than half of the time. The batch grows again
+    after a time without throttling. The state stays as it is while the reasons are unknown.
 
     Args:
-        reasons: those that count now, of `counted_reasons`.
+        section: the configured rules.
+        state: the state before.
+        reasons: the present reasons, of `counted_reasons`.
         elapsed_s: seconds since the last sample.
     """
     if reasons is None:

@@ -1,7 +1,7 @@
 """Sizes of all that a step computes in, as arithmetic: shape buckets, and the arena's buffers.
 
 oneDNN prepares every new shape of a product, about a millisecond and 0.6 MB each, and keeps the
-latest hundred (`ullage_engine.server.worker_process`). Sizes are rounded up to buckets, so that
+latest hundred (`ullage_engine.server.worker_env`). Sizes are rounded up to buckets, so that
 they seldom miss.
 
 The ledger reserves the arena's bytes and the runner allocates them, so both follow one layout.

@@ -1,13 +1,12 @@
-"""Answers what a worker asks of KV outside the device.
+"""Answers a worker's queries about KV outside the device.
 
-The worker copies blocks between the device and slots of shared memory. Which slots, this says: what
-the worker reserves and pins is under one lease, which ends with it. When a request arrives, what
-only lower tiers have of its beginning is loaded to shared memory, as far as that is quicker than
+The worker copies blocks between the device and slots of shared memory, which the broker grants. The
+worker's reservations and pins are under one lease, which ends with the worker. When a request
+arrives, the broker loads its prefix from lower tiers to shared memory, if that is faster than
 computing it (`loads`).
 """
 
 import logging
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -31,14 +30,16 @@ from ullage_engine.protocol.messages import (
 )
 from ullage_engine.protocol.requests import EngineRequest
 from ullage_kv import Block, Result, Status, Store, block_keys, part_key
+from ullage_kv.futures import Steps, all_done, run
 from ullage_kv.index import SlotRef
-from ullage_kv.store import DEADLINE_S, HOST
+from ullage_kv.results import HOST
+from ullage_kv.store import DEADLINE_S
 
 log = logging.getLogger("ullage.engine.kv")
 
 _PREFETCH_SHARE = 0.5
-"""Share of host memory that blocks take, at most, that are loaded for requests which have not
-begun: those of one would evict those of others, which are loaded again then."""
+"""Largest share of host memory for blocks that are prefetched. Beyond it the blocks of one waiting
+request would evict those of others, which would be loaded again."""
 
 
 class TierHits(NamedTuple):
@@ -47,20 +48,20 @@ class TierHits(NamedTuple):
     tier: str
     num_blocks: int
     seconds: float
-    """Seconds from when the blocks of all tiers were asked for until they were on the device."""
+    """Seconds from the worker's first query until the blocks were on the device."""
 
 
 class BlockFormat(NamedTuple):
-    """What keys and prefixes depend on."""
+    """The format of a worker's blocks, on which keys and prefixes depend."""
 
     space: bytes
     """Namespace of the keys."""
     block_tokens: int
     window_tokens: int
-    """Length of the sliding windows of layers that have blocks of their own; 0: there are none."""
+    """Sliding window of the layers that have blocks of their own; 0: there are no such layers."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Return the index of the first window block that whoever goes on behind so many blocks
+        """Return the index of the first window block that the next token behind so many blocks
         reads."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
@@ -68,20 +69,20 @@ class BlockFormat(NamedTuple):
 
 @dataclass(slots=True)
 class _Beginning:
-    """What a request can begin with."""
+    """The stored prefix of a request."""
 
     looking: Future[None]
-    """Done when it is known which tiers have its blocks."""
+    """Done when the tiers have answered which blocks they have."""
     tiers: list[str] | None = None
-    """The tier that had each block when the first ones were to be loaded; None: none were yet."""
+    """The tier of each block at the first decision to load; None: no decision yet."""
     first: int = 0
-    """Index of the first block that is loaded; those before it are here or computed."""
+    """Index of the first block that is loaded. Blocks before it are here or computed."""
     num_prefetched: int = 0
     """Number of blocks that are loaded before the request begins."""
     asked_at: float | None = None
-    """Time when the worker first asked for its blocks."""
+    """Time of the worker's first query."""
     hits: dict[str, TierHits] = field(default_factory=dict)
-    """What it has begun with so far, by tier."""
+    """Blocks that the request has begun with so far, by tier."""
 
 
 class _Pinned(NamedTuple):
@@ -92,7 +93,7 @@ class _Pinned(NamedTuple):
 
 
 class KvBroker:
-    """Answers one worker after the other; one thread uses it."""
+    """Answers one worker after the other; for one thread."""
 
     def __init__(
         self,
@@ -112,16 +113,19 @@ class KvBroker:
         """
         Args:
             post: sends a message to the worker.
-            on_hits: gets a request's id and what it began with.
-            call_soon: runs a function in the thread that uses this, from any thread.
-            compute: returns how fast prompts are computed at present.
+            store: the store of the worker's blocks.
+            block_format: the format of the worker's blocks.
+            post: sends a message to the worker.
+            on_hits: called with a request's id and the blocks that it began with.
+            call_soon: runs a function in this object's thread, from any thread.
+            compute: returns the present speed of prefill.
             computes_beside_loads: whether the worker computes the first blocks of a request while
-                the last ones are loaded; if not, its requests wait for loads, and it gets one
+                the last ones are loaded. If not, its requests wait for loads, and it gets one
                 answer only.
             deadline_s: seconds that a load may take.
             clock: in seconds.
             has_begun: whether a request, by its id, has a token of this worker, or has ended.
-            not_loaded: counts on, as `not_loaded` below.
+            not_loaded: counter to go on with; see `not_loaded`.
         """
         self._store = store
         self._format = block_format
@@ -133,8 +137,8 @@ class KvBroker:
         self._clock = clock
         self._has_begun = has_begun
         self.not_loaded = Counter[tuple[str, str]]() if not_loaded is None else not_loaded
-        """Blocks that requests did not begin with though a lower tier had them, by tier and reason:
-        `slower` to load than to compute, or `unused`, as they came late or the request ended."""
+        """Blocks of lower tiers that requests did not begin with, by tier and reason: `slower` to
+        load than to compute, or `unused`, as they arrived late or the request ended."""
         self._loads = Loads(
             store,
             call_soon,
@@ -149,15 +153,18 @@ class KvBroker:
         self._pinned: dict[int, _Pinned] = {}
         self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
         self._num_prefetched = 0
-        """Blocks that were loaded, or are being loaded, for all of them."""
+        """Blocks of all beginnings that are prefetched."""
 
     def arrived(self, request: EngineRequest) -> int:
-        """Begin to load what a request can begin with, as far as that is quicker than computing
-        it; return its number of blocks, or of all that it has where that is being asked."""
+        """Begin to prefetch the stored prefix of a request, if that is faster than computing it.
+
+        Returns:
+            The number of stored blocks; the number of all blocks while the tiers are being asked.
+        """
         kv = self._format
         salt = request.cache_salt
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
-        # Later on the backlog has this request, too.
+        # Before the backlog has this request, too.
         starts_at = self._clock() + self._compute().start_s
         name = request.request_id
         self._forget(name)
@@ -166,16 +173,22 @@ class KvBroker:
         if beginning.looking.done():
             return self._prefetch(name, beginning, keys, starts_at)
 
-        def begin() -> None:
-            if self._beginnings.get(name) is beginning and beginning.tiers is None:
-                self._prefetch(name, beginning, keys, starts_at)
-
-        beginning.looking.add_done_callback(lambda _: self._call_soon(begin))
+        run(self._prefetch_when_known(name, beginning, keys, starts_at), self._call_soon)
         return len(keys)
 
+    def _prefetch_when_known(
+        self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
+    ) -> Steps:
+        """Prefetch a beginning once the tiers are looked up, unless the worker asks first."""
+        yield beginning.looking
+        if self._beginnings.get(request_id) is beginning and beginning.tiers is None:
+            self._prefetch(request_id, beginning, keys, starts_at)
+
     def _look(self, keys: list[bytes]) -> "Future[None]":
-        """Find out what tiers have of a beginning. Which window blocks it takes depends on how
-        long it is, so all of them are looked for."""
+        """Ask the tiers which blocks of a prefix they have.
+
+        The needed window blocks depend on the length of the prefix, so all of them are asked for.
+        """
         if not self._format.window_tokens:
             return self._store.look(keys)
         return self._store.look([*keys, *[part_key(key, WINDOW_PART) for key in keys]])
@@ -183,8 +196,8 @@ class KvBroker:
     def _prefetch(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> int:
-        """Begin to load blocks that tiers have of a beginning; return the number of those that
-        the request can begin with."""
+        """Begin to load blocks of a prefix; return the number of blocks that the request can begin
+        with."""
         tiers = self._lookup(keys)
         if not tiers:
             self._forget(request_id)
@@ -192,11 +205,12 @@ class KvBroker:
         num_here = _num_in_host(tiers)
         most = int(_PREFETCH_SHARE * self._store.index.num_slots) - self._num_prefetched
         if self._num_prefetched and len(tiers) - num_here > most:
-            return len(tiers)  # What is loaded is decided when it is asked for.
+            return len(tiers)  # The worker's query decides which blocks are loaded.
         self._decide(request_id, beginning, keys, tiers, starts_at=starts_at)
         first = beginning.first
         if first == len(tiers):
             return num_here
+
         beginning.num_prefetched = len(tiers) - first
         self._num_prefetched += beginning.num_prefetched
         longest_s = self._loads.longest_s(len(tiers) - num_here, starts_at - self._clock())
@@ -204,8 +218,8 @@ class KvBroker:
         return len(tiers)
 
     def _lookup(self, keys: list[bytes]) -> list[str]:
-        """Names the tiers of the first blocks, up to the last one that the next token can be
-        computed behind: whose last windows some tier has, too."""
+        """Return the tiers of the longest stored prefix whose last window blocks are stored, too:
+        the next token can be computed behind it."""
         tiers = self._store.lookup_prefix(keys)
         if not self._format.window_tokens:
             return tiers
@@ -213,7 +227,7 @@ class KvBroker:
         end = len(tiers)
         first = self._format.first_window_block(len(tiers))
         while "" in windows[first:end]:
-            # Whatever ends behind that one and not behind this reads that one, too.
+            # A prefix that ends between the missing block and `end` reads the missing one, too.
             end = max(index for index in range(first, end) if not windows[index])
             first = self._format.first_window_block(end)
         return tiers[:end]
@@ -227,15 +241,16 @@ class KvBroker:
         num_here: int | None = None,
         starts_at: float = 0.0,
     ) -> None:
-        """Decides for the first time, or again as time goes by, which blocks of a beginning are
-        loaded: `beginning.first` and those behind it.
+        """Decide, for the first time or again, that `beginning.first` and all behind it are loaded.
 
         Args:
-            keys: those of its blocks; more of them are of no use.
-            tiers: those that have them.
-            num_here: how many of the first blocks are computed, or need not be; None: those that
-                are in host memory.
-            starts_at: time from which on the others can be computed.
+            request_id: that of the request.
+            beginning: the stored prefix, whose `first` is set.
+            keys: those of the request's blocks. Keys behind the stored prefix are ignored.
+            tiers: the tier of each block of the stored prefix.
+            num_here: number of leading blocks that are computed or need not be; None: those in
+                host memory.
+            starts_at: time from which on the other blocks can be computed.
         """
         keys = keys[: len(tiers)]
         if num_here is None:
@@ -245,6 +260,7 @@ class KvBroker:
         beginning.first = self._loads.first(keys, tiers, num_here, windows, start_s)
         if beginning.tiers is not None:
             return
+
         beginning.tiers = tiers
         self._store.touch([*keys, *windows])
         self._note_slower(request_id, tiers[num_here : beginning.first])
@@ -266,7 +282,7 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Return what is known of a request's beginning, or begin to find it out."""
+        """Return the stored prefix of a request; ask the tiers for it the first time."""
         beginning = self._beginnings.get(request_id)
         if beginning is None:
             beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
@@ -278,26 +294,26 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Forget the oldest beginnings, as far as they are used: not all requests ask for them."""
+        """Drop the oldest beginnings whose requests have begun: not all requests query them."""
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Begin to load blocks from `first` on, and what else whoever goes on behind the last of
-        them reads."""
+        """Begin to load the blocks from `first` on, and the window blocks that the next token
+        reads."""
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys of the window blocks that whoever goes on behind these blocks reads."""
+        """Return the keys of the window blocks that the next token behind these blocks reads."""
         if not self._format.window_tokens:
             return []
         first = self._format.first_window_block(len(keys))
         return [part_key(key, WINDOW_PART) for key in keys[first:]]
 
     def on_message(self, message: FromKv) -> None:
-        """Do what the worker says or asks."""
+        """Handle a message of the worker."""
         match message:
             case KvOffer():
                 self._post(KvGranted(slots=self._grant(message)))
@@ -309,7 +325,7 @@ class KvBroker:
                     del self._reserved[slot]
                     self._lease.abort(SlotRef(slot.slot, slot.generation))
             case KvWanted() if message.is_rest or not self._computes_beside_loads:
-                self._answer_when_loaded(message)
+                run(self._answer_when_loaded(message), self._call_soon)
             case KvWanted():
                 self._answer_at_once(message)
             case KvRead(number=number, num_blocks=num_blocks):
@@ -318,7 +334,7 @@ class KvBroker:
                 self._store.remove_chains(chains)
 
     def worker_lost(self) -> None:
-        """Give back what the worker held, whose process has ended; another one may begin."""
+        """Free the slots of a worker whose process has ended. Another worker may begin."""
         self._lease.close()
         self._lease = self._store.index.lease()
         self._reserved = {}
@@ -327,7 +343,7 @@ class KvBroker:
         self._num_prefetched = 0
 
     def check_integrity(self) -> None:
-        """Asserts that the store holds slots only for what is not answered."""
+        """Assert that slots are held for open messages only."""
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
@@ -344,14 +360,14 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return what is known of the beginning that a worker asks for."""
+        """Return the stored prefix that a worker queries."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
         return beginning
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
-        """Answers with what is in shared memory, and says from where on more is coming."""
+        """Answer with the blocks in shared memory, and with the index from which on more arrive."""
         name = wanted.request_id
         keys = wanted.keys
         beginning = self._ask(wanted)
@@ -368,41 +384,32 @@ class KvBroker:
                 more_from = beginning.first
         self._answer(wanted, beginning, refs, windows, more_from)
 
-    def _answer_when_loaded(self, wanted: KvWanted) -> None:
-        """Answer when all that is wanted is in shared memory, or does not come."""
+    def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
+        """Answer when all wanted blocks are in shared memory, or do not come."""
         lease = self._lease
         beginning = self._ask(wanted)
 
-        def answer(first: int = 0, end: int = 0) -> None:
-            if lease is not self._lease:
-                return  # The worker that asked is gone.
+        yield beginning.looking
+        if lease is not self._lease:
+            return  # The worker that asked is gone.
+        tiers = self._lookup(wanted.keys)
+        if beginning.tiers is None or not wanted.is_rest:
+            here = wanted.first if wanted.is_rest else None
+            self._decide(wanted.request_id, beginning, wanted.keys, tiers, here)
+
+        if wanted.is_rest and beginning.first > wanted.first:
+            # The worker asked before the tiers were looked up. It computes the blocks before.
             refs, windows = self._pin_beginning(wanted)
-            first = max(first, wanted.first + len(refs))
-            more_from = first if first < end else None
+            first = max(beginning.first, wanted.first + len(refs))
+            more_from = first if first < len(tiers) else None
             self._answer(wanted, beginning, refs, windows, more_from)
+            return
 
-        def load() -> None:
-            if lease is not self._lease:
-                return
-            tiers = self._lookup(wanted.keys)
-            if beginning.tiers is None or not wanted.is_rest:
-                here = wanted.first if wanted.is_rest else None
-                self._decide(wanted.request_id, beginning, wanted.keys, tiers, here)
-            if wanted.is_rest and beginning.first > wanted.first:
-                # It was asked for before tiers were looked at; what is before that is computed.
-                answer(beginning.first, len(tiers))
-                return
-            loads = self._load_wanted(wanted, beginning.first, tiers)
-            pending = [each for each in loads if not each.done()]
-            if pending:
-                _when_done(pending, lambda: self._call_soon(answer))
-            else:
-                answer()
-
-        if beginning.looking.done():
-            load()
-        else:
-            beginning.looking.add_done_callback(lambda _: self._call_soon(load))
+        yield all_done(self._load_wanted(wanted, beginning.first, tiers))
+        if lease is not self._lease:
+            return
+        refs, windows = self._pin_beginning(wanted)
+        self._answer(wanted, beginning, refs, windows, None)
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
         """Begin to load the blocks from `first` on that tiers have, for which a request waits."""
@@ -436,12 +443,12 @@ class KvBroker:
         )
 
     def _pin_beginning(self, wanted: KvWanted) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Pins the first blocks that are here of what is wanted, and their last windows."""
+        """Pin the leading wanted blocks that are here, and their last window blocks."""
         refs = self._pin(wanted.keys[wanted.first :])
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
     def _pin(self, keys: list[bytes]) -> list[SlotRef]:
-        """Pins the first blocks that are here, up to one that is not."""
+        """Pin the leading blocks that are here, up to the first that is not."""
         refs: list[SlotRef] = []
         for key in keys:
             ref = self._lease.pin(key)
@@ -453,8 +460,8 @@ class KvBroker:
     def _with_windows(
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Return the longest beginning of what is here that has its last window, too, with that;
-        unpins the rest."""
+        """Return the longest leading part whose last window blocks are here, with those; unpin the
+        rest."""
         while refs:
             end = wanted.first + len(refs)
             first = self._format.first_window_block(end)
@@ -468,13 +475,14 @@ class KvBroker:
     def _was_read(self, pinned: _Pinned, num_blocks: int) -> None:
         for ref in pinned.refs:
             self._lease.unpin(ref)
-        # The last ones are read: the first ones may have been computed meanwhile.
+        # The worker read the last blocks. It may have computed the first ones meanwhile.
         num_late = len(pinned.tiers) - num_blocks
         for tier, count in Counter(pinned.tiers[:num_late]).items():
             if tier != HOST:
                 self.not_loaded[tier, "unused"] += count
         if not num_blocks:
             return
+
         size = self._store.block_bytes
         self._store.was_read([Result(Status.HIT, HOST, size)] * len(pinned.refs))
         hits = pinned.beginning.hits
@@ -488,22 +496,5 @@ class KvBroker:
 
 
 def _num_in_host(tiers: list[str]) -> int:
-    """Return how many of the first blocks are in shared memory."""
+    """Return the number of leading blocks in shared memory."""
     return next((n for n, tier in enumerate(tiers) if tier != HOST), len(tiers))
-
-
-def _when_done(futures: list[Future[Any]], then: Callable[[], object]) -> None:
-    """Call a function once, when all futures are done, in the thread of the last one."""
-    lock = threading.Lock()
-    num_pending = len(futures)
-
-    def count(_: "Future[Any]") -> None:
-        nonlocal num_pending
-        with lock:
-            num_pending -= 1
-            is_last = not num_pending
-        if is_last:
-            then()
-
-    for future in futures:
-        future.add_done_callback(count)

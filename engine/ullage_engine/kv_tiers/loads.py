@@ -1,7 +1,7 @@
 """Loads of blocks from tiers below host memory, and which of them are worth it.
 
-Of the blocks that a request lacks the first ones are computed and the last ones loaded, as many as
-are there before they could be computed. What loads take is measured with each of them (`cost`).
+Of the blocks that a request lacks, the first ones are computed. The last ones are loaded, as many
+as arrive before they could be computed. Every load is measured (`cost`).
 """
 
 import math
@@ -11,15 +11,16 @@ from typing import Any
 
 from ullage_engine.kv_tiers.cost import ComputeSpeed, LoadSpeed, Needed, seconds_to_load, split
 from ullage_kv import Result, Status, Store
-from ullage_kv.store import HOST
+from ullage_kv.futures import Steps, run
+from ullage_kv.results import HOST
 
 _FIRST_PART = 8
-"""Share of a load, one of so many, that is loaded before the rest of it to learn what loads of
-different sizes take; smaller loads are not divided."""
+"""Divisor of a load's first part, which is loaded before the rest to measure loads of different
+sizes. Loads of fewer blocks are not divided."""
 
 
 class Loads:
-    """Begins loads, and predicts when they end; one thread uses it."""
+    """Begins loads and predicts their ends; for one thread."""
 
     def __init__(
         self,
@@ -34,9 +35,11 @@ class Loads:
     ) -> None:
         """
         Args:
-            call_soon: runs a function in the thread that uses this, from any thread.
-            compute: returns how fast prompts are computed at present.
-            are_waited_for: whether nothing of a request is computed while its blocks are loaded.
+            store: the store, whose lower tiers are loaded from.
+            call_soon: runs a function in this object's thread, from any thread.
+            compute: returns the present speed of prefill.
+            block_tokens: tokens of a block.
+            are_waited_for: whether requests wait for their loads, instead of computing meanwhile.
             deadline_s: seconds that a load may take.
             clock: in seconds.
         """
@@ -49,7 +52,7 @@ class Loads:
         self._clock = clock
         self._speeds: dict[str, LoadSpeed] = {}
         self._due: dict[bytes, float] = {}
-        """Times at which the blocks that are being loaded are predicted to be here."""
+        """Predicted arrival of each block that is being loaded."""
 
     @property
     def num_under_way(self) -> int:
@@ -57,7 +60,7 @@ class Loads:
         return len(self._due)
 
     def speed(self, tier: str) -> LoadSpeed:
-        """Return what is known of a tier's loads."""
+        """Return the measured speed of a tier."""
         if tier not in self._speeds:
             self._speeds[tier] = LoadSpeed(self._clock)
         return self._speeds[tier]
@@ -70,18 +73,19 @@ class Loads:
         windows: Sequence[bytes],
         start_s: float,
     ) -> int:
-        """Return the index of the first block that is loaded, as all behind it are: those that are
-        there before they could be computed.
+        """Return the index of the first block that is loaded, with all behind it.
+
+        These are the blocks that arrive before they could be computed.
 
         Args:
-            keys: those of a beginning.
-            tiers: those that have them.
-            num_here: how many of the first ones are not needed.
-            windows: keys of other blocks without which they are of no use.
+            keys: those of a prefix.
+            tiers: the tier of each block.
+            num_here: number of leading blocks that need not be loaded.
+            windows: keys of window blocks without which the others are useless.
             start_s: seconds until the computation can begin.
 
         Returns:
-            `num_here` or more; the number of all where none is worth loading.
+            `num_here` or more; the number of all blocks if none is worth loading.
         """
         compute = self._compute()
         if not compute.tokens_per_s:
@@ -98,16 +102,16 @@ class Loads:
         return num_here if seconds[0] <= all_s else len(keys)
 
     def longest_s(self, num_lacking: int, start_s: float) -> float:
-        """Return after how many seconds loads are given up: a request that waits for them waits
-        no longer than it takes to compute the blocks that it lacks."""
+        """Return the deadline of loads in seconds. A request that waits for loads waits no longer
+        than the computation of the blocks that it lacks would take."""
         if not self._are_waited_for:
             return self._deadline_s
         compute_s = self._compute().seconds(num_lacking * self._block_tokens)
         return min(self._deadline_s, start_s + compute_s)
 
     def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
-        """Begin to load those blocks that only lower tiers have; return what is done when they
-        are here, or do not come within so many seconds."""
+        """Begin to load the blocks that only lower tiers have; return futures that are done when
+        the blocks have arrived, or at a deadline in seconds."""
         if longest_s is None:
             longest_s = self._deadline_s
         new: dict[str, list[bytes]] = {}
@@ -123,8 +127,8 @@ class Loads:
         return fetches + [self._load_from(*each, longest_s) for each in new.items()]
 
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        """Load a few of the blocks that are computed, from tiers whose speed is not known or was
-        not seen for long; nobody waits for them."""
+        """Load a few of the blocks that are computed, to measure tiers whose speed is unknown or
+        old. No request waits for them."""
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:
                 of_tier = [key for key, own in zip(keys, tiers, strict=True) if own == tier]
@@ -141,7 +145,7 @@ class Loads:
         return needed
 
     def _predict(self, tier: str) -> Callable[[int], float]:
-        """Return what predicts the seconds to load so many blocks of a tier from now on."""
+        """Return a function that predicts the seconds to load so many blocks of a tier from now."""
         speed = self.speed(tier)
         block_bytes = self._store.block_bytes
         time_of = speed.predict()
@@ -155,27 +159,27 @@ class Loads:
         return seconds
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
-        """Begin a load, its first part before the others where all loads had one size."""
-        ends_at = self._clock() + longest_s
+        """Begin a load, in two parts if all recent loads had one size."""
         self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
         num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
         if not num_first:
             return self._fetch(tier, keys, longest_s)
-        everything = Future[None]()
+        return run(self._load_in_two(tier, keys, num_first, longest_s), self._call_soon)
 
-        def load_rest() -> None:
-            rest = self._fetch(tier, keys[num_first:], ends_at - self._clock(), keys[num_first - 1])
-            rest.add_done_callback(lambda _: everything.set_result(None))
-
-        first = self._fetch(tier, keys[:num_first], longest_s)
-        first.add_done_callback(lambda _: self._call_soon(load_rest))
-        return everything
+    def _load_in_two(self, tier: str, keys: list[bytes], num_first: int, longest_s: float) -> Steps:
+        """Load the first blocks, then the rest in the seconds that remain."""
+        ends_at = self._clock() + longest_s
+        yield self._fetch(tier, keys[:num_first], longest_s)
+        remaining_s = ends_at - self._clock()
+        yield self._fetch(tier, keys[num_first:], remaining_s, keys[num_first - 1])
 
     def _fetch(
         self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None
     ) -> "Future[list[Result]]":
-        """Fetch new blocks of one tier and measures what that takes. `before`: the block that
-        they continue, which came before."""
+        """Fetch blocks of one tier and measure the load.
+
+        `before`: key of the block that they continue, which is in host memory already.
+        """
         number = self.speed(tier).begin(len(keys) * self._store.block_bytes)
         fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)
 

@@ -1,4 +1,4 @@
-"""The tiers of KV outside the device, which the server's process opens and ends."""
+"""The tiers of KV outside the device, which the server's process opens and closes."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ log = logging.getLogger("ullage.engine.kv")
 _OPEN_S = 10.0
 """Seconds in which a folder must answer when it is opened."""
 _BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Errors of a file system that is not what it was, rather than of a wrong path."""
+"""Errors of a broken or full file system, rather than of a wrong path."""
 
 
 class KvTiers:
-    """The memory of the host tier, and the store and its broker as soon as a worker says what
-    blocks it has; for one event loop."""
+    """The memory of the host tier, and the store and its broker once a worker's block format is
+    known; for one event loop."""
 
     def __init__(
         self,
@@ -46,17 +46,18 @@ class KvTiers:
     ) -> None:
         """
         Args:
-            on_hits: gets a request's id and what it began with.
-            compute: returns how fast prompts are computed at present.
+            section: the configured tiers.
+            on_hits: called with a request's id and the blocks that it began with.
+            material: returns the newest certificate to show to peers; None: they speak plaintext.
+            compute: returns the present speed of prefill.
             deadline_s: seconds that a load from lower tiers may take, at most.
             has_begun: whether a request, by its id, has a token of this worker, or has ended.
-            material: returns the newest certificate to show to peers; None: they speak plaintext.
         """
         self._section = section
         self._deadline_s = min(deadline_s, DEADLINE_S)
         self._material = material
         self.service = KVStoreService(self._served) if section.remote else None
-        """What peers read from and write to; None: there are none."""
+        """The service for peers; None: no peers are configured."""
         self._on_hits = on_hits
         self._compute = compute
         self._has_begun = has_begun
@@ -64,19 +65,19 @@ class KvTiers:
         self._arena: Arena | None = None
         self._space = b""
         self.not_loaded = Counter[tuple[str, str]]()
-        """As `KvBroker.not_loaded`, of all workers."""
+        """`KvBroker.not_loaded` of all workers."""
         self._broker: KvBroker | None = None
-        """That of the store, for one worker after the other."""
+        """The broker of the store, for one worker after the other."""
         self._post: Callable[[KvGranted | KvFound], None] | None = None
-        """Sends messages to the worker; None: there is none."""
+        """Sends messages to the worker; None: there is no worker."""
         self.store: Store | None = None
-        """None: no worker was ready yet."""
+        """The store; None: no worker was ready yet."""
 
     def open(self, num_bytes: int) -> None:
-        """Take the memory, every page of it, which may take seconds.
+        """Allocate the memory, every page of it, which may take seconds.
 
         Raises:
-            ArenaError: it is not there.
+            ArenaError: the memory is not available.
         """
 
         def report(done: int, total: int) -> None:
@@ -89,16 +90,18 @@ class KvTiers:
 
     @property
     def worker_options(self) -> list[str]:
-        """Options of a worker's command line by which it finds the memory."""
+        """Command line options by which a worker finds the memory."""
         assert self._arena is not None, "open comes first"
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
     async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
-        """Serve a worker from now on: with what the store has where its blocks are those of the
-        worker before, else with another one.
+        """Serve a worker from now on.
+
+        The store stays if the worker's blocks have the namespace of the last worker's. Otherwise a
+        new store takes its place.
 
         Raises:
-            FileTierError: the first store's folder cannot be used.
+            FileTierError: the folder of the file tier cannot be used.
         """
         assert self._arena is not None, "open comes first"
         profile = ready.profile
@@ -118,9 +121,10 @@ class KvTiers:
                     "the %d bytes of the host tier are not used",
                     given,
                 )
-            if self.store is None:  # which peers read
+            if self.store is None:  # else peers read from it
                 self._arena.drop_pages()
             return
+
         if self._space != ready.kv_space:
             store = self.store
             self.store = None
@@ -131,11 +135,11 @@ class KvTiers:
             self.store = Store(self._arena, profile.block_bytes, tiers)
             self._broker = self._make_broker(self.store, ready)
         elif self._remote is not None:
-            self._remote.trust()  # what the worker before may have damaged is not in peers for ever
+            self._remote.trust()  # the worker that may have damaged blocks is gone
         self._post = post
 
     def _make_broker(self, store: Store, ready: Ready) -> KvBroker:
-        """Make what answers all workers that have blocks like this one's."""
+        """Make the broker of all workers whose blocks have this one's namespace."""
 
         def post(message: KvGranted | KvFound) -> None:
             if self._post is not None:
@@ -156,20 +160,21 @@ class KvTiers:
         )
 
     def worker_lost(self) -> None:
-        """Give back what the worker held; call it when its process has ended."""
+        """Free the slots of the worker, whose process has ended."""
         if self._broker is not None:
             self._broker.worker_lost()
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Begin to load what samples of one prompt can begin with, and tell the worker of it."""
+        """Begin to prefetch the prefix of samples of one prompt; return the requests with their
+        number of stored blocks."""
         if self._broker is None or self._post is None:
             return list(requests)
         num_blocks = self._broker.arrived(requests[0])
         return [msgspec.structs.replace(each, num_stored_blocks=num_blocks) for each in requests]
 
     def on_message(self, message: FromKv) -> None:
-        """Do what the worker says or asks."""
+        """Handle a message of the worker."""
         if self._broker is not None and self._post is not None:
             self._broker.on_message(message)
 
@@ -201,11 +206,11 @@ class KvTiers:
         return tiers if file is None else [*tiers, file]
 
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
-        """Open the files. A folder that does not answer, or that is full or broken, is done
-        without, as it would be later on.
+        """Open the file tier; return None if its folder does not answer, is full or is broken, as
+        later failures of the folder are no errors either.
 
         Raises:
-            FileTierError: the folder is not one that this engine may use.
+            FileTierError: this engine may not use the folder.
         """
         section = self._section.file
         if section is None:
@@ -232,9 +237,9 @@ class KvTiers:
         return None
 
     def close(self) -> None:
-        """End all tiers, and give the memory back. It may take seconds: what was to be written is
-        written."""
-        store, self.store = self.store, None  # peers get nothing from now on
+        """Close all tiers, which write the saves that wait, and free the memory."""
+        store = self.store
+        self.store = None  # peers get no blocks from now on
         if store is not None:
             store.close()
         if self._arena is not None:
@@ -244,9 +249,11 @@ class KvTiers:
 def _in_daemon(
     open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
 ) -> "Future[FileTier]":
-    """Run a function in a thread that the process need not wait for, as a mount may hang for ever.
+    """Open a tier in a daemon thread, since a mount may hang for ever.
 
-    `on_late` gets the result of what was cancelled meanwhile.
+    Args:
+        open_tier: opens the tier.
+        on_late: called with a tier that was opened after the future was cancelled.
     """
     result = Future[FileTier]()
 

@@ -40,12 +40,12 @@ log = logging.getLogger("ullage.engine.adapters")
 
 FIRST_RETRY_S = 30.0
 MAX_RETRY_S = 300.0
-"""Seconds after which an adapter that cannot be had is tried again; they double up to the last."""
+"""Seconds after which an unavailable adapter is tried again, doubling up to the last value."""
 FIRST_ADAPTERS_S = 30.0
-"""Longest time from the worker's start for which an engine that starts with adapters is not ready:
-the rest of a slow download does not hold up those that serve without it."""
+"""Most seconds from the worker's start in which missing adapters keep the engine from being ready.
+After that a slow download no longer holds up requests that need no adapter."""
 _MAX_WORKERS_LOST = 2
-"""Workers that may end while they load one adapter, before it is left alone until it is edited."""
+"""Workers that may end while they load an adapter, until it is given up until its next edit."""
 _FILES = (".json", ".safetensors", ".bin")
 
 
@@ -53,8 +53,8 @@ class WorkerEndedError(Exception):
     """The worker ended before it answered."""
 
 
-class Worker(Protocol):
-    """The worker process, as this module sees it."""
+class AdapterWorker(Protocol):
+    """The worker's commands about adapters."""
 
     async def add_adapter(self, message: AddAdapter) -> str:
         """Have the ready worker load an adapter; return the reason if it cannot, else an empty
@@ -75,19 +75,19 @@ class AdapterVersion:
     section: AdapterSection
     folder: str
     digest: str
-    """Digest of its files; none of their names."""
+    """Digest of its files' contents, without their names."""
     num_requests: int = 0
-    """Open requests of it."""
+    """Number of open requests with this version."""
 
     @property
     def key(self) -> str:
-        """The name by which the worker knows it."""
+        """The worker's name of this version."""
         return adapter_key(self.section.name, self.digest)
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """An adapter that is being found and loaded, or was given up."""
+    """An adapter that is being fetched and loaded, or was given up."""
 
     section: AdapterSection
     task: asyncio.Task[None]
@@ -123,13 +123,13 @@ def _rank_of(path: Path) -> int:
 
 
 class AdapterSet:
-    """The adapters of an engine: those that are configured, and those that requests may name."""
+    """The configured adapters of an engine, and those that requests may name."""
 
     def __init__(
         self,
         config: EngineConfig,
         engine_status: EngineStatus,
-        worker: Worker,
+        worker: AdapterWorker,
         find: Callable[[AdapterSection, int, Digests], AdapterVersion] = find_adapter,
     ) -> None:
         self._config = config
@@ -139,20 +139,20 @@ class AdapterSet:
         self._digests = Digests(Path(config.server.weights_dir))
         self._wanted: dict[str, AdapterSection] = {}
         self._attempts: dict[str, _Attempt] = {}
-        """Those that are being brought, or were given up, by name."""
+        """Adapters that are being fetched and loaded, or were given up, by name."""
         self._offered: dict[str, AdapterVersion] = {}
         """Versions that requests get, by name."""
         self._retired: list[AdapterVersion] = []
-        """Versions that are not offered any more, and that requests still use."""
+        """Retired versions that open requests still use."""
         self._errors: dict[str, str] = {}
         self._loading = asyncio.Lock()
-        """Held while the worker loads one, so that its end is blamed on no other."""
+        """Held while the worker loads an adapter, so that a death is blamed on that adapter."""
 
     # requests ------------------------------------------------------------------------------------
 
     @property
     def keys(self) -> dict[str, str]:
-        """The keys by which the worker knows the offered adapters, by their names in requests."""
+        """The worker's names of the offered adapters, by their names in requests."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
@@ -162,8 +162,8 @@ class AdapterSet:
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Keep the present version of an adapter loaded within the block; other names have no
-        effect."""
+        """Keep the present version of an adapter loaded during the body of a with statement. Names
+        of no adapter have no effect."""
         version = self._offered.get(name)
         if version is None:
             yield
@@ -299,7 +299,7 @@ class AdapterSet:
     async def _add(self, message: AddAdapter) -> str:
         try:
             return await self._worker.add_adapter(message)
-        except asyncio.CancelledError:  # the adapter is not wanted any more
+        except asyncio.CancelledError:  # the adapter was removed from the configuration
             self._worker.remove_adapter(message.name)
             raise
 

@@ -1,7 +1,7 @@
-"""The server process put together: what is started in which order, and how it ends.
+"""The server process: the order in which its parts start, and how they end.
 
-gRPC and metrics are up before the model is found, so that probes and people see a process that
-loads and not one that is absent.
+gRPC and metrics listen before the model is resolved, so that probes and people see a process that
+is loading rather than none.
 """
 
 import asyncio
@@ -46,14 +46,18 @@ from ullage_engine.model_loader.files import check_files
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.server.adapters import AdapterSet
-from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
+from ullage_engine.server.admin import AdminService
+from ullage_engine.server.headroom import HeadroomService
+from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.service import AdminService, InferenceService, TokenizerBundle
+from ullage_engine.server.prompts import TokenizerBundle
+from ullage_engine.server.restart_policy import RestartPolicy
+from ullage_engine.server.server_link import EndpointError
+from ullage_engine.server.service import InferenceService
 from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerLaunch, WorkerSupervisor
 from ullage_engine.server.threads import in_daemon
 from ullage_engine.server.tickets import TicketVerifier
-from ullage_engine.server.worker_process import EndpointError
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_kv import ArenaError
@@ -73,19 +77,18 @@ _FOR_EVERYBODY = frozenset(
         reflection.SERVICE_NAME,
     }
 )
-"""Services whose requests are small, and which probes and people use."""
-# Ended requests have this long to send their last message.
+"""Services with small requests, which probes and people use."""
 _LAST_MESSAGES_S = 1.0
+"""Seconds in which ended requests may send their last message."""
+
+ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
+"""Returns how workers of a model are started, by its files. Raises AppError if no engine serves
+it."""
+_Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
 
 class AppError(Exception):
     """The server cannot start with this configuration or model; the message is one line."""
-
-
-ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
-"""Returns how workers of a model are started, once its files are there; raises AppError where
-nothing here serves it."""
-_Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
 
 class EngineApp:
@@ -140,7 +143,7 @@ class EngineApp:
         self.listening = asyncio.Event()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of a worker that serves and of its other ranks."""
+        """Return the process ids of a worker that serves and of its other ranks."""
         return self._supervisor.serving_pids()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
@@ -179,11 +182,11 @@ class EngineApp:
                         await asyncio.to_thread(kv.close)
 
     def _make_tiers(self) -> KvTiers | None:
-        """Make what keeps KV outside the device; None: nothing is to be kept."""
+        """Make the tiers of KV outside the device; None: the configuration has none."""
         memory = self._config.memory
         if memory.tiers.host.size == 0 or not memory.prefix_cache:
             return None
-        # A worker that waits for tiers does no step, and must not be taken for one that hangs.
+        # A worker that waits for tiers does no step, and must not count as hung.
         wait_s = self._config.limits.step_deadline / 4
         kv = KvTiers(
             memory.tiers,
@@ -203,11 +206,10 @@ class EngineApp:
         return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Take the memory of KV outside the device, for workers that use it; None: there is no
-        such KV.
+        """Allocate the memory of the host tier for workers that use it; None: there is no tier.
 
         Raises:
-            AppError: memory that was asked for is not there.
+            AppError: the configured memory is not available.
         """
         if self._kv is None or not launch.uses_tiers:
             return None
@@ -249,7 +251,7 @@ class EngineApp:
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Wait until every open request has its last message; then sockets may close."""
+        """Wait until every open request has its last message, so that sockets may close."""
         try:
             await supervising
         except StartError as error:
@@ -306,7 +308,7 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:
-        """Return the TLS credentials of the gRPC server; None without TLS.
+        """Yield the TLS credentials of the gRPC server; None without TLS.
 
         Raises:
             ConfigError: the certificate cannot be used.
@@ -327,7 +329,7 @@ class EngineApp:
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
         """Serve health and headroom on a port of their own: for the kubelet, whose probes do not
-        speak TLS, and for the operator, which may look at an engine and not use it."""
+        speak TLS, and for the operator, which may observe engines but not use them."""
         server = self._config.server
         if server.probe_port is None:
             yield
@@ -348,7 +350,7 @@ class EngineApp:
         """Return the owner of a call: "" for nobody, None for services that everybody may call.
 
         Raises:
-            ServiceError: it generates and has no ticket where it needs one.
+            ServiceError: a Generate call lacks the ticket that it needs.
         """
         if method == _GENERATE:
             try:
@@ -412,7 +414,7 @@ class EngineApp:
         except (WeightsError, TokenizerError, ChatTemplateError) as error:
             raise AppError(str(error)) from error
         except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            # Nobody foresaw it of these files, and the next start would read the same.
+            # An unforeseen defect of the files, which the next start would meet again.
             log.debug("the model's files cannot be read", exc_info=True)
             raise AppError(
                 f"model.source {self._config.model.source!r}: its files cannot be read: "
@@ -420,8 +422,7 @@ class EngineApp:
             ) from error
 
     async def _follow_health(self) -> None:
-        """Publish health: readiness falls with every worker, liveness only when a new pod may
-        help."""
+        """Publish health. Readiness falls with every worker, liveness if only a new pod helps."""
         while True:
             await self._health.set_ready(
                 self._engine_status.is_ready and not self._engine_status.draining
@@ -435,7 +436,7 @@ class EngineApp:
             await self._adapters.run()
 
     async def _watch_gpus(self) -> None:
-        """Watch the GPUs of this node, once a worker has said that it computes on any."""
+        """Watch the GPUs of this node, once a worker has reported that it computes on GPUs."""
         if self._config.device == "cpu":
             return
         while (ready := self._engine_status.ready) is None:
@@ -482,7 +483,7 @@ def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
         guard=guard,
         guarded=GuardedTokenizer(tokenizer.tokenizer, guard.guarded),
     )
-    trim_heap()  # parsing took as much again
+    trim_heap()  # parsing took as much memory again
     return tokenizer_bundle
 
 
@@ -519,7 +520,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Return when one of them is done; tasks go on, bare coroutines are cancelled."""
+    """Return when one of the awaitables is done. Tasks go on; bare coroutines are cancelled."""
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""From a request's grammar to what the worker compiles: checked before a worker sees it.
+"""Conversion of a request's grammar to llguidance's form, checked before a worker sees it.
 
-Errors are ServiceError INVALID_ARGUMENT that name the grammar's kind and, of a JSON Schema, the
-path in it.
+Errors are ServiceError INVALID_ARGUMENT with the grammar's kind and, for a JSON Schema, the path in
+it.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_VERDICTS = 64
-"""Verdicts that are remembered, each of a grammar of at most 64 KiB."""
+"""Number of cached verdicts, each of a grammar of at most 64 KiB."""
 _MAX_COMPILATIONS = 2
 _COMPILE_TIMEOUT_S = 20.0
-"""Seconds to compile one grammar; its processor time is bounded by less."""
+"""Seconds to compile one grammar. The limit of its processor time is lower."""
 _TOO_MUCH = "it takes too much time or memory to compile"
 _MAX_SUBSCHEMAS = 256
-"""Schemas within a schema that are compiled to find the one at fault."""
+"""Most subschemas that are compiled to find the invalid one."""
 
 _COMPACT: "JsonCompileOptions" = {
     # Free white space lets a model at a high temperature write nothing but white space.
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    # What is not understood is refused, never passed over.
+    # Unknown keywords are refused, never ignored.
     "lenient": False,
     "coerce_one_of": False,
 }
@@ -49,14 +49,14 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
-    """A compilation was ended from outside, which says nothing about its grammar."""
+    """A compilation was ended from outside, so that the grammar has no verdict."""
 
 
 async def compile_apart(text: str) -> str:
-    """Return why a grammar cannot be compiled, as a separate process finds; empty if it can.
+    """Compile a grammar in a separate process; return the error, or an empty string.
 
     Raises:
-        Interrupted: the machine had not the time or the memory for that process.
+        Interrupted: the machine lacked the time or the memory for that process.
     """
     process = _compiler()
     try:
@@ -70,7 +70,7 @@ async def compile_apart(text: str) -> str:
 
 
 def _compiler() -> "subprocess.Popen[bytes]":
-    """Start a process that reads a grammar. Not asyncio's, whose loop may fork: see
+    """Start a process that reads a grammar, by subprocess, since asyncio may fork: see
     `ChildProcess`."""
     return subprocess.Popen(
         [sys.executable, "-m", "ullage_engine.protocol.grammar"],
@@ -81,7 +81,11 @@ def _compiler() -> "subprocess.Popen[bytes]":
 
 
 def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
-    """Return what the process says of a grammar; raises Interrupted if it takes too long."""
+    """Return the output of the process for a grammar.
+
+    Raises:
+        Interrupted: the process took too long.
+    """
     try:
         return process.communicate(text, _COMPILE_TIMEOUT_S)[0]
     except subprocess.TimeoutExpired as error:
@@ -94,15 +98,15 @@ class GrammarCheck:
     """Compiles grammars for their errors, in processes that may die of them.
 
     Args:
-        compiled: says why a grammar cannot be compiled.
+        compiled: returns the error of a grammar's compilation; empty: there is none.
     """
 
     def __init__(self, compiled: Callable[[str], Awaitable[str]] = compile_apart) -> None:
         self._compiled = compiled
         self._turns = asyncio.Semaphore(_MAX_COMPILATIONS)
         self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by grammar, held while it is compiled: requests with the same grammar wait for that
-        and take no turn."""
+        """Locks by grammar, held while the grammar is compiled, so that requests with the same
+        grammar wait for one compilation."""
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
@@ -133,7 +137,7 @@ class GrammarCheck:
             try:
                 verdict = await self._compiled(text)
             except Interrupted:
-                return _TOO_MUCH  # not kept: the next request with it tries again
+                return _TOO_MUCH  # not cached: the next request with the grammar tries again
         self._verdicts[text] = verdict
         if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -178,7 +182,7 @@ def _from_schema(field: str, text: str) -> str:
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise invalid(field, f"{field} is nested deeper than {MAX_SCHEMA_DEPTH}; flatten it")
     for path, part in _parts(schema):
-        # llguidance takes these, and then knows no next token for a name that both describe.
+        # llguidance accepts these, but finds no next token for a name that both describe.
         if part.get("properties") and part.get("patternProperties"):
             raise _wrong(field + path, "patternProperties beside properties is not supported")
     try:

@@ -1,8 +1,8 @@
-"""The requests that are not finished: all that is needed to go on with them under a new worker.
+"""The journal of open requests, from which a new worker goes on with them.
 
-An entry holds the request as it was accepted (its seed too), every token received so far and what
-the client has not been sent yet. The unsent part is bounded by the request's max_tokens, and a
-client that reads slowly gets it in fewer, larger pieces.
+An entry holds the request as it was accepted, with its seed, every token received so far, and the
+part that the client has not been sent yet. The unsent part is bounded by the request's max_tokens.
+A client that reads slowly gets it in fewer, larger pieces.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ class Update:
 
 
 class News:
-    """Wakes the one who sends a request's samples: at once, or when tokens that wait for others may
+    """Wakes the sender of a request's samples, at once or when tokens that wait for others may
     leave.
 
-    When that is, is the rule of `SendWindow`, which decides what leaves. Entries foresee it by the
-    call's `Pace`, so that nobody is woken to make a delta that would wait there.
+    `SendWindow` decides when tokens leave. Entries predict that time by the call's `Pace`, so that
+    the sender is not woken to make a delta that would wait there.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class News:
             self._timer = loop.call_at(due, self.tell)
 
     def forget(self) -> None:
-        """Forget what nobody has waited for."""
+        """Drop news that no reader has waited for."""
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Wait for news, at most until a time on the event loop's clock; return whether there are
+        """Wait for news, at most until a time on the event loop's clock; return whether there is
         any."""
         if not self._has_come:
             await self._woken(until)
@@ -108,7 +108,7 @@ class TierHit(NamedTuple):
     """host, remote or file."""
     num_tokens: int
     seconds: float
-    """Until their KV was on the device, from when it was asked for."""
+    """Seconds from the first query until their KV was on the device."""
 
 
 class JournalEntry:
@@ -126,8 +126,10 @@ class JournalEntry:
     ) -> None:
         """
         Args:
-            index: which of the request's samples.
-            news: told whenever there is an update to take.
+            job: the accepted request.
+            token_bytes: the spelling of each token.
+            index: number of the sample among the request's.
+            news: woken whenever there is an update to send.
             prefix: text that begins the answer.
             pace: how tokens wait for others.
         """
@@ -206,8 +208,11 @@ class JournalEntry:
         return self._preemptions_before + self._preemptions_now
 
     def restore(self, answer: PartialAnswer) -> None:
-        """Begin with output that the client has from another engine; a sample that had ended there
-        has ended, and another one is admitted like a new one, or refused."""
+        """Begin with output that the client has from another engine.
+
+        A sample that had ended there has ended here, too. Any other sample is admitted or refused
+        like a new one.
+        """
         prefix = self._update.text
         self._update = Update()
         self._num_received = answer.text_length
@@ -229,7 +234,7 @@ class JournalEntry:
         )
 
     def add_tier_hits(self, hits: list[TierHit]) -> None:
-        """Notes where KV of the prompt was found before the sample was first computed."""
+        """Record the tiers of the prompt's KV, unless the sample was computed already."""
         if not self.output_ids and not self.resumes:
             self.tier_hits = hits
             if served := self.job.served:
@@ -259,7 +264,7 @@ class JournalEntry:
         self.is_taken = True
 
     def on_other_fingerprint(self) -> None:
-        """Notes that the next worker computes otherwise than those before it."""
+        """Record that the next worker has another fingerprint than the workers before it."""
         # Of tokens from another engine, its reader compares the fingerprints.
         self.is_inexact |= len(self.output_ids) > self.num_restored
 
@@ -287,7 +292,7 @@ class JournalEntry:
         self._finish(Finish("stop"))
 
     def end(self, reason: Reason) -> None:
-        """End the request with the text so far; do nothing if it is over."""
+        """End the request with its text so far; do nothing if it is over."""
         if self.is_over:
             return
         piece = self._detokenizer.flush()
@@ -304,7 +309,7 @@ class JournalEntry:
             self._news.tell()
 
     def pop_update(self) -> Update | None:
-        """Remove and return the news, with the finish where the sample has ended; None: no news."""
+        """Remove and return the update, with the finish if the sample has ended; None: no news."""
         if not self._update.token_ids and self.finish is None:
             return None
         update = self._update
@@ -354,7 +359,7 @@ class JournalEntry:
 
 
 class Submission(NamedTuple):
-    """Entries that go to a worker together."""
+    """Entries that are sent to a worker together."""
 
     entries: list[JournalEntry]
     resumed: bool
@@ -362,10 +367,10 @@ class Submission(NamedTuple):
 
 
 def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
-    """List those of the entries that the present worker has not been sent and that need one.
+    """Yield the entries that need a worker and were not sent to the present one.
 
-    Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
-    which nothing is known before its end. Others have parted: each goes by itself.
+    Samples that no worker has admitted yet go together, and so do the hypotheses of a beam search,
+    which have no output before its end. Other samples have diverged: each goes by itself.
     """
     waiting = (entry for entry in entries if not (entry.submitted or entry.is_over))
     for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
@@ -378,11 +383,11 @@ def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
 
 
 def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-    """Return those of a worker's entries that it may have died of, oldest first.
+    """Return the entries that a worker may have died of, oldest first.
 
-    A worker takes requests in their order. It has not looked at those behind the first that it did
-    not admit, unless their grammar was being compiled. Entries that it decoded were computed well
-    so far: if it died of one of them, the next worker dies of that one at its first decode.
+    A worker takes requests in their order. It has seen none behind the first that it did not admit,
+    except for requests whose grammar was being compiled. Entries that it decoded were harmless so
+    far. If it did die of one of them, the next worker dies of that one at its first decode.
     """
     suspects: list[JournalEntry] = []
     next_key = ""
@@ -421,12 +426,11 @@ class Journal:
             self._empty.set()
 
     def get(self, key: str) -> JournalEntry | None:
-        """Return an open entry; None when it is closed, as after a cancel that crossed its
-        tokens."""
+        """Return an open entry; None: it is closed, as after a cancel that crossed its tokens."""
         return self._entries.get(key)
 
     def submissions(self) -> Iterator[Submission]:
-        """List all that the present worker has not been sent, oldest first."""
+        """Yield the entries that the present worker has not been sent, oldest first."""
         return submissions(self._entries.values())
 
     def unfinished(self) -> list[JournalEntry]:
@@ -438,7 +442,7 @@ class Journal:
             end(entry)
 
     async def emptied(self, within_s: float) -> int:
-        """Wait until no entry is open; return how many are when the time is up."""
+        """Wait until no entry is open; return the number of open entries when the time is up."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()

@@ -46,7 +46,7 @@ class SamplePlan:
     n: int = 1
     """Number of answers that are returned."""
     num_generated: int = 1
-    """Number of answers that are generated; of a beam search, of hypotheses."""
+    """Number of answers, or of hypotheses of a beam search, that are generated."""
     beam: BeamParams | None = None
 
     @property
@@ -61,7 +61,7 @@ class SamplePlan:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether text is sent while it grows; otherwise answers are known only at the end."""
+        """Whether text is sent while it grows. Otherwise answers are known only at the end."""
         return not self.is_ranked and self.beam is None
 
 
@@ -75,7 +75,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def sample_plan(samples: pb.Samples) -> SamplePlan:
-    """Return the plan of samples that were checked."""
+    """Return the plan of checked sample settings."""
     n = num_answers(samples)
     if not samples.HasField("beam"):
         return SamplePlan(n, samples.best_of if samples.HasField("best_of") else n)
@@ -95,13 +95,13 @@ _REASONS: dict[int, Reason] = {
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """One answer as far as its client has it from another engine."""
+    """The part of an answer that its client has from another engine."""
 
     token_ids: list[int]
     text_length: int
     """Characters of text."""
     reason: Reason | None
-    """Why it ended; None while it had not, as far as the client knows."""
+    """Why the answer ended; None: the client has seen no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +110,18 @@ class ModelLimits:
 
     name: str
     adapters: Mapping[str, str]
-    """What the worker calls its LoRA adapters, by the names by which clients ask for them."""
+    """The worker's names of its LoRA adapters, by the names that clients use."""
     task: pb.Task
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: SamplingDefaults = field(default_factory=dict)
-    """Sampling parameters that hold where a request leaves them unset."""
+    """Sampling parameters of requests that leave them unset."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A checked request; each of its samples has one of its own."""
+    """A checked request, or one of its samples."""
 
     client_id: str
     """The client's name for the request, or one generated here."""
@@ -138,9 +138,9 @@ class ValidatedRequest:
     delta_token_ids: bool = False
     """Whether deltas have token ids."""
     served: ServedRequest | None = None
-    """Its lines in the log and its span; None where nobody reads them."""
+    """Its log lines and its span; None: the request is not logged."""
     received: tuple[PartialAnswer, ...] = ()
-    """What its client has of each answer already; empty of a request that begins here."""
+    """The parts of each answer that the client has; empty: the request begins here."""
 
     @property
     def num_received_tokens(self) -> int:
@@ -148,7 +148,7 @@ class ValidatedRequest:
 
 
 def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
-    """Check all that does not depend on the prompt's tokens; cheap, so done before tokenising.
+    """Check all fields that do not depend on the prompt's tokens, before it is tokenised.
 
     Raises:
         ServiceError: a field is out of range, or the model is another one.
@@ -161,7 +161,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
 
 
 def check_model(asked: str, served: str, adapters: Collection[str]) -> None:
-    """Check that the request names the served model, as an empty name does, or an adapter of it.
+    """Check that the request names the served model or one of its adapters. Empty: the model.
 
     Raises:
         ServiceError: NOT_FOUND, for any other model.
@@ -267,8 +267,8 @@ def _too_long(num_prompt: int, max_model_len: int, least_output: int) -> Service
 
 
 def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """Convert sampling parameters: unset fields take the model's defaults or else the API's, and
-    the seed is fixed once, here."""
+    """Convert sampling parameters. Unset fields take the model's defaults or else the API's. The
+    seed is fixed here, once."""
     given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
     # 53 bits: a seed survives a JSON number on its way back to the client.
     given["logit_bias"] = dict(request.sampling.logit_bias)
@@ -300,8 +300,8 @@ def _check_support(request: pb.GenerateRequest, model: ModelLimits) -> None:
 def degrade(
     job: ValidatedRequest, section: DegradeSection, state: WorkerState | None
 ) -> ValidatedRequest:
-    """Lowers limits by the pressure level of the worker's last state; `degraded` lists what
-    changed."""
+    """Lower limits by the pressure level of the worker's last state; list the changes in
+    `degraded`."""
     level = level_at(section, state.pressure_level if state else 0)
     if level is None:
         return job
@@ -310,7 +310,7 @@ def degrade(
 
 
 def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedRequest:
-    """Lowers limits as the engine did that accepted the request first.
+    """Lower limits as the engine did that accepted the request first.
 
     Raises:
         ServiceError: they are none that an engine lowers.
@@ -340,7 +340,7 @@ def _unknown_change(change: str) -> ServiceError:
 
 
 def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: bool) -> EngineRequest:
-    """Return the request within a level's limits; nothing is ever raised."""
+    """Return the request within a level's limits. No limit is ever raised."""
     sampling = request.sampling
     if change_sampling and request.beam is None:
         sampling = _lowered_sampling(sampling, level)
@@ -350,7 +350,7 @@ def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: boo
 
 
 def changes(before: EngineRequest, after: EngineRequest) -> tuple[str, ...]:
-    """List what differs, as `name=value`, the form that clients read."""
+    """List the changed limits as `name=value`, the form that clients read."""
     pairs = (
         ("max_tokens", before.max_tokens, after.max_tokens),
         ("temperature", before.sampling.temperature, after.sampling.temperature),
@@ -367,6 +367,6 @@ def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> Sampling
 
 
 def _capped(value: float, limit: float | None) -> float:
-    """Return at most `limit`. Values came as float32, so 0.8 arrives a little larger and is no
-    excess."""
+    """Return at most `limit`. Values arrive as float32, so 0.8 is a little larger but within its
+    limit."""
     return value if limit is None or float(f"{value:.7g}") <= limit else limit

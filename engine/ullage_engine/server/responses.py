@@ -1,10 +1,5 @@
-"""The messages of an answer, and the answers to one prompt merged into one stream.
+"""The gRPC messages of an answer, built from the journal and the engine's status."""
 
-Messages are built from what the engine reports; nothing here decides anything.
-"""
-
-import dataclasses
-import math
 from collections.abc import Iterator
 
 import msgspec
@@ -12,166 +7,12 @@ import msgspec
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire import memory_profile
-from ullage_common.wire.flow_control import AT_ONCE, Pace
 from ullage_engine.server.health import EngineStatus
-from ullage_engine.server.journal import Finish, JournalEntry, News, Update
-from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
+from ullage_engine.server.journal import Update
+from ullage_engine.server.request import ValidatedRequest
+from ullage_engine.server.samples import SampleGroup
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
-
-# Of several answers' ends the one that says most about the request as a whole comes first.
-_WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
-
-
-class SampleGroup:
-    """One request's samples, from its acceptance to its last message.
-
-    Samples that are all returned are sent as they grow. Of best_of more than n, and of a beam
-    search, nothing is sent before all have ended: then the likeliest first.
-    """
-
-    def __init__(
-        self,
-        job: ValidatedRequest,
-        token_bytes: TokenBytes,
-        prefix: str = "",
-        pace: Pace = AT_ONCE,
-    ) -> None:
-        """
-        Args:
-            prefix: text that begins every answer.
-            pace: how tokens of a sample wait for others.
-        """
-        self.job = job
-        self._news = news = News()
-        self.entries = [
-            JournalEntry(
-                _sample_job(job, i), token_bytes, index=i, news=news, prefix=prefix, pace=pace
-            )
-            for i in range(job.samples.num_generated)
-        ]
-        for entry, answer in zip(self.entries, job.received, strict=bool(job.received)):
-            entry.restore(answer)
-        self._returned = self.entries
-        self._unfinished = [entry for entry in self.entries if not self._is_end_received(entry)]
-        if self.is_over:
-            self._news.tell()
-        else:  # Accepted waits until a worker has admitted what is not over
-            self._news.forget()
-
-    def _is_end_received(self, entry: JournalEntry) -> bool:
-        received = self.job.received
-        return bool(received) and received[entry.index].reason is not None
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether samples are sent while they grow."""
-        return self.job.samples.is_streamed
-
-    @property
-    def is_over(self) -> bool:
-        return all(entry.is_over for entry in self.entries)
-
-    @property
-    def all_finishes_sent(self) -> bool:
-        """Whether every returned sample's finish has been in an update."""
-        return not self._unfinished
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens over all samples, those not returned included."""
-        return sum(len(entry.output_ids) for entry in self.entries)
-
-    @property
-    def resumes(self) -> int:
-        return max(entry.resumes for entry in self.entries)
-
-    @property
-    def is_inexact(self) -> bool:
-        """Whether workers with different fingerprints generated parts of a sample."""
-        return any(entry.is_inexact for entry in self.entries)
-
-    @property
-    def preemptions(self) -> int:
-        return sum(entry.preemptions for entry in self.entries)
-
-    @property
-    def finish(self) -> Finish:
-        """How the request ended: as its only sample did, or as the weightiest end of several."""
-        ends = [entry.finish for entry in self._returned if entry.finish]
-        if len(ends) == 1:
-            return ends[0]
-        return Finish(min((end.reason for end in ends), key=_WEIGHTIEST.index))
-
-    @property
-    def latest(self) -> JournalEntry:
-        """The sample whose last token is the newest."""
-        return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
-
-    def end(self, reason: Reason) -> list[JournalEntry]:
-        """End the unfinished samples with their text so far and return them."""
-        ended = [entry for entry in self.entries if not entry.is_over]
-        for entry in ended:
-            entry.end(reason)
-        return ended
-
-    async def next_updates(self, until: float = math.inf) -> list[Update] | None:
-        """Wait for news and returns updates, possibly none; each finish comes once.
-
-        None: no news came until a time on the event loop's clock.
-
-        Raises:
-            ServiceError: a sample failed, and with it the request.
-        """
-        if not await self._news.wait(until):
-            return None
-        failed = next((entry.failure for entry in self.entries if entry.failure), None)
-        if failed is not None:
-            raise failed
-        if not self.is_streamed:
-            if not self.is_over:
-                return []
-            self._rank()
-        return [update for entry in list(self._unfinished) if (update := self._take(entry))]
-
-    def _rank(self) -> None:
-        if self.job.samples.is_ranked:
-            ranked = sorted(self.entries, key=_mean_logprob, reverse=True)
-            self._returned = ranked[: self.job.samples.n]
-            self._unfinished = list(self._returned)
-
-    def _take(self, entry: JournalEntry) -> Update | None:
-        """Return the update of one sample, under the number by which the client knows it."""
-        update = entry.pop_update()
-        if update is None:
-            return None
-        update.sample = self._returned.index(entry)
-        if self.job.request.sampling.top_logprobs is None:
-            update.logprobs = []
-        if update.finish:
-            self._unfinished.remove(entry)
-        return update
-
-
-def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
-    """Return the request of one sample, with a key and a seed of its own."""
-    request = job.request
-    sampling = job.request.sampling
-    if job.samples.is_ranked and sampling.top_logprobs is None:
-        sampling = msgspec.structs.replace(sampling, top_logprobs=0)
-    if index:
-        key = f"{request.request_id}#{index}"
-        # The first answer is what the session goes on from.
-        request = msgspec.structs.replace(request, request_id=key, session_id="")
-        sampling = msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, index))
-    return dataclasses.replace(job, request=msgspec.structs.replace(request, sampling=sampling))
-
-
-def _mean_logprob(entry: JournalEntry) -> float:
-    """Mean log-probability of a sample's tokens under the model; without tokens, the least."""
-    count = len(entry.output_ids)
-    return entry.total_logprob / count if count else -math.inf
-
 
 TASKS = {"generate": pb.TASK_GENERATE, "embed": pb.TASK_EMBED}
 _REASONS = {

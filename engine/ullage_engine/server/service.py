@@ -1,39 +1,25 @@
-"""The engine's gRPC services.
-
-InferenceService takes a Generate call from validation to its last message, HeadroomService streams
-the engine's free memory, and AdminService drains the engine and injects real faults.
-"""
+"""`InferenceService`: a Generate call from validation to its last message."""
 
 import asyncio
-import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
 
 import grpc
 from msgspec import structs
 
-from ullage.admin.v1 import admin_pb2 as admin_pb
-from ullage.admin.v1 import admin_pb2_grpc as admin_rpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
-from ullage_common.chat.special_tokens import (
-    GuardedTokenizer,
-    SpecialTokenError,
-    SpecialTokenGuard,
-)
-from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
-from ullage_common.wire.errors import ServiceError, abort, invalid
+from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.fingerprint import with_adapter
 from ullage_common.wire.flow_control import AT_ONCE, Pace
 from ullage_common.wire.multiplex import CallContext, serve_multiplex
-from ullage_engine.protocol.messages import Ready, StartProfile
+from ullage_engine.protocol.messages import Ready
 from ullage_engine.protocol.request_events import ServedRequest
 from ullage_engine.server import responses
 from ullage_engine.server.adapters import AdapterSet
@@ -41,6 +27,7 @@ from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, Journal, Update
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.prompts import TokenizerBundle, prompt_ids
 from ullage_engine.server.request import (
     ModelLimits,
     Reason,
@@ -51,38 +38,21 @@ from ullage_engine.server.request import (
     keep_degraded,
     validated_request,
 )
-from ullage_engine.server.responses import SampleGroup
+from ullage_engine.server.samples import SampleGroup
 from ullage_engine.server.supervisor import WorkerSupervisor
 from ullage_engine.server.tickets import TicketVerifier
-from ullage_engine.tokenizer.detokenizer import TokenBytes
-from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 log = logging.getLogger("ullage.engine")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# A client's own deadline is met with this much to spare, so that the partial answer arrives.
 DEADLINE_MARGIN_S = 0.1
-# A client has this long after its time is up to read what is on its way to it.
+"""Seconds before a client's own deadline at which its answer ends, so that the end arrives."""
 SLOW_CLIENT_GRACE_S = 5.0
-# Tokenising takes about 1 ms per 10 kB; longer texts leave the event loop.
-LONG_TEXT_CHARACTERS = 20_000
+"""Seconds after its deadline in which a client may read the messages on their way to it."""
 RETRY_AFTER_LOADING_S = 2.0
+"""Seconds after which a client that was refused should try again."""
 MAX_OPEN_REQUESTS = 1024
-
-
-@dataclass(frozen=True)
-class TokenizerBundle:
-    """The tokenizer and the chat template of the served model."""
-
-    tokenizer: ModelTokenizer
-    token_bytes: TokenBytes
-    chat: ChatTemplate | None
-    """The model's chat template; None where it has none."""
-    guard: SpecialTokenGuard
-    """Keeps texts of clients from becoming special tokens."""
-    guarded: GuardedTokenizer
-    """The tokenizer for such texts."""
 
 
 class InferenceService(rpc.InferenceServiceServicer):
@@ -99,7 +69,11 @@ class InferenceService(rpc.InferenceServiceServicer):
         tracer: Tracer | None = None,
         adapters: AdapterSet | None = None,
     ) -> None:
-        """`adapters`: None if the engine serves no adapters."""
+        """
+        Args:
+            tracer: None: requests are not traced.
+            adapters: None: the engine serves no adapters.
+        """
         self._tracer = tracer
         self._adapters = adapters
         self._config = config
@@ -113,13 +87,12 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def unservable(self, ready: Ready) -> str:
-        """Return why the loaded tokenizer does not do for a model that is ready; empty if it
-        does."""
+        """Return why the loaded tokenizer cannot serve a model that is ready; empty: it can."""
         bundle = self._tokenizer_bundle
         return bundle.token_bytes.problem if bundle and ready.task == "generate" else ""
 
     def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
-        """Set the loaded tokenizer; until then no request is accepted."""
+        """Set the loaded tokenizer. No request is accepted before."""
         self._tokenizer_bundle = tokenizer_bundle
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -159,12 +132,13 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._metrics.refused(error.reason)
             served.end("refused", _refusal_fields(error), error=error.reason)
             await abort(context, error)
-        except asyncio.CancelledError:  # its client has gone while it was tokenised
+        except asyncio.CancelledError:  # the client went away during tokenising
             served.end("finished", {"outcome": "cancelled"}, error="cancelled")
             raise
         except Exception as error:
             served.end("refused", {}, error=type(error).__name__)
             raise
+
         outcome = "cancelled"
         failure = None
         try:
@@ -180,7 +154,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         finally:
             self._close(group, outcome)
             _log_end(served, group, outcome, failure)
-        if failure is not None:  # last, for it waits for a client that does not read
+        if failure is not None:  # last, since it waits for a client that does not read
             await abort(context, failure)
 
     def _served(self, request: pb.GenerateRequest, key: str, context: Context) -> ServedRequest:
@@ -253,10 +227,10 @@ class InferenceService(rpc.InferenceServiceServicer):
         limits = self._limits(tokenizer_bundle)
         check_request(request, limits)
         grammar = await self._grammars.text(request)
-        prompt_ids = await _prompt_ids(request, tokenizer_bundle)
-        checked = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
+        token_ids = await prompt_ids(request, tokenizer_bundle)
+        checked = validated_request(request, token_ids, key, limits, self._config.limits, grammar)
         max_tokens = checked.request.max_tokens
-        served.happened("received", prompt_tokens=len(prompt_ids), max_tokens=max_tokens)
+        served.happened("received", prompt_tokens=len(token_ids), max_tokens=max_tokens)
         job = replace(
             checked,
             served=served,
@@ -264,7 +238,7 @@ class InferenceService(rpc.InferenceServiceServicer):
                 checked.request, client_id=served.client_id, traceparent=served.traceparent
             ),
         )
-        if request.HasField("continuation"):  # it keeps what was granted
+        if request.HasField("continuation"):  # it keeps its granted max_tokens
             return keep_degraded(job, request.continuation.degraded)
         if request.embed:
             return job
@@ -273,7 +247,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _stream(
         self, group: SampleGroup, tokenizer_bundle: TokenizerBundle, context: Context
     ) -> Finish:
-        """Send the whole answer; Accepted goes out with the first news, when admission is sure."""
+        """Send the whole answer: Accepted with the first news, when admission is certain."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
         if (
@@ -307,12 +281,12 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
-        """Wait for news; end the samples when the deadline has passed, or when none came for as
-        long as there may be no token of an answer that is sent while it grows."""
+        """Wait for news. End the samples at the deadline, or when a streamed answer had no news for
+        `limits.request_timeout`."""
         now = asyncio.get_running_loop().time()
         news_by = now + self._config.limits.request_timeout if group.is_streamed else deadline
         if now >= deadline:
-            # News that are there already do not wait, so the timeout below would not see the time.
+            # News that has come already does not wait, so the timeout below would never fire.
             self._end(group, "timeout")
         updates = await group.next_updates(min(deadline, news_by))
         if updates is None:
@@ -322,7 +296,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         return updates
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
-        """Bounds a call whose client does not read, so that nothing of it stays behind."""
+        """Limit a call whose client does not read, so that the call frees its entries."""
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
@@ -351,12 +325,13 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> Pace:
-    """Return how tokens of a call leave together: one that shares no stream has each at once."""
+    """Return how tokens of a call leave together. A call with a stream of its own sends each at
+    once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Return where the KV of a prompt was, for its line in the log; empty where it was nowhere."""
+    """Return the tiers of a prompt's KV for the request's log line; empty: no tier had any."""
     if not accepted.cached_by_tier:
         return {}
     return {
@@ -367,7 +342,7 @@ def _tiers(accepted: pb.Accepted) -> dict[str, object]:
 
 
 def _refusal_fields(error: ServiceError) -> dict[str, object]:
-    """Return what an error says beside its reason, for its line in the log."""
+    """Return an error's metadata for the request's log line."""
     after_s = error.retry_after_s
     return {**error.metadata, "retry_after_s": after_s} if after_s else dict(error.metadata)
 
@@ -389,56 +364,6 @@ def _log_end(
     served.end("refused" if is_refused else "finished", fields, error=outcome if is_failed else "")
 
 
-async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:
-    if request.WhichOneof("input") == "token_ids":
-        return list(request.token_ids.ids)
-    if request.WhichOneof("input") == "text":
-        # A raw prompt is all that the model reads, so special tokens in it count as such.
-        text = request.text
-        ids_of = _embedded_ids if request.embed else _text_ids
-        encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
-    else:
-        text, encode = _render(request.messages, tokenizer_bundle)
-    try:
-        if len(text) < LONG_TEXT_CHARACTERS:
-            return encode()
-        return await asyncio.to_thread(encode)
-    except SpecialTokenError as error:
-        raise invalid(request.WhichOneof("input") or "text", str(error)) from error
-
-
-def _text_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
-    return tokenizer_bundle.tokenizer.encode_text(text)
-
-
-def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
-    affixes = tokenizer_bundle.tokenizer.affixes
-    return [*affixes.prefix, *tokenizer_bundle.guarded.encode(text), *affixes.suffix]
-
-
-def _render(
-    messages: pb.Messages, tokenizer_bundle: TokenizerBundle
-) -> tuple[str, Callable[[], list[int]]]:
-    """Return the text of a conversation, and the function that tokenises it."""
-    chat = tokenizer_bundle.chat
-    tokenizer = tokenizer_bundle.tokenizer
-    if chat is None:
-        raise invalid("messages", "the model has no chat template; send text or token_ids")
-    try:
-        field = "messages.template_arguments"
-        arguments = read_arguments(messages.template_arguments, chat, field)
-        turns = make_turns(messages.messages)
-        marked = tokenizer_bundle.guard.marked(turns, (), arguments)
-        if marked is None:
-            text = chat.render(turns, arguments=arguments)
-            return text, functools.partial(tokenizer.encode_rendered, text)
-        text = chat.render(marked.turns, arguments=marked.arguments)
-    except (ChatTemplateError, SpecialTokenError) as error:
-        raise invalid("messages", str(error)) from error
-    guarded = tokenizer_bundle.guarded
-    return text, lambda: tokenizer.begin(guarded.encode(guarded.spell(marked.pieces(text))))
-
-
 def _not_taken_in_time() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -453,140 +378,3 @@ def _no_token_in_time() -> ServiceError:
         "DEADLINE",
         "no token was produced within the time limit; allow more time or send less",
     )
-
-
-PROFILE_STEPS = 50
-MAX_PROFILE_STEPS = 1000
-PROFILE_MS = 60_000
-MAX_PROFILE_MS = 300_000
-PROFILE_CHUNK_BYTES = 1 << 20
-PROGRESS_S = 1.0
-_PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
-    admin_pb.PROFILE_KIND_UNSPECIFIED: "operations",
-    admin_pb.PROFILE_KIND_OPERATIONS: "operations",
-    admin_pb.PROFILE_KIND_TIMELINE: "timeline",
-}
-
-
-class AdminService(admin_rpc.AdminServiceServicer):
-    """Drains this engine, injects faults and profiles it. Whoever reaches the port may call it, so
-    it is not served where clients do (`tickets.required`)."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        engine_status: EngineStatus,
-        journal: Journal,
-        supervisor: WorkerSupervisor,
-    ) -> None:
-        self._config = config
-        self._engine_status = engine_status
-        self._journal = journal
-        self._supervisor = supervisor
-        self._profiles = itertools.count(1)
-
-    async def Drain(
-        self, request: admin_pb.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> admin_pb.DrainResponse:
-        self._engine_status.drain()
-        within_s = request.timeout_ms / 1000 or self._config.limits.total_timeout
-        return admin_pb.DrainResponse(unfinished=await self._journal.emptied(within_s))
-
-    async def InjectFault(
-        self, request: admin_pb.InjectFaultRequest, context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> admin_pb.InjectFaultResponse:
-        try:
-            return admin_pb.InjectFaultResponse(worker_pid=self._inject(request))
-        except ServiceError as error:
-            await abort(context, error)
-
-    def _inject(self, request: admin_pb.InjectFaultRequest) -> int:
-        if not self._config.server.allow_fault_injection:
-            raise ServiceError(
-                grpc.StatusCode.PERMISSION_DENIED,
-                "FAULTS_NOT_ALLOWED",
-                "fault injection is off; set server.allow_fault_injection to true",
-            )
-        pid = self._hit(request)
-        if pid is None:
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE,
-                "NO_ENGINE",
-                "no worker is ready; try again",
-                retry_after_s=1.0,
-            )
-        return pid
-
-    def _hit(self, request: admin_pb.InjectFaultRequest) -> int | None:
-        if request.kind == admin_pb.FAULT_KIND_WORKER_KILL:
-            return self._supervisor.kill_worker()
-        if request.kind == admin_pb.FAULT_KIND_OOM:
-            return self._supervisor.inject_oom(request.after_steps)
-        raise invalid(
-            "kind", f"kind is {request.kind}; give FAULT_KIND_WORKER_KILL or FAULT_KIND_OOM"
-        )
-
-    async def Profile(
-        self, request: admin_pb.ProfileRequest, context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> AsyncIterator[admin_pb.ProfileResponse]:
-        path = Path(self._config.server.run_dir, f"profile-{next(self._profiles)}.json.gz")
-        try:
-            async for response in self._profile(request, path):
-                yield response
-        except ServiceError as error:
-            await abort(context, error)
-        finally:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
-
-    async def _profile(
-        self, request: admin_pb.ProfileRequest, path: Path
-    ) -> AsyncIterator[admin_pb.ProfileResponse]:
-        start = self._profile_start(request, path)
-        first_step = self._num_steps
-        done = self._supervisor.start_profile(start)
-        try:
-            while not done.done():
-                await asyncio.wait({done}, timeout=PROGRESS_S)
-                steps = max(0, min(start.steps, self._num_steps - first_step))
-                yield admin_pb.ProfileResponse(progress=admin_pb.ProfileProgress(steps=steps))
-            if error := done.result().error:
-                raise ServiceError(grpc.StatusCode.INTERNAL, "PROFILE_FAILED", error)
-            progress = admin_pb.ProfileProgress(steps=done.result().num_steps)
-            yield admin_pb.ProfileResponse(progress=progress)
-        finally:
-            if not done.done():
-                self._supervisor.stop_profile()
-                # The worker writes the file all the same; it goes when that is done.
-                done.add_done_callback(lambda _: path.unlink(missing_ok=True))
-        with path.open("rb") as file:
-            while chunk := await asyncio.to_thread(file.read, PROFILE_CHUNK_BYTES):
-                yield admin_pb.ProfileResponse(chunk=chunk)
-
-    @property
-    def _num_steps(self) -> int:
-        state = self._engine_status.state
-        return state.num_steps if state else 0
-
-    def _profile_start(self, request: admin_pb.ProfileRequest, path: Path) -> StartProfile:
-        if not self._config.profiling.enabled:
-            raise ServiceError(
-                grpc.StatusCode.PERMISSION_DENIED,
-                "PROFILING_NOT_ALLOWED",
-                "profiling is off; set observability.profiling.enabled to true",
-            )
-        if request.kind not in _PROFILE_KINDS:
-            raise invalid(
-                "kind", f"kind is {request.kind}; give PROFILE_KIND_OPERATIONS or TIMELINE"
-            )
-        if request.steps > MAX_PROFILE_STEPS:
-            raise invalid("steps", f"steps is {request.steps}; give at most {MAX_PROFILE_STEPS}")
-        if request.timeout_ms > MAX_PROFILE_MS:
-            raise invalid(
-                "timeout_ms", f"timeout_ms is {request.timeout_ms}; at most {MAX_PROFILE_MS}"
-            )
-        return StartProfile(
-            kind=_PROFILE_KINDS[request.kind],
-            steps=request.steps or PROFILE_STEPS,
-            seconds=(request.timeout_ms or PROFILE_MS) / 1000,
-            path=str(path.resolve()),
-        )

@@ -1,4 +1,4 @@
-"""Who may send requests to this engine: holders of a router's ticket, as often as it says."""
+"""Admission of requests by signed tickets of a router."""
 
 import time
 from collections.abc import Callable
@@ -26,12 +26,12 @@ MAX_REMEMBERED = 200_000
 
 
 class TicketVerifier:
-    """Admits requests by their tickets, each as often as it says.
+    """Admits requests by their tickets, each for as many uses as it grants.
 
     Args:
-        section: None lets everybody in and looks at no ticket.
-        engine_id: tickets name the engine they are for.
-        model: the served model, which tenants' tickets are for.
+        section: the configured keys; None: all requests are admitted, and tickets are ignored.
+        engine_id: id of this engine, which a ticket must name.
+        model: the served model, to which tenants' tickets are bound.
         clock: Unix time, seconds.
 
     Raises:
@@ -51,7 +51,7 @@ class TicketVerifier:
         self._model = model
         self._clock = clock
         self._uses = TicketUses(MAX_REMEMBERED)
-        """Nothing is awaited between a look and a use."""
+        """Nothing is awaited between a check and a use."""
 
     def start(self) -> None:
         if self._keys:
@@ -67,7 +67,7 @@ class TicketVerifier:
         return len(self._uses)
 
     def check(self, ticket: str | None) -> None:
-        """Check a call's ticket before its request is received; `admit` takes it.
+        """Check a call's ticket before its request is received. `admit` counts its use.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -82,7 +82,7 @@ class TicketVerifier:
     def admit(
         self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
     ) -> None:
-        """Take the request's ticket, if it has one, and hold the request to its claims.
+        """Count a use of the request's ticket, if it has one, and hold the request to its claims.
 
         Raises:
             ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
@@ -99,13 +99,17 @@ class TicketVerifier:
         claims = self._claims(ticket)
         self._uses.forget(self._clock())
         self._count(claims)
-        # Which adapters a tenant may use, its router knows.
+        # The router knows which adapters a tenant may use.
         if claims.is_sessionless and request.model not in ("", self._model):
             raise _over("model", repr(request.model), repr(self._model))
         _hold(request, claims)
 
     def _claims(self, ticket: str) -> Claims:
-        """Return the claims of a ticket that is valid here and now."""
+        """Return the claims of a valid ticket.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED.
+        """
         assert self._keys
         try:
             return verify(ticket, self._keys.all, self._tag, self._clock())
@@ -116,13 +120,13 @@ class TicketVerifier:
         """Count one more use of a ticket."""
         if not self._uses.has_room_for(claims.id):
             raise _too_many()
-        if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave it out
+        if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave uses out
             raise _refused("TICKET_USED", "the ticket was used; pick again")
         self._uses.add(claims.id, claims.expires_ms / 1000 + CLOCK_SKEW_S)
 
 
 def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
-    """Checks that a request is no larger than was priced, and fills in what it leaves open.
+    """Check that a request is within its ticket's budget, and fill in its unset limits.
 
     Raises:
         ServiceError: PERMISSION_DENIED.
@@ -141,7 +145,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     if not (request.stop.HasField("max_tokens") or request.embed):
         request.stop.max_tokens = claims.max_tokens
     request.priority = claims.priority
-    request.step_limit_s = 0.0  # it is others that a client would keep out with it
+    request.step_limit_s = 0.0  # a client would keep other requests out with it
     if claims.is_sessionless:
         request.session_id = ""
         request.cache_salt = narrowed_salt(claims.cache_salt, request.cache_salt).hex()

@@ -1,4 +1,4 @@
-"""The command of the worker; see `ullage_engine.worker.loop` for what it does."""
+"""The command of the worker, which runs `ullage_engine.worker.loop`."""
 
 import argparse
 import logging
@@ -17,7 +17,7 @@ from ullage_engine.worker import loop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker, or what computes on a further node of its engine; return the exit status."""
+    """Run a worker, or the process of a follower; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--follow" in given:
         from ullage_engine.vllm_worker.group import follow

@@ -1,8 +1,8 @@
-"""LoRA adapters: what one takes while it is loaded, how many are, and which.
+"""LoRA adapters: their memory, the number of slots, and the adapters in slots.
 
-vLLM computes with adapters that are in its slots, which are allocated at the start and all of one
-size. An adapter is loaded when a request of it starts, into a free slot or into the one of an
-adapter that nobody uses.
+vLLM computes with the adapters in its slots, which are allocated at the start and have one size. An
+adapter is loaded when one of its requests starts, into a free slot or into that of an unused
+adapter.
 """
 
 import contextlib
@@ -20,21 +20,25 @@ from ullage_engine.model_loader.files import weight_files
 from ullage_engine.model_loader.source import resolve_adapter
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.vllm_worker.interface import AdapterError, Core
-from ullage_engine.vllm_worker.sequence import Sequence
+from ullage_engine.vllm_worker.sequence import VllmSequence
 
 log = logging.getLogger("ullage.engine.vllm")
 
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
-"""Last words of the names of tensors that are no matrices of a layer."""
+"""Suffixes of tensors that are not matrices of a layer."""
 _LOOK_S = 5.0
-"""Seconds between a following node's looks at which adapters it needs."""
+"""Seconds between two times that a follower reads which adapters it needs."""
 _NUMBERS_OF = {"I32": 8}
-"""Numbers of four bits that formats pack into one of these types."""
+"""Number of 4-bit values that formats pack into one value of a type."""
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
-    """Predicts what an adapter takes of a device that has all layers of the checkpoint in `folder`:
-    two matrices of `rank` for each of the model's. 0: there are no safetensors to tell it by.
+    """Predict the bytes of an adapter on a device with all layers of the checkpoint in `folder`.
+
+    An adapter has two matrices of `rank` for each matrix of the model.
+
+    Returns:
+        The bytes; 0 if the folder has no safetensors.
 
     Raises:
         WeightsError: the checkpoint is incomplete.
@@ -48,18 +52,18 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
                 tensor = file.get_slice(name)
                 sides[name] = _sides(name, tensor.get_dtype(), tensor.get_shape())
     if not any("lm_head" in name for name in sides):
-        # The output layer has matrices of its own even where it shares the embedding's.
+        # The output layer has adapter matrices of its own even if it shares the embedding's.
         sides["lm_head"] = sum(each for name, each in sides.items() if "embed_tokens" in name)
     return sum(sides.values()) * rank * item_bytes
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Return the sum of a matrix's inputs and outputs over all experts; 0 if it is no matrix."""
+    """Return the sum of a matrix's inputs and outputs over all experts; 0: it is not a matrix."""
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
     *experts, rows, columns = shape
     packed = _NUMBERS_OF.get(dtype, 1)
-    # Which of the two is packed is not said, and the more even shape is likelier.
+    # The format does not say which dimension is packed. The more even shape is likelier.
     return math.prod(experts) * min(rows * packed + columns, rows + columns * packed)
 
 
@@ -68,6 +72,8 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
     at least one.
 
     Args:
+        most: configured number.
+        room_bytes: memory for adapters.
         size: bytes of a slot.
         copy_bytes: bytes that a loaded adapter takes of the same memory in addition to its slot.
         num_spare: slots that stay empty.
@@ -78,8 +84,10 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
 
 
 def fetch_adapters(config: EngineConfig) -> None:
-    """Download the adapters of a follower node, now and after each edit, until the process ends.
-    Its ranks load them when the leader's do."""
+    """Download the adapters of a follower, now and after each edit, until the process ends.
+
+    The follower's ranks load adapters when the leader's do.
+    """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
     while True:
@@ -106,19 +114,26 @@ class Turns:
     def __init__(
         self, names: Collection[str], loaded: Collection[str], in_use: Collection[str], free: int
     ) -> None:
-        """`names`: all adapters. `loaded`: those in slots, the least recently used first. `in_use`:
-        those of requests that run. `free`: empty slots."""
+        """
+        Args:
+            names: all adapters.
+            loaded: those in slots, the least recently used first.
+            in_use: those of running requests.
+            free: number of empty slots.
+        """
         self._names = names
         self._in_use = in_use
         self._loaded = loaded
         self._others = list(loaded)
-        """Loaded adapters that nobody has asked for, and that give way to nobody."""
+        """Loaded adapters that no sequence has asked for and that give way to none."""
         self._free = free
         self._slots: dict[str, str | None] = {}
 
     def slot_for(self, adapter: str) -> str | None:
-        """Return the adapter that gives its slot to this one; empty if none needs to, None if this
-        one waits for a slot."""
+        """Return the adapter that gives its slot to this one.
+
+        Empty: no adapter needs to. None: this adapter waits for a slot.
+        """
         if adapter not in self._names:
             return ""
         if adapter not in self._slots:
@@ -130,7 +145,7 @@ class Turns:
             self._others.remove(adapter)
             return ""
         if adapter in self._loaded:
-            return None  # it gives way, and has its turn when it has
+            return None  # it gives way to another adapter, and waits for its own turn
         if self._free:
             self._free -= 1
             return ""
@@ -141,7 +156,7 @@ class Turns:
 
 
 class Adapters:
-    """The adapters of an engine, which come and go while it serves, and those in slots."""
+    """The adapters of an engine, which come and go while it serves."""
 
     def __init__(self, core: Core, num_slots: int) -> None:
         self._core = core
@@ -152,7 +167,10 @@ class Adapters:
         self.num_loads = self.num_unloads = 0
 
     def slot_for(
-        self, sequence: Sequence, holders: Iterable[Sequence], waiting: Iterable[Sequence]
+        self,
+        sequence: VllmSequence,
+        holders: Iterable[VllmSequence],
+        waiting: Iterable[VllmSequence],
     ) -> str | None:
         """Return the adapter that gives its slot to the sequence's, once all sequences of `waiting`
         that are more important have had their turns.
@@ -169,8 +187,8 @@ class Adapters:
         return turns.slot_for(sequence.request.adapter)
 
     def with_slots(
-        self, holders: Iterable[Sequence], waiting: Iterable[Sequence]
-    ) -> Iterator[Sequence]:
+        self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
+    ) -> Iterator[VllmSequence]:
         """Yield the waiting sequences whose adapters have slots or can have them, in the order of
         their importance."""
         turns = self._turns(holders)
@@ -178,8 +196,8 @@ class Adapters:
             if turns.slot_for(each.request.adapter) is not None:
                 yield each
 
-    def _turns(self, holders: Iterable[Sequence]) -> Turns:
-        """`holders`: all sequences, of which those that run use their adapters."""
+    def _turns(self, holders: Iterable[VllmSequence]) -> Turns:
+        """`holders`: all sequences. The running ones use their adapters."""
         in_use = {each.request.adapter for each in holders if each.is_running}
         free = self._num_slots - len(self._loaded)
         return Turns(self._names, self._loaded, in_use, free)

@@ -1,4 +1,4 @@
-"""From Ullage's configuration and a checkpoint's folder to the arguments of `vllm.EngineArgs`."""
+"""The arguments of `vllm.EngineArgs`, from the configuration and a checkpoint's folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.ranks import EXTENSION
 
 _CPU_CHUNK_TOKENS = 512
-"""Most prompt tokens of one step on CPUs, where thousands would take longer than a step may."""
+"""Most prompt tokens of one step on CPUs, where thousands would exceed the step deadline."""
 
 
 def check(config: EngineConfig) -> None:
-    """Check for settings that vLLM cannot serve, or that Ullage does not ask of it.
+    """Check for settings that vLLM cannot serve, or that are not supported with it.
 
     Raises:
         WorkerStartError: one line naming the field and what to set.
@@ -71,12 +71,12 @@ def engine_args(
         "tensor_parallel_size": ranks.tensor,
         "pipeline_parallel_size": ranks.pipeline,
         "max_num_seqs": batching.max_sequences,
-        # Samples of one prompt share it by vLLM's prefix cache, which is on by itself but for
-        # encoders: those do not start with it.
+        # Samples share their prompt by vLLM's prefix cache. None: on by default, except for
+        # encoders, which would not start with it.
         "enable_prefix_caching": None,
         "scheduling_policy": "priority",
         "seed": 0,
-        # The server fills in what a request leaves out, for both engines.
+        # The server fills in a request's defaults, for both engines.
         "generation_config": "vllm",
         "disable_log_stats": True,
         "structured_outputs_config": {"backend": "guidance"},
@@ -87,9 +87,9 @@ def engine_args(
         **(_node_args(config, node) if node else {}),
     }
     if is_cpu:
-        # Compiling takes a minute at every start and makes little of a CPU's steps.
+        # Compilation takes a minute at every start and speeds up a CPU's steps little.
         arguments["enforce_eager"] = True
-        # Any size: the ledger's takes its place, and vLLM compares none with the machine's.
+        # Any size: the ledger's replaces it, and vLLM does not compare it with the machine's.
         arguments["kv_cache_memory_bytes"] = 1
     else:
         arguments["gpu_memory_utilization"] = device_share
@@ -97,8 +97,8 @@ def engine_args(
 
 
 def _format_args(folder: Path) -> dict[str, Any]:
-    """Return the arguments for the files that the native engine takes, too: beside those of
-    transformers vLLM would choose Mistral's own."""
+    """Return the arguments by which vLLM reads the same files as the native engine. By itself it
+    would prefer Mistral's own format to that of transformers."""
     names = {path.name for path in folder.glob("*.safetensors")}
     own = {name for name in names if name.startswith("consolidated")}
     return {"load_format": "safetensors"} if own and own != names else {}
@@ -115,7 +115,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Return the arguments of prompt chunks; none leaves them to vLLM."""
+    """Return the arguments of prompt chunks; empty: vLLM decides."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:
@@ -130,8 +130,11 @@ def lora_rank(config: EngineConfig) -> int:
 
 
 def spare_slots(is_cpu: bool) -> int:
-    """Return the number of slots that stay empty. On CPUs vLLM computes the base model's sequences
-    with the last slot when adapters are in the same batch."""
+    """Return the number of slots that stay empty.
+
+    On CPUs vLLM computes the base model's sequences with the last slot when adapters are in the
+    same batch.
+    """
     return 1 if is_cpu else 0
 
 
@@ -143,13 +146,13 @@ def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dic
         "enable_lora": True,
         "max_lora_rank": lora_rank(config),
         "max_loras": num_slots,
-        # vLLM's own copies in host memory: of the adapters in slots, and no others.
+        # vLLM's copies in host memory, of the adapters in slots alone.
         "max_cpu_loras": num_slots,
     }
 
 
 def core_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """Return the cores of each rank's threads, as VLLM_CPU_OMP_THREADS_BIND has them."""
+    """Return the cores of each rank's threads in the format of VLLM_CPU_OMP_THREADS_BIND."""
     share = len(cores) // num_ranks
     if share == 0:
         return "nobind"

@@ -1,4 +1,4 @@
-"""Checkpoints that vLLM reads, made of GGUF files, which it computes with on GPUs only."""
+"""Conversion of GGUF files to checkpoints, since vLLM computes with GGUF on GPUs only."""
 
 import contextlib
 import errno
@@ -31,10 +31,15 @@ _LOOK_S = 1.0
 def checkpoint_folder(
     files: ModelFiles, dtype: str, folder: Path, on_wait: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of a model's checkpoint; of a GGUF file, one made of it below `folder`.
+    """Return the folder of a model's checkpoint, which is made of a GGUF file if need be.
 
-    It is made once for a file, in its full precision of `dtype`. `on_wait` is called about every
-    second while another engine of this host makes one.
+    A GGUF file is converted once, to weights of `dtype`.
+
+    Args:
+        files: those of the model.
+        dtype: type of the converted weights.
+        folder: folder below which checkpoints are made.
+        on_wait: called about every second while another engine of this host converts.
 
     Raises:
         WeightsError: a file is broken or cannot be converted, or there is no room.
@@ -66,13 +71,13 @@ def written_bytes(folder: Path) -> int:
     """Return the size of the checkpoint that is being made below `folder`."""
     sizes = []
     for path in (folder / _UNFINISHED).glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # it has just been finished
+        with contextlib.suppress(FileNotFoundError):  # just finished and renamed
             sizes.append(path.stat().st_size)
     return sum(sizes)
 
 
 def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
-    """Wait for another engine of this host. The kernel drops the lock of one that dies."""
+    """Lock the folder, once no other engine of this host has it. Locks end with their process."""
     is_waiting = False
     while True:
         try:
@@ -87,13 +92,13 @@ def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
 
 
 def _make(headers: Sequence[GgufHeader], dtype: str, unfinished: Path, target: Path) -> None:
-    if unfinished.exists():  # of a worker that was killed
+    if unfinished.exists():  # left by a killed worker
         shutil.rmtree(unfinished)
     unfinished.mkdir()
     try:
         path = headers[0].path
         joined = unfinished / _JOINED
-        if len(headers) > 1:  # of which transformers would read the first alone
+        if len(headers) > 1:  # transformers would read the first part alone
             join_parts(headers, joined)
             path = joined
         _convert(path, dtype, unfinished)
@@ -116,7 +121,7 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
         _check_whole(path, loaded["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **arguments)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        if getattr(error, "errno", None) is not None:  # of the system, and not of transformers
+        if getattr(error, "errno", None) is not None:  # of the system, not of transformers
             raise
         reason = " ".join(str(error).split())[:300]
         raise WeightsError(
@@ -137,7 +142,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Write a model as if it had never been a GGUF file, which transformers refuses to."""
+    """Write a model without traces of its GGUF file, since transformers refuses to save it."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

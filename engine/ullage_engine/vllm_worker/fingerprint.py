@@ -1,4 +1,4 @@
-"""What decides the bits of the answers of an engine with vLLM. Imports no vLLM."""
+"""The facts that decide the bits of answers of an engine with vLLM. Imports no vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.worker.fingerprint import digest_of_json, yes_or_no
 
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
-"""Files of a model that say its sizes and how its weights are quantised."""
+"""Files of a model with its sizes and the quantisation of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +25,19 @@ class Backend:
     dtype: str
     """Type of weights and activations."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """vLLM's variables of the environment that are set and may choose how it computes."""
+    """vLLM's environment variables that are set and may choose kernels."""
 
 
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return what decides the bits of KV, and of answers without adapters.
+    """Return the facts that decide the bits of KV, and of answers without adapters.
 
     Args:
-        files: of the model.
-        weights: digest of the files of its weights.
+        config: the engine's configuration.
+        files: those of the model.
+        weights: digest of the files of the weights.
+        backend: vLLM as it runs here.
     """
     model = config.model
     ranks = config.parallelism
@@ -53,7 +55,7 @@ def engine_facts(
         "device": backend.device,
         "computed_by": "vllm",
         "vllm": backend.version,
-        # They may say how positions are computed, and much else.
+        # Any argument may change how vLLM computes.
         "args": json.dumps(config.vllm.args, sort_keys=True, separators=(",", ":")),
         "torch": str(torch.__version__),
         "processor": backend.processor,
@@ -66,7 +68,9 @@ def engine_facts(
 
 
 def _config_digest(files: ModelFiles) -> str:
-    """Return a digest of what a model's folder says of its sizes and its quantisation; of a GGUF
-    file the digest of its weights covers that, too."""
+    """Return a digest of the files with a model's sizes and quantisation.
+
+    A GGUF file has both in the file of its weights, whose digest is a fact of its own.
+    """
     paths = [files.path / name for name in _CONFIG_FILES] if files.format == "directory" else []
     return digest_of_json({path.name: read_json(path) for path in paths if path.is_file()})

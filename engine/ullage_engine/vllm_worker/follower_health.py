@@ -1,7 +1,7 @@
-"""What a follower tells the kubelet: whether it lives, and whether it computes with its group.
+"""Liveness and readiness of a follower, for the kubelet's probes.
 
-A thread of its own answers over HTTP. The follower says that it lives each time that it looks for
-news, so a follower that hangs is found although the thread goes on.
+A thread of its own answers over HTTP. The follower records each look for news, so that a hung
+follower fails its probe although the thread goes on.
 """
 
 import threading
@@ -13,7 +13,7 @@ from socket import socket
 LIVE_PATH = "/healthz"
 READY_PATH = "/readyz"
 HUNG_AFTER_S = 60.0
-"""A follower that has not looked for news for so long hangs."""
+"""Seconds without a look for news after which a follower counts as hung."""
 _READ_TIMEOUT_S = 5.0
 
 

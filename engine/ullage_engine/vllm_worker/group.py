@@ -1,9 +1,9 @@
 """Nodes that compute as one engine: how they find each other, and how they end together.
 
-Each follower holds one connection to the leader as long as both compute. On it goes which revision
-and rank it is; when all are there the leader says Start, and every node starts vLLM. Whoever loses
-a connection ends its vLLM: the leader's worker is then started again by its server, and followers
-join anew. Keep-alives of the kernel end the connection to a node that has vanished within 10 s.
+Each follower holds one connection to the leader while both compute. The follower sends its revision
+and its rank. When all followers have joined, the leader sends Start, and every node starts vLLM. A
+node that loses a connection ends its vLLM. The leader's server then starts its worker again, and
+followers join again. TCP keep-alives end the connection to a node that has vanished within 10 s.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from ullage_common.process.config_file import ConfigError, read_file
 from ullage_engine.model_loader.source import is_of_bucket, model_version, resolve_source
 from ullage_engine.protocol.errors import GROUP_LOST, WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
-from ullage_engine.server.worker_process import launch_env, vllm_env
+from ullage_engine.server.worker_env import launch_env, vllm_env
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.follower_health import FollowerHealth
 from ullage_engine.worker.loop import Report
@@ -41,52 +41,54 @@ from ullage_engine.worker.loop import Report
 log = logging.getLogger("ullage.engine.group")
 
 REVISION = "ULLAGE_GROUP_REVISION"
-"""Variable with the revision of the pods: those of two form no group."""
-_LONGEST_MESSAGE = 4096
-_SEND_TIMEOUT_S = 5.0
-_NEWS_S = 5.0
-"""Seconds after which a follower that waits says that it lives."""
-_LOOK_S = 1.0
-"""Seconds between two reports of a leader that waits."""
-_RETRY_S = 1.0
-"""Seconds between a follower's attempts to join."""
+"""Environment variable with the revision of the pods. Pods of two revisions form no group."""
 LOADED_FD = "ULLAGE_LOADED_FD"
-"""Variable with the descriptor to which a process that computes writes a byte once its ranks have
-loaded the model."""
+"""Environment variable with a descriptor. A process that computes writes a byte to it once its
+ranks have loaded the model."""
+
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 4,
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
 }
-"""Seconds of silence, seconds between probes, and probes without an answer that end a
-connection."""
+"""Seconds of silence, seconds between probes, and unanswered probes that end a connection."""
+
+_LONGEST_MESSAGE = 4096
+"""Most bytes of a message."""
+_SEND_TIMEOUT_S = 5.0
+_NEWS_S = 5.0
+"""Seconds between two signs of life of a follower that waits."""
+_LOOK_S = 1.0
+"""Seconds between two reports of a leader that waits."""
+_RETRY_S = 1.0
+"""Seconds between a follower's attempts to join."""
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
     """A follower's only message."""
 
     revision: str
     rank: int
-    """Its number among the nodes, from 1; the leader is 0."""
+    """Number of the follower among the nodes, from 1. The leader is 0."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All have joined: compute."""
+    """The leader's message to all followers: compute."""
 
     rank_bytes: int
-    """Memory of a rank's device on the leader, by which every node plans its slots of adapters."""
+    """Memory of a rank's device on the leader, by which every node plans its adapter slots."""
     model_version: str = ""
     """The leader's files of a model in a bucket; empty for other sources."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A follower cannot join now; it tries again."""
+    """The leader's message to a follower that cannot join now, and tries again."""
 
     reason: str
 
 
-class Roster:
-    """Who has joined a leader."""
+class NodeRoster:
+    """The ranks that have joined a leader."""
 
     def __init__(self, revision: str, num_nodes: int) -> None:
         self._revision = revision
@@ -98,7 +100,7 @@ class Roster:
         """Ranks that have not joined."""
         return [rank for rank in range(1, self._num_nodes) if rank not in self._joined]
 
-    def refusal(self, message: Join) -> str:
+    def refusal(self, message: NodeJoin) -> str:
         """Return why a follower cannot join; empty if it can."""
         if message.revision != self._revision:
             return f"the leader is of revision {self._revision!r}, and you of {message.revision!r}"
@@ -113,8 +115,8 @@ class Roster:
         self._joined.discard(rank)
 
 
-class Connection:
-    """One end of a follower's connection; a message is a line of JSON."""
+class NodeConnection:
+    """One end of a follower's connection. A message is a line of JSON."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
@@ -137,14 +139,14 @@ class Connection:
         """The address of the other end."""
         return _unmapped(self._socket.getpeername()[0])
 
-    def send(self, message: Join | Start | Refused) -> None:
+    def send(self, message: NodeJoin | Start | Refused) -> None:
         self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> bytes | None:
-        """Return a message when data has come; None if more of it is to come.
+        """Read data that has come; return the message, or None if it is incomplete.
 
         Raises:
-            OSError: the connection is lost, or the message too long.
+            OSError: the connection is lost, or the message is too long.
         """
         data = self._socket.recv(_LONGEST_MESSAGE)
         self._buffer += data
@@ -157,7 +159,7 @@ class Connection:
 
 
 def _unmapped(address: str) -> str:
-    """Return an address of IPv4 as such where a socket of IPv6 reports it."""
+    """Return an IPv4 address that an IPv6 socket reports as a mapped one."""
     return address.removeprefix("::ffff:")
 
 
@@ -170,17 +172,20 @@ class Leader:
     def __init__(
         self, listener: socket.socket, revision: str, num_nodes: int, start: Start
     ) -> None:
-        """`start`: what followers get when all are there."""
+        """`start`: message to all followers once all have joined."""
         self._listener = listener
         self._start = start
-        self._roster = Roster(revision, num_nodes)
-        self._ranks: dict[int, Connection] = {}
+        self._roster = NodeRoster(revision, num_nodes)
+        self._ranks: dict[int, NodeConnection] = {}
 
     def gather(self, on_wait: Callable[[list[int]], None]) -> str:
-        """Wait until all followers have joined, and tell them to start; return the address by
-        which they reach this node.
+        """Wait until all followers have joined, and send them Start.
 
-        `on_wait` is called about every second with the ranks that are missing.
+        Args:
+            on_wait: called about every second with the ranks that are missing.
+
+        Returns:
+            The address by which followers reach this node.
         """
         with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ, None)
@@ -197,7 +202,7 @@ class Leader:
                 if key.data is not None and key.data not in joined:
                     key.data.close()
         for connection in self._ranks.values():
-            # One that is lost meanwhile is found by `watch`.
+            # `watch` finds a follower that is lost meanwhile.
             _try_send(connection, self._start)
         return next(iter(self._ranks.values())).own_address
 
@@ -208,7 +213,7 @@ class Leader:
             with selectors.DefaultSelector() as selector:
                 for rank, connection in self._ranks.items():
                     selector.register(connection, selectors.EVENT_READ, rank)
-                # A follower says nothing more, so what can be read is the end.
+                # A follower sends nothing more, so its socket is readable only at its end.
                 key, _ = selector.select()[0]
             on_lost(key.data)
 
@@ -219,23 +224,25 @@ class Leader:
         for connection in self._ranks.values():
             connection.close()
 
-    def _on_event(self, selector: selectors.BaseSelector, connection: Connection | None) -> None:
-        """Accept a connection, or take what one has brought."""
+    def _on_event(
+        self, selector: selectors.BaseSelector, connection: NodeConnection | None
+    ) -> None:
+        """Accept a connection, or read from one."""
         if connection is None:
-            connection = Connection(self._listener.accept()[0])
+            connection = NodeConnection(self._listener.accept()[0])
             selector.register(connection, selectors.EVENT_READ, connection)
             return
-        if connection.fileno() < 0:  # another one has just taken its place
+        if connection.fileno() < 0:  # closed: a newer connection has its rank
             return
         try:
             data = connection.receive()
             if data is not None:
-                self._join(selector, connection, msgspec.json.decode(data, type=Join))
+                self._join(selector, connection, msgspec.json.decode(data, type=NodeJoin))
         except (OSError, msgspec.MsgspecError):
             self._drop(selector, connection)
 
     def _join(
-        self, selector: selectors.BaseSelector, connection: Connection, message: Join
+        self, selector: selectors.BaseSelector, connection: NodeConnection, message: NodeJoin
     ) -> None:
         if refusal := self._roster.refusal(message):
             log.warning("refused a follower at %s: %s", connection.peer_address, refusal)
@@ -248,7 +255,7 @@ class Leader:
         self._ranks[message.rank] = connection
         self._roster.join(message.rank)
 
-    def _drop(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+    def _drop(self, selector: selectors.BaseSelector, connection: NodeConnection) -> None:
         for rank, joined in list(self._ranks.items()):
             if joined is connection:
                 del self._ranks[rank]
@@ -257,7 +264,7 @@ class Leader:
         connection.close()
 
 
-def _try_send(connection: Connection, message: Start | Refused) -> None:
+def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
     try:
         connection.send(message)
     except OSError:
@@ -265,16 +272,20 @@ def _try_send(connection: Connection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """End this process and so the ranks of its node: the group cannot compute without `rank`."""
+    """End this process, and so the ranks of its node: the group cannot compute without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
-    # vLLM may wait in another thread for what never comes. The server starts the worker again.
+    # vLLM may wait in another thread for a lost rank. The server starts the worker again.
     os._exit(GROUP_LOST)
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: str = "") -> Node:
-    """Wait for this worker's followers; after that this process ends with the first of them.
+    """Wait for this worker's followers. From then on this process ends with the first of them.
 
-    `rank_bytes`: memory of a rank's device here. `model_version`: which files of a bucket are used.
+    Args:
+        group: the size and the port of the group.
+        report: gets the number of followers that have joined.
+        rank_bytes: memory of a rank's device here.
+        model_version: version of the files of a bucket; empty: the model is in no bucket.
 
     Raises:
         WorkerStartError: the port is taken.
@@ -314,15 +325,22 @@ class Follower:
     def __init__(
         self,
         leader: tuple[str, int],
-        join: Join,
+        join: NodeJoin,
         command: Callable[[str, Start], Sequence[str]],
         environment: Mapping[str, str],
         health: FollowerHealth,
         fetch: Callable[[], str] | None = None,
     ) -> None:
-        """`leader`: name and join port. `command`: returns the worker's command for the leader's
-        address and its message. `health`: answers the kubelet. `fetch`: fetches a model that is in
-        a bucket, for all workers of this process, and returns its version."""
+        """
+        Args:
+            leader: name and join port.
+            join: message to the leader.
+            command: returns the worker's command line for the leader's address and message.
+            environment: the worker's, on top of this process's.
+            health: answers the kubelet.
+            fetch: fetches a model that is in a bucket, and returns its version; None: the model
+                is in no bucket.
+        """
         self._leader = leader
         self._message = join
         self._command = command
@@ -353,7 +371,7 @@ class Follower:
                 time.sleep(_RETRY_S)
 
     def _fetched(self, fetch: Callable[[], str]) -> str:
-        """Fetch in a thread, for a download takes minutes and the kubelet wants to hear of it."""
+        """Fetch in a thread, since a download takes minutes and the kubelet probes meanwhile."""
         version: Future[str] = Future()
 
         def run() -> None:
@@ -373,7 +391,7 @@ class Follower:
         log.info("asked to end: this node goes on until its leader ends")
         self._is_ending = True
 
-    def _join(self) -> tuple[Connection, Start]:
+    def _join(self) -> tuple[NodeConnection, Start]:
         """Return the connection to a leader that sent Start, and that message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
@@ -391,18 +409,18 @@ class Follower:
                 log.warning("the leader refuses this node: %s; trying again", answer.reason)
         raise AssertionError("attempts do not end")
 
-    def _attempts(self) -> Iterator[Connection]:
+    def _attempts(self) -> Iterator[NodeConnection]:
         while True:
             self._health.on_look()
             try:
                 peer = socket.create_connection(self._leader, timeout=_SEND_TIMEOUT_S)
-            except OSError:  # its name may not be known yet
+            except OSError:  # the leader's name may not resolve yet
                 time.sleep(_RETRY_S)
                 continue
-            yield Connection(peer)
+            yield NodeConnection(peer)
             time.sleep(_RETRY_S)
 
-    def _compute(self, connection: Connection, start: Start) -> None:
+    def _compute(self, connection: NodeConnection, start: Start) -> None:
         """Run vLLM until it or the leader ends."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
@@ -442,7 +460,11 @@ class Follower:
 
 
 def _check_version(own: str, leaders: str) -> None:
-    """Raise WeightsError where this node and its leader would load different files."""
+    """Check that this node and its leader load the same files.
+
+    Raises:
+        WeightsError: they do not.
+    """
     if own != leaders:
         raise WeightsError(
             f"model.source: the leader has the files {leaders!r}, and this node {own!r}: the "
@@ -452,17 +474,17 @@ def _check_version(own: str, leaders: str) -> None:
 
 
 def announce_loaded() -> None:
-    """Tell the follower that started this process that the model is loaded here."""
+    """Report to the follower that started this process that the model is loaded here."""
     if LOADED_FD in os.environ:
         os.write(int(os.environ[LOADED_FD]), b"1")
 
 
-def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | Refused:
+def _wait_for_answer(connection: NodeConnection, health: FollowerHealth) -> Start | Refused:
     """Wait for the leader's answer as long as the connection lasts.
 
     Raises:
         OSError: the connection is lost.
-        msgspec.MsgspecError: the message is no answer.
+        msgspec.MsgspecError: the message is not an answer.
     """
     while True:
         health.on_look()
@@ -473,8 +495,12 @@ def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | 
 
 
 def follow(arguments: Sequence[str]) -> int:
-    """Run a follower; return the exit status: 0 it was asked to end, 1 its model is not there or
-    not the leader's, 2 wrong configuration."""
+    """Run a follower.
+
+    Returns:
+        The exit status: 0 after a signal, 1 if the model cannot be loaded or is not the leader's,
+        2 if the configuration is wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.vllm_worker --follow",
         description="Compute with vLLM as a further node of an ullage-engine on another one.",
@@ -490,17 +516,19 @@ def follow(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
     leader, rank = follower_place(options.index, config.group.nodes)
     health = FollowerHealth()
     if config.server.probe_port is not None:
         health.serve(listen(None, config.server.probe_port))
     logs.configure(config.server.log_level, fields={"node": rank})
+
     host = options.leader.replace("{group}", str(leader))
     command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]
     command += ["--config", str(options.config)]
     follower = Follower(
         (host, config.group.join_port),
-        Join(os.environ.get(REVISION, ""), rank),
+        NodeJoin(os.environ.get(REVISION, ""), rank),
         lambda address, start: [
             *command,
             *("--leader", address, "--rank-bytes", str(start.rank_bytes)),

@@ -1,6 +1,6 @@
-"""What this room needs of vLLM, in its own words.
+"""The protocols of vLLM against which this room is written.
 
-`VllmCore` in `bindings` is the real one. Everything else is written against these protocols.
+`VllmCore` in `bindings` implements them.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class AdapterError(Exception):
     """An adapter cannot be loaded; the message is one line for the client."""
 
     field = "model"
-    """Field of the request that names it: the engine itself is well."""
+    """Field of the request that names the adapter. The engine is not at fault."""
 
     def __init__(self, name: str, reason: str) -> None:
         """`reason`: one line for the engine's operator, which may name its files."""
@@ -36,7 +36,7 @@ class AdapterError(Exception):
 
 
 class CoreOutput(msgspec.Struct, frozen=True):
-    """What one step produced of one request."""
+    """The output of one request in one step."""
 
     request_id: str
     token_ids: list[int]
@@ -46,13 +46,13 @@ class CoreOutput(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     """Tokens whose KV the prefix cache had when the request was started."""
     num_loaded_tokens: int = 0
-    """Tokens whose KV came from tiers outside the device, behind those."""
+    """Tokens behind those whose KV came from tiers outside the device."""
     error: str = ""
     """Why vLLM or its grammar gave the request up; one line for the client."""
     field: str = ""
     """Field of the request that is at fault; empty: the engine is."""
     embedding: bytes = b""
-    """Numbers of the prompt's embedding, which ends the request: float32, little-endian."""
+    """The prompt's embedding, which ends the request: float32, little-endian."""
 
     @property
     def num_reused_tokens(self) -> int:
@@ -80,14 +80,14 @@ class Blocks(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those of the prefix cache included."""
+        """Blocks that no request holds, including those of the prefix cache."""
 
     def num_held(self, request_id: str) -> float:
         """Count the blocks that a request holds and need not allocate; 0 before it starts.
 
-        A shared block counts for each of its holders, as each holds it to its end. A shared block
-        of a sliding window counts in equal parts: a holder that slides past it needs another
-        block, and the shared block is not free yet.
+        A shared block counts for each of its holders, since each holds it to its end. A shared
+        block of a sliding window counts in equal parts: a holder that slides past it needs another
+        block while the shared one is not free yet.
         """
 
     def num_in_tables(self, request_id: str) -> int:
@@ -100,8 +100,10 @@ class Blocks(Protocol):
         """Hold the cached blocks of a request's tokens, which may have ended in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        """Count the blocks that become free once all these prefixes are released; a window block
-        that requests hold as well counts by the prefixes' part."""
+        """Count the blocks that become free once all these prefixes are released.
+
+        A window block that requests hold, too, counts by the prefixes' share.
+        """
 
     def release(self, prefix: Prefix) -> None:
         """Release the blocks of a prefix; they stay cached until they are needed."""
@@ -114,10 +116,10 @@ class Core(Protocol):
     def blocks(self) -> Blocks: ...
 
     def is_compiled(self, grammar: str) -> bool:
-        """Whether a grammar is compiled; if not, begins to compile it."""
+        """Return whether a grammar is compiled. If not, its compilation begins."""
 
     def add_adapter(self, name: str, folder: str) -> None:
-        """Record where a LoRA adapter is, under a name that no other files have had."""
+        """Record the folder of a LoRA adapter, under a name that no other adapter has had."""
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter that is in no slot."""
@@ -126,36 +128,39 @@ class Core(Protocol):
         """Read an adapter as `load_adapter` does, and discard it.
 
         Raises:
-            AdapterError: it cannot be read, or is none of the model's.
+            AdapterError: it cannot be read, or does not fit the model.
         """
 
     def load_adapter(self, name: str) -> None:
         """Read a LoRA adapter into a free slot.
 
         Raises:
-            AdapterError: it cannot be read, or is none of the model's; nothing of it is kept.
+            AdapterError: it cannot be read, or does not fit the model. Nothing of it is kept.
         """
 
     def unload_adapter(self, name: str) -> None:
         """Free the slot of an adapter that no request uses."""
 
     def add(self, request: EngineRequest, max_tokens: int) -> None:
-        """Give a request to vLLM, which produces at most `max_tokens` more. Its grammar is
-        compiled and its adapter loaded.
+        """Give a request to vLLM, which produces at most `max_tokens` more.
+
+        The request's grammar must be compiled and its adapter loaded.
 
         Raises:
-            InvalidRequestError: its parameters cannot be served; nothing of it is kept.
+            InvalidRequestError: its parameters cannot be served. Nothing of it is kept.
         """
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; its blocks are free at once, or within the next steps where several
-        steps are in flight. An ended request is no error."""
+        """Abort a request. An ended request is no error.
+
+        Its blocks are free at once, or within the next steps if several steps are in flight.
+        """
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended."""
 
     def set_max_running(self, num_requests: int) -> None:
-        """Limit the requests of a batch; requests that run already go on."""
+        """Limit the requests of a batch. Running requests go on."""
 
     def step(self) -> list[CoreOutput]:
         """Compute one step.

@@ -1,4 +1,4 @@
-"""The ledger of a start of vLLM, on CPUs and GPUs, and the meter of the memory in use."""
+"""The ledger of a start of vLLM, and the meter of the memory in use."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
 from ullage_engine.vllm_worker.bindings import core as vllm_core
-from ullage_engine.vllm_worker.oom_backoff import Limits
+from ullage_engine.vllm_worker.oom_backoff import MemoryLimits
 from ullage_engine.worker.device import (
     GpuAtStart,
     HostTier,
@@ -30,8 +30,7 @@ from ullage_engine.worker.device import (
 log = logging.getLogger("ullage.engine.vllm")
 
 _STAGING_BYTES = 64 << 20
-"""Bytes for messages, token lists, grammars and queues, which come and go with requests, as copies
-of adapters do."""
+"""Bytes for messages, token lists, grammars and queues, which come and go with requests."""
 
 
 class StartMemory:
@@ -41,7 +40,7 @@ class StartMemory:
         self,
         config: EngineConfig,
         host_tier: HostTier | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - immutable
+        limits: MemoryLimits = MemoryLimits(),  # noqa: B008 - immutable
     ) -> None:
         """
         Args:
@@ -78,12 +77,12 @@ class StartMemory:
         else:
             self._reserve_for_others()
         if self.is_cpu and config.server.standby_worker:
-            # It has imported what this process has by now.
+            # The standby worker has imported the libraries of this process.
             self.ledger.reserve("standby", self._context // self._num_nodes)
         self.adapter_slots = 0
         """Adapters that are loaded at a time."""
         self._copy_bytes = 0
-        """Most bytes of a CPU's memory that the ranks take for an adapter beside its slot."""
+        """Most bytes of a CPU's memory that ranks take for an adapter in addition to its slot."""
 
     @property
     def rank_bytes(self) -> int:
@@ -107,7 +106,7 @@ class StartMemory:
         self.adapter_slots = num_slots(
             config.max_loras,
             int(rank_bytes * config.memory.adapter_share),
-            # Of tensor ranks each is taken to have all of it, which is no less than it has.
+            # Each tensor rank counts with a whole slot, which is at least its part.
             -(-size // config.parallelism.pipeline),
             copy_bytes=copy_bytes,
             num_spare=arguments.spare_slots(self.is_cpu),
@@ -131,7 +130,7 @@ class StartMemory:
         return share
 
     def _reserve_for_others(self) -> None:
-        """Set aside what other processes hold of the budget.
+        """Set aside the part of the budget that other processes hold.
 
         vLLM plans with one share of every GPU, and its start fails where less than that is free:
         the fullest GPU decides for all.
@@ -172,7 +171,7 @@ class StartMemory:
         ledger.reserve("staging", self._staging_bytes)
         most = self._limits.kv_bytes
         if most is not None:
-            # Not so much that the pool becomes smaller than it has to.
+            # Only as much as leaves the pool at its limit.
             spare = max(0, ledger.available_bytes - reserve - most)
             reserve += min(self._limits.reserve_bytes, spare)
         ledger.reserve("safety_reserve", reserve)
@@ -231,7 +230,7 @@ class StartMemory:
         return _STAGING_BYTES + num_copies * self._copy_bytes
 
     def used_bytes(self) -> int:
-        """Return the bytes in use: resident ones of all ranks, or what they have of their GPUs.
+        """Return the bytes in use: resident bytes of all ranks, or their bytes of GPUs.
 
         Other nodes are taken to use as much as this one.
         """
@@ -254,11 +253,11 @@ class StartMemory:
         return used - self._shared_bytes
 
     def allocator_bytes(self) -> int:
-        """Return the bytes of the first GPU that torch's allocator has; 0 if a rank has it."""
+        """Return the bytes of the first GPU that torch's allocator holds; 0 if a rank holds it."""
         return 0 if self._meter is None else self._meter.reserved_bytes()
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the first device; on a CPU, what the container may take."""
+        """Return the free bytes of the first device; on CPUs those of the container."""
         return free_bytes() if self.is_cpu else free_of(self._gpus[0].gpu)
 
 
@@ -266,7 +265,7 @@ def _local_gpus(num_ranks: int) -> list[GpuAtStart]:
     """Wait until memory of ended processes is returned, and return the ranks' GPUs as they are.
 
     Raises:
-        WorkerStartError: the driver does not show as many.
+        WorkerStartError: the driver shows fewer GPUs.
     """
     gpus = [shown for gpu in visible_gpus(num_ranks) if (shown := at_start(gpu))]
     if len(gpus) < num_ranks:

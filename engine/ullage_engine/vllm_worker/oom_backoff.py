@@ -1,8 +1,8 @@
-"""After a worker ran out of memory the next one takes less: a smaller KV pool, and smaller steps.
+"""Less memory for the next worker after one ran out: a smaller KV pool, and smaller steps.
 
-vLLM cannot go on after a step that ran out of memory, so its worker ends, and a next one that took
-the same again would end the same way. What a worker took, and how often memory ran out, is in a
-file in the engine's run_dir, which the workers of one server share. A new server begins anew.
+vLLM cannot go on after a step that ran out of memory, so its worker ends. A next worker that took
+the same memory would end in the same way. A file in the engine's run_dir has the memory that a
+worker took and the shortages. The workers of one server share it, and a new server ignores it.
 """
 
 import contextlib
@@ -23,41 +23,41 @@ log = logging.getLogger("ullage.engine.vllm")
 FILE = "vllm-memory.json"
 
 _POOL_SHARE = 7 / 8
-"""Share of a KV pool that the next worker takes."""
+"""Share of the last KV pool that the next worker takes."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
-"""Seconds after which memory that ran out is of the past: the next worker takes all there is."""
+"""Seconds after a shortage from which on the next worker takes all memory again."""
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a worker took of memory."""
+    """The memory that a worker took."""
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool that holds the longest sequence, or this one, if it is smaller."""
+    """Bytes of a KV pool that holds the longest sequence, or of this pool if it is smaller."""
     chunk_tokens: int = 0
     """Most prompt tokens of a step; 0: prompts are not cut."""
     least_chunk_tokens: int = 0
-    """Tokens of the largest block: models with states compute whole blocks."""
+    """Tokens of the largest block. Models with states compute whole blocks."""
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """What the next worker takes at most."""
+class MemoryLimits(msgspec.Struct, frozen=True):
+    """The most memory that the next worker takes."""
 
     kv_bytes: int | None = None
     reserve_bytes: int = 0
-    """Bytes that stay empty beside `memory.safety_reserve`."""
+    """Bytes that stay empty in addition to `memory.safety_reserve`."""
     chunk_tokens: int | None = None
 
 
-def lowered(limits: Limits, taken: Taken) -> Limits:
-    """Return the limits of a worker after one that took so much ran out of memory."""
+def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
+    """Return the limits of the worker after one that took `taken` and ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
         least = max(_LEAST_CHUNK_TOKENS, taken.least_chunk_tokens)
         chunk_tokens = max(taken.chunk_tokens // 2, min(least, taken.chunk_tokens))
-    return Limits(
+    return MemoryLimits(
         kv_bytes=kv_bytes,
         reserve_bytes=limits.reserve_bytes + taken.kv_bytes - kv_bytes,
         chunk_tokens=chunk_tokens,
@@ -68,21 +68,21 @@ class _History(msgspec.Struct):
     """The content of the file."""
 
     server: str = ""
-    limits: Limits = Limits()
+    limits: MemoryLimits = MemoryLimits()
     taken: Taken | None = None
-    """What the latest worker took; None: it did not come so far."""
+    """The memory of the latest worker; None: it ended before that was known."""
     ran_out_at: float = 0.0
     """Time of the latest shortage, in seconds since the epoch."""
     num_unreported: int = 0
     """Shortages that no worker's state has counted."""
     is_running: bool = False
-    """Whether a worker began and has not said why it ended."""
+    """Whether a worker began and has not recorded why it ended."""
     num_kills: int = 0
     """Processes that the kernel had killed for memory when that worker began."""
 
 
 class OomBackoff:
-    """What the workers of one server know about memory that ran out."""
+    """The shortages of memory that the workers of one server had."""
 
     def __init__(
         self,
@@ -91,9 +91,10 @@ class OomBackoff:
         kills: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read what the workers before knew, and note that this one begins.
+        """Read the history of earlier workers, and record that this one begins.
 
         Args:
+            run_dir: folder of the file.
             server: the server's name among those that used the folder; empty: this process's
                 parent.
             kills: returns the number of processes that the kernel killed for memory so far; None:
@@ -110,34 +111,34 @@ class OomBackoff:
             # The server counts it.
             self._ran_out("the kernel killed a worker")
         if clock() - self._history.ran_out_at > _FORGIVEN_S:
-            self._history.limits = Limits()
+            self._history.limits = MemoryLimits()
         self._history.taken = None
         self._history.is_running = True
         self._history.num_kills = num_kills
         self._write()
 
     @property
-    def limits(self) -> Limits:
-        """What this worker may take."""
+    def limits(self) -> MemoryLimits:
+        """The most memory that this worker may take."""
         return self._history.limits
 
     def took(self, taken: Taken) -> None:
-        """Note what this worker took."""
+        """Record the memory that this worker took."""
         self._history.taken = taken
         self._write()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Note a step's error, which ends this worker; its exit status counts the shortage."""
+        """Record a step's error, which ends this worker. Its exit status counts a shortage."""
         self._on_error(error)
         self._write()
 
     def on_failed_start(self, error: Exception) -> None:
-        """Note an error of a start, which the next worker's reports count."""
+        """Record an error of a start. The next worker's reports count a shortage."""
         self._history.num_unreported += self._on_error(error)
         self._write()
 
     def take_unreported(self) -> int:
-        """Return the shortages before this worker that nobody has counted, which it does now."""
+        """Return the shortages before this worker that were not counted yet, and clear them."""
         num_events = self._history.num_unreported
         self._history.num_unreported = 0
         if num_events:
@@ -180,6 +181,6 @@ class OomBackoff:
 
 
 def _parent() -> str:
-    """Return the name of the process that started this one, unlike that of any before it."""
+    """Return an id of the process that started this one, which no earlier process had."""
     parent = psutil.Process(os.getppid())
     return f"{parent.pid} {parent.create_time()}"

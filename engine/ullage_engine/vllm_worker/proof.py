@@ -1,13 +1,14 @@
-"""Proves that vLLM computes as a verified start of the same model did. Imports no vLLM.
+"""Proof that vLLM computes like a verified start of the same model. Imports no vLLM.
 
-The probe is two requests that vLLM serves as any others: a prompt, a prompt beside a decode, two
-decodes. Every output is one token that is named beforehand, so that equally likely tokens part no
-two starts. What is compared are the log-probabilities of that token and of the likeliest ones,
-sorted: which tokens those are may change where two are equally likely, how likely they are may not.
+The probe is two requests that vLLM serves like any others. Its steps compute a prompt, a prompt
+together with a decode, and two decodes. Every output is a token that is fixed beforehand, so that
+equally likely tokens make no difference between starts. The log-probabilities of that token and of
+the likeliest ones are compared, sorted: two equally likely tokens may change places, but their
+probabilities may not change.
 
-Beside the probe each rank digests its rotary tables and its weights. vLLM checks that it has loaded
-every weight of a checkpoint that is not quantised, and only of these are the weights compared:
-formats of quantised ones may have places that nobody writes.
+Each rank also digests its rotary tables and its weights. Weights are compared only for checkpoints
+that are not quantised, of which vLLM checks that it has loaded every weight. Quantised formats may
+have memory that is never written.
 """
 
 import inspect
@@ -33,17 +34,17 @@ from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.interface import CoreOutput
 
 _PROMPTS = (32, 16)
-"""Tokens of the probe's prompts; the second one begins beside the first one's decodes."""
+"""Tokens of the probe's prompts. The second one begins during the first one's decodes."""
 _OUTPUTS = (3, 2)
 """Tokens of their outputs."""
 _TOP = 20
-"""Likeliest tokens of a step, whatever number vLLM reports to requests: the bound is a share of a
-row's spread, and few numbers may have none."""
+"""Number of likeliest tokens that are compared. The bound is a share of a row's spread, and too few
+numbers may have none."""
 _BIAS = 100.0
-"""Bias of the token that is named, the largest that vLLM takes."""
+"""Bias of the fixed token, the largest that vLLM takes."""
 _STEP = 7919
-"""Distance of the tokens of prompts, modulo the vocabulary; a prime, so that no two are the same
-in vocabularies of other sizes."""
+"""Distance between the tokens of prompts, modulo the vocabulary; a prime, so that no two tokens are
+the same unless the vocabulary's size is a multiple of it."""
 _TABLE_WORDS = ("cos", "sin", "inv_freq")
 """Parts of the names of rotary tables."""
 
@@ -51,15 +52,15 @@ _NO_PART = {
     *("model", "served_model_name", "master_addr", "master_port"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes"),
 }
-"""Arguments of vLLM that say where files and nodes are, and how large the KV pool may be, which
-differs from one start to another with the memory that others have."""
+"""Arguments of vLLM that do not change its results: the places of files and nodes, and the size of
+the KV pool, which differs between starts with the memory of other processes."""
 
 _FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The size of the probe, which has to fit where a model serves little."""
+    """The size of the probe, which must fit into small KV pools and short contexts."""
 
     vocab_size: int
     room_tokens: int
@@ -69,9 +70,9 @@ class Probe:
     """Whether steps have draft tokens, with which vLLM takes no biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return the requests of the probe; the second begins when the first has its first token.
+        """Return the requests of the probe. The second begins when the first has its first token.
 
-        `run`: the number of the probe in this process; another one shares no KV.
+        `run`: number of the probe in this process. Probes share no KV.
         """
         return [self._request(number, run) for number in range(1 if self._is_single else 2)]
 
@@ -81,12 +82,12 @@ class Probe:
 
     @property
     def num_logprobs(self) -> int:
-        """Log-probabilities of each step beside the one of its token."""
+        """Number of log-probabilities of each step in addition to that of its token."""
         return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
     def sizes(self) -> str:
-        """The lengths of prompts and outputs, in words."""
+        """The lengths of prompts and outputs, as text."""
         return str([(len(each.token_ids), each.max_tokens) for each in self.requests(0)])
 
     def _request(self, number: int, run: int) -> EngineRequest:
@@ -114,18 +115,21 @@ class Probe:
 
 
 class ProvenCore(Protocol):
-    """What a proof is taken of."""
+    """The engine whose proof is taken."""
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute the requests of a probe; return what came of them, in the order of requests and
-        tokens, and keep nothing of them."""
+        """Compute the requests of a probe and keep nothing of them.
+
+        Returns:
+            The outputs, in the order of requests and tokens.
+        """
 
     def digests(self) -> list[dict[str, str]]:
-        """Return digests of what each rank has in memory, by name."""
+        """Return digests of each rank's tensors in memory, by name."""
 
     def changed_table(self) -> str:
-        """Compute the tables of all ranks once more; return the name of one that is computed
-        otherwise now, empty: none is."""
+        """Compute the tables of all ranks again; return the name of one that differs, or an empty
+        string."""
 
 
 def proof_file(
@@ -193,7 +197,7 @@ def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) ->
 
 
 def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
-    """Return the numbers of each token, or those of an embedding."""
+    """Return the log-probabilities of each token, or the numbers of an embedding."""
     rows: list[list[float]] = []
     for output in outputs:
         if output.embedding:
@@ -205,8 +209,10 @@ def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
 
 
 def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
-    """Return digests of a model's rotary tables, and of its weights, where they are in its
-    parameters: libraries may have packed others where nobody can read them."""
+    """Return digests of a model's rotary tables, and of the weights that are parameters.
+
+    Libraries may have packed other weights into memory of their own.
+    """
     tensors = {name: each for name, each in model.named_buffers() if _is_table(name, each)}
     if with_weights:
         tensors |= {name: each.data for name, each in model.named_parameters() if each.numel()}
@@ -220,8 +226,8 @@ def _is_table(name: str, buffer: torch.Tensor) -> bool:
 
 
 def changed_table(model: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Compute a model's rotary tables once more, as vLLM does at its start; return the name of one
-    that has other bits now, empty: none has.
+    """Compute a model's rotary tables again, as vLLM does at its start; return the name of one with
+    other bits, or an empty string.
 
     `dtype`: type of the activations.
     """

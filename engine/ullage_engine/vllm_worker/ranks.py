@@ -1,10 +1,10 @@
-"""What Ullage adds to the processes of vLLM's ranks.
+"""Ullage's extension of vLLM's rank processes.
 
-A request goes on where a former worker's output ended. vLLM's scheduler is told which tokens of a
-request are output, as of one that it has preempted. The model runner for CPUs gets only the prompt
-of what is new to it, so it is told, too: penalties then count that output, and the noise of
-sampling goes on instead of beginning again. The runner for GPUs needs no telling: it gets all
-tokens, and its noise is a function of seed and position.
+A resumed request goes on where a former worker's output ended. vLLM's scheduler gets that output
+like that of a preempted request. The model runner for CPUs gets only the prompt of a new request,
+so the extension gives it the output, too. Penalties then count the output, and the random numbers
+of sampling go on instead of starting again. The runner for GPUs gets all tokens, and its random
+numbers are a function of seed and position.
 
 Each rank ends with the process that started it.
 """
@@ -19,10 +19,10 @@ RESUMED = "ullage_resumed"
 """Name under `extra_args` of a request's output so far, a list of token ids."""
 
 EXTENSION = f"{__name__}.WorkerExtension"
-"""What `worker_extension_cls` names."""
+"""Value of vLLM's argument `worker_extension_cls`."""
 
 _LARGEST_DRAW = 1 << 31
-"""Bound of the number that the sampler for CPUs draws for each token of a seeded request."""
+"""Upper bound of the number that the CPU sampler draws for each token of a seeded request."""
 
 
 class WorkerExtension:
@@ -51,8 +51,8 @@ class WorkerExtension:
         return digest_model(runner.get_model(), with_weights=with_weights)
 
     def ullage_changed_table(self) -> str:
-        """Compute this rank's rotary tables once more; return the name of one that has other bits
-        now, empty: none has."""
+        """Compute this rank's rotary tables again; return the name of one with other bits, or an
+        empty string."""
         from ullage_engine.vllm_worker.proof import changed_table
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -62,25 +62,26 @@ class WorkerExtension:
         """Compute the largest step, which allocates the memory of libraries and activations; return
         its seconds of processor time.
 
-        On CPUs vLLM leaves it out if it is given the size of the KV pool.
+        On CPUs vLLM skips this step if the size of the KV pool is given.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         runner.warming_up_model()
-        # Of this thread, which computes as long as any other: neighbours take no part in it.
+        # Processor time of this thread, which computes as long as any other. Neighbours on the
+        # same cores do not count.
         began = time.thread_time()
         runner.profile_run()
         return time.thread_time() - began
 
     def ullage_free_first(self) -> int:
-        """Return the bytes of this rank's GPU that were free when it had its context and its
-        buffers of transfers, and no weights: vLLM counts what it takes from there."""
+        """Return the free bytes of this rank's GPU when it had its context and transfer buffers,
+        but no weights. vLLM counts its own memory from that moment on."""
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
-        """Return the bytes of this rank's slots of adapters. Nothing is in them, so that zeros are
-        written: memory is not resident before."""
+        """Return the bytes of this rank's empty adapter slots, and write zeros to make them
+        resident."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        num_bytes = {}  # by place: some are parts of others
+        num_bytes = {}  # by address, since tensors may share storage
         for module in runner.get_model().modules():
             for name, value in vars(module).items():
                 if name.endswith("_stacked"):
@@ -93,8 +94,8 @@ class WorkerExtension:
     def ullage_load_adapter(self, adapter: Any) -> str:
         """Load an adapter; return the reason if it cannot be loaded, else an empty string.
 
-        vLLM's own call raises with the first rank that fails, and takes the answers of the others
-        for answers to its next call.
+        vLLM's own call raises with the first rank that fails, and mistakes the answers of the
+        others for answers to its next call.
         """
         try:
             is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]
@@ -136,8 +137,8 @@ class WorkerExtension:
         batch.add_request = add
 
     def ullage_receive_stages(self) -> None:
-        """Give the model runner for CPUs what it takes the output of the stage before in, which it
-        makes in a warm-up that it leaves out where nothing is compiled."""
+        """Give the model runner for CPUs its buffers for the output of the previous stage, which it
+        makes only in the warm-up of compiled models."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1
         if not has_stages or getattr(runner, "intermediate_tensors", ...) is not None:

@@ -1,12 +1,12 @@
-"""Who may take which blocks of vLLM's pool, so that vLLM never has to preempt.
+"""Reservations of the blocks of vLLM's pool, so that vLLM never has to preempt.
 
-Every request that vLLM has reserves the blocks of its prompt and expected output. vLLM allocates
-them as it computes. At every moment, in blocks,
+Every request in vLLM has the blocks of its prompt and expected output reserved. vLLM allocates them
+as it computes. At every moment, in blocks,
 
     sum over requests of (reserved - held) <= free
 
-so a request within its reservation always finds a block. What idle sessions hold is given back as
-soon as somebody reserves it.
+so a request within its reservation always finds a block. Idle sessions give their blocks back as
+soon as a request reserves them.
 """
 
 import math
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ullage_engine.vllm_worker.interface import Blocks, Prefix
 
 _ROUNDING = 1e-6
-"""More than sums of shares of blocks are wrong by."""
+"""Bound of the rounding error of sums of shares of blocks."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,13 @@ class Reservations:
         session_idle_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`session_blocks`: most blocks that one session keeps, 0: none; `clock` in seconds."""
+        """
+        Args:
+            blocks: the pool.
+            session_blocks: most blocks that one session keeps; 0: sessions keep none.
+            session_idle_s: seconds after which an idle session ends.
+            clock: in seconds.
+        """
         self._blocks = blocks
         self._session_blocks = session_blocks
         self._session_idle_s = session_idle_s
@@ -45,20 +51,20 @@ class Reservations:
         self._reserved: dict[str, int] = {}
         """Blocks of each reservation."""
         self._prefixes: dict[str, Prefix] = {}
-        """Cached blocks held for requests that vLLM has not started."""
+        """Cached blocks that are held for requests which vLLM has not started."""
         self._known_committed: float | None = None
         self._known_reclaimable: float | None = None
         """Sums over all reservations and sessions; None: blocks have changed hands since."""
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Sessions by key, the longest unused first."""
         self.num_withheld = 0
-        """Blocks that new requests may not take, because others took memory of the device."""
+        """Blocks withheld from new requests, since other processes took memory of the device."""
 
     # what there is -------------------------------------------------------------------------------
 
     @property
     def num_committed(self) -> int:
-        """Blocks that are reserved and not yet held."""
+        """Blocks that are reserved but not held yet."""
         return math.ceil(self._committed - _ROUNDING)
 
     @property
@@ -68,8 +74,8 @@ class Reservations:
 
     @property
     def num_unreserved(self) -> int:
-        """Blocks that a reservation may still take; negative while frees are under way."""
-        # Shares of blocks make whole ones together, so that only their sum is rounded.
+        """Blocks that reservations may still take; negative while vLLM has yet to free some."""
+        # Shares add up to whole blocks, so only their sum is rounded.
         unreserved = self._blocks.num_free + self._reclaimable - self._committed
         return math.floor(unreserved + _ROUNDING)
 
@@ -101,7 +107,8 @@ class Reservations:
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request; False where they do not fit beside `spared` ones."""
+        """Reserve blocks for a request; return False if they do not fit together with `spared`
+        ones."""
         assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
             return False
@@ -110,8 +117,13 @@ class Reservations:
         return True
 
     def reserve_with_prefix(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request that vLLM has, less those that the prefix cache has of it,
-        which are held from then on; False where they do not fit beside `spared` ones."""
+        """Reserve blocks for a request in vLLM, less those of its prefix in the cache.
+
+        The cached blocks are held from then on.
+
+        Returns:
+            False if the blocks do not fit together with `spared` ones.
+        """
         assert request_id not in self._reserved, "reserved already"
         self._prefixes[request_id] = self._hold_prefix(request_id)
         self._resize(request_id, num_blocks)
@@ -122,7 +134,7 @@ class Reservations:
         return True
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
-        """Raise a reservation to so many blocks, if it has fewer; False where they do not fit."""
+        """Raise a reservation to at least so many blocks; return False if they do not fit."""
         missing = num_blocks - self._reserved[request_id]
         if missing > 0:
             if missing > self.num_unreserved:
@@ -132,32 +144,32 @@ class Reservations:
         return True
 
     def shrink(self, request_id: str, num_blocks: int) -> bool:
-        """Lowers a reservation to so many blocks; False while the request uses more."""
-        # Shared ones count as a whole: they become its own when the others slide past them.
+        """Lower a reservation to so many blocks; return False while the request uses more."""
+        # A shared block counts as a whole: the request has it alone once others slide past it.
         if self._blocks.num_in_tables(request_id) > num_blocks:
             return False
         self._resize(request_id, min(num_blocks, self._reserved[request_id]))
         return True
 
     def release(self, request_id: str) -> None:
-        """End a reservation; what the request holds is vLLM's to free. One without is no error."""
+        """End a reservation. vLLM frees the held blocks. No reservation is no error."""
         # The request may have ended a moment ago, which gave blocks back.
         self._forget_sums()
         self._reserved.pop(request_id, None)
         self._let_go(request_id)
 
     def on_step(self) -> None:
-        """Let go of prefixes whose requests have started and hold the blocks themselves."""
+        """Release the prefixes of requests that have started and hold the blocks themselves."""
         self._forget_sums()
         for request_id in [each for each in self._prefixes if self._blocks.num_held(each)]:
             self._let_go(request_id)
-        # A request that slid past a block which a session holds needs another one.
+        # A request that slid past a session's block needs another block.
         self._make_free()
 
     # sessions ------------------------------------------------------------------------------------
 
     def keep_session(self, key: str, request_id: str) -> None:
-        """Hold the cached blocks of a request that has just ended, for the session's next."""
+        """Hold the cached blocks of a request that has just ended, for its session's next one."""
         if not self._session_blocks:
             return
         prefix = self._hold_prefix(request_id)
@@ -170,7 +182,7 @@ class Reservations:
         self._make_free()
 
     def use_session(self, key: str) -> bool:
-        """Notes that a request of the session has come; returns whether blocks are kept for it."""
+        """Record a request of the session; return whether blocks are kept for it."""
         session = self._sessions.get(key)
         if session is None:
             return False
@@ -190,7 +202,7 @@ class Reservations:
             self._drop_session(key)
 
     def check_integrity(self) -> None:
-        """Assert that every reserved block can be had, and that sums are those of a new walk."""
+        """Assert that every reserved block is available, and that the known sums are right."""
         known = self._committed, self._reclaimable
         self._forget_sums()
         sums = self._committed, self._reclaimable
@@ -204,19 +216,19 @@ class Reservations:
     # --------------------------------------------------------------------------------------------
 
     def _forget_sums(self) -> None:
-        """Have the sums taken again when they are asked for, since blocks change hands: in a step,
-        at an end, or as a prefix is held or given back."""
+        """Drop the known sums, since blocks change hands: in a step, at the end of a request, or
+        when a prefix is held or released."""
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many of so many blocks a request does not hold yet."""
+        """Return the number of reserved blocks that a request does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held
         return max(0.0, num_blocks - held)
 
     def _resize(self, request_id: str, num_blocks: int) -> None:
-        """Make a reservation one of so many blocks, and of none before if there was none."""
+        """Set a reservation to so many blocks, and keep the known sum right."""
         if self._known_committed is not None:
             before = self._due(request_id, self._reserved.get(request_id, 0))
             self._known_committed += self._due(request_id, num_blocks) - before
@@ -227,7 +239,7 @@ class Reservations:
         return self._blocks.hold_prefix(request_id)
 
     def _let_go(self, request_id: str) -> None:
-        """Give back the prefix that is held for a request, if one is."""
+        """Release the prefix that is held for a request, if any."""
         if prefix := self._prefixes.pop(request_id, None):
             self._release(prefix)
 

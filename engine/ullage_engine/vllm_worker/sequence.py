@@ -26,7 +26,7 @@ class EngineLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class VllmSequence:
     """One admitted request; running once vLLM has it."""
 
     request: EngineRequest
@@ -38,10 +38,10 @@ class Sequence:
     charged_tokens: int = 0
     """Length that its blocks are reserved for, tokens."""
     is_running: bool = False
-    parent: "Sequence | None" = None
+    parent: "VllmSequence | None" = None
     """Sample of the same prompt whose blocks it is going to share, and after whose first token it
     starts."""
-    children: "list[Sequence]" = field(default_factory=list)
+    children: "list[VllmSequence]" = field(default_factory=list)
     """Samples that wait for this one's first token."""
     has_token: bool = False
     """Whether it has produced a token since it started to run."""
@@ -94,5 +94,5 @@ def no_beams(request: EngineRequest) -> RequestFailed:
     )
 
 
-def rank_of(sequence: Sequence) -> tuple[int, int, int]:
+def rank_of(sequence: VllmSequence) -> tuple[int, int, int]:
     return sequence.rank

@@ -1,7 +1,7 @@
-"""The files that vLLM's ranks make in shared memory: a start removes what a killed one left.
+"""The files of vLLM's ranks in shared memory: a start removes those that a killed one left.
 
-Ring buffers between ranks take 240 MiB each once they are used, and a pod is charged with them
-until it ends. Their names (`psm_1a2b3c4d`) do not say who made them. So an engine with several
+Ring buffers between ranks take 240 MiB each once they are used, which count as the pod's memory
+until it ends. Their names (`psm_1a2b3c4d`) do not show their owner. So an engine with several
 ranks records, in a file beside them, the files that its own processes map. The next start of the
 same engine removes those of a record that no process maps any more, and nothing else.
 """
@@ -26,26 +26,26 @@ FOLDER = Path("/dev/shm")
 PROCESSES = Path("/proc")
 
 _NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
-"""What Python's shared memory and semaphores, vLLM's ranks on CPUs and NCCL call their files."""
+"""Names of the files of Python's shared memory and semaphores, vLLM's ranks on CPUs, and NCCL."""
 
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _PAUSE_SHARE = 1 / 8
-"""Share of its age that an engine waits between two looks: most files are made as it starts."""
+"""Share of its age that an engine waits between two records. Most files are made at its start."""
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
     name: str
     inode: int
-    """Another file may have got the name since."""
+    """Inode, by which a later file of the same name is another one."""
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What the processes of one start map."""
+    """The files that the processes of one start map."""
 
     pid: int
     created: float
-    """When the process began: a later one may have its id."""
+    """Time when the process began, by which a later process with its id is another one."""
     files: list[_File]
 
 
@@ -53,7 +53,7 @@ class SharedMemory:
     """The files in shared memory of one engine's processes on this node."""
 
     def __init__(self, engine: str, folder: Path = FOLDER, processes: Path = PROCESSES) -> None:
-        """`engine`: what distinguishes the engine from others that use the same folder."""
+        """`engine`: name of the engine, unique among those that use the same folder."""
         self._prefix = f"ullage-ranks-{hashlib.sha256(engine.encode()).hexdigest()[:16]}-"
         self._folder = folder
         self._processes = processes
@@ -81,7 +81,7 @@ class SharedMemory:
         return removed
 
     def note(self) -> None:
-        """Record the files that this process and its children map now, beside earlier ones."""
+        """Add the files that this process and its children map now to the record."""
         pids = [self._process.pid, *(each.pid for each in self._process.children(recursive=True))]
         used = _mapped((self._processes / str(pid) for pid in pids), self._folder)
         paths = {path for name in _NAMES for path in self._folder.glob(name)} if used else set()
@@ -97,11 +97,11 @@ class SharedMemory:
         part.replace(self._path)
 
     def watch(self) -> None:
-        """Record what is mapped from now on, until `close`."""
+        """Record the mapped files from now on, until `close`."""
         self._watcher.start()
 
     def close(self) -> None:
-        """Drop the record, unless files of it are left for the next start to remove."""
+        """Drop the record, unless some of its files are left for the next start to remove."""
         self._is_closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -152,10 +152,9 @@ def _is_running(record: _Record) -> bool:
 
 
 def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
-    """Return the inodes of the folder's file system that processes map; nothing of those that may
-    not be read, which are not this user's.
+    """Return the inodes of the folder's file system that processes of this user map.
 
-    Not their paths: a semaphore is made and mapped under another name than it gets.
+    Paths would not do: a semaphore is made and mapped under another name than it gets.
     """
     device = folder.stat().st_dev
     own = f"{os.major(device):02x}:{os.minor(device):02x}".encode()

@@ -1,10 +1,9 @@
-"""The worker's start: from a configuration to vLLM's engine under our ledger."""
+"""The start of a worker: from a configuration to vLLM's engine with a ledger of its memory."""
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from ullage_engine.protocol.errors import (
     WeightsError,
     WorkerStartError,
 )
-from ullage_engine.protocol.messages import Loading, Ready
+from ullage_engine.protocol.messages import Ready
 from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
@@ -45,6 +44,7 @@ from ullage_engine.vllm_worker.group import announce_loaded, lead
 from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.memory import StartMemory
 from ullage_engine.vllm_worker.oom_backoff import OomBackoff, Taken
+from ullage_engine.vllm_worker.progress import StartProgress
 from ullage_engine.vllm_worker.proof import Probe, proof_file, take_proofs
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
@@ -57,11 +57,9 @@ from ullage_kv import namespace
 
 log = logging.getLogger("ullage.engine.vllm")
 
-_PROGRESS_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedVllm:
     """vLLM's engine with its ledger, profile and ranks."""
 
     engine: VllmEngine
@@ -70,24 +68,24 @@ class Started:
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
     free_memory: FreeMemoryMonitor
-    """What other processes took of rank 0's device."""
+    """Memory of rank 0's device that other processes took."""
     profile: MemoryProfile
     max_model_len: int
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """What decides the bits of its answers."""
+    """Fingerprint of everything that decides the bits of its answers."""
     shared_memory: SharedMemory
     backoff: OomBackoff
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
     num_oom_events: int = 0
-    """Shortages before this worker that no worker has counted. One of this worker's ends it, and
-    the server counts that by the exit status."""
+    """Shortages of memory before this worker that no worker has counted. A shortage of this worker
+    ends it, and the server counts that by the exit status."""
 
     def state(self) -> WorkerState:
-        """Measures memory and load; ends idle sessions and withholds KV that others took.
+        """Measure memory and load, end idle sessions, and withhold KV that other processes took.
 
         Raises:
             GroupLostError: the process of a rank has ended.
@@ -122,7 +120,7 @@ class Started:
             task=self.core.task,
             fingerprint=self.fingerprint,
             kv_space=self.kv_space,
-            # vLLM starts a request with what its connector has then, and computes the rest.
+            # vLLM starts a request with the blocks that its connector has, and computes the rest.
             computes_beside_loads=False,
             longest_step_s=self.core.longest_step_s,
             state=state,
@@ -159,15 +157,17 @@ def start(
     config: EngineConfig,
     report: Report,
     host_tier: HostTier | None = None,
-) -> Started:
+) -> StartedVllm:
     """Load the model, size the KV pool and return an engine that steps.
 
     Args:
+        config: the engine's configuration.
+        report: gets the progress of the start.
         host_tier: memory for KV outside the device.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
-        ProofError: it computes otherwise than at a start that was verified.
+        WorkerStartError, LedgerError, WeightsError: one line with the remedy.
+        ProofError: the worker computes otherwise than at a verified start.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -184,43 +184,50 @@ def _start(
     host_tier: HostTier | None,
     shared_memory: SharedMemory,
     backoff: OomBackoff,
-) -> Started:
+) -> StartedVllm:
+    # The memory, the other nodes, and the model.
     memory = StartMemory(config, host_tier, backoff.limits)
     nodes = config.group.nodes
     version = model_version(config.model.source)
     node = lead(config.group, report, memory.rank_bytes, version) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
-    progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
+    progress = StartProgress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
         loaded = _load(config, memory, progress, node)
     core = loaded.core
     if chunk_tokens := backoff.limits.chunk_tokens:
         core.limit_chunk(chunk_tokens)
+
+    # The outputs of the probe prove below that this start computes like a verified one.
     probe = core.probe_size
     outputs = core.run_probe(probe)
     memory.settle(core)
     profile = _profile(core, config)
     backoff.took(_taken(core, profile))
+
+    block_bytes = profile.block_bytes
     reservations = Reservations(
         core.blocks,
-        session_blocks=profile.session_kv_bytes // profile.block_bytes
-        if profile.block_bytes
-        else 0,
+        session_blocks=profile.session_kv_bytes // block_bytes if block_bytes else 0,
         session_idle_s=config.memory.session_idle,
         clock=time.monotonic,
     )
     limits = _limits(core, config, memory)
+
+    # A worker that computes otherwise than a verified one serves nothing.
     content = loaded.weights_digest(progress.repeat)
     facts = _facts(core, config, content)
     proofs = proof_file(weights_dir, content, facts, probe, loaded.arguments)
     _prove(core, probe, outputs, proofs)
+
     kv_space = _kv_space(core, facts, profile, host_tier) if host_tier else b""
     tiers = None
     if kv_space:
         tiers = core.use_tiers(kv_space, profile.block_tokens, profile.block_bytes)
         memory.attached()
+
     engine = VllmEngine(core, profile, limits, reservations, tiers=tiers)
-    started = Started(
+    started = StartedVllm(
         engine=engine,
         core=core,
         ledger=memory.ledger,
@@ -248,10 +255,10 @@ def _start(
 def _prove(
     core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
 ) -> None:
-    """Compare this start with a verified one, or store it as one for the next starts.
+    """Compare this start with a verified one, or store it as the verified one of later starts.
 
     Raises:
-        ProofError: it computes otherwise.
+        ProofError: this start computes otherwise.
     """
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
@@ -264,7 +271,7 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return what a start took, by which the next one takes less if memory runs out."""
+    """Return the memory that a start took, so that the next one takes less if memory runs out."""
     longest = core.max_model_len + core.lookahead_tokens
     # One block is never given out.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
@@ -290,10 +297,13 @@ def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: StartMemory)
 def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     """Compute a follower's part until one of its ranks ends.
 
-    `rank_bytes`: memory of a rank's device on the leader.
+    Args:
+        config: the engine's configuration.
+        node: the place of this node in the group.
+        rank_bytes: memory of a rank's device on the leader.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+        WorkerStartError, LedgerError, WeightsError: one line with the remedy.
     """
     _prepare(config, node.rank)
     if config.max_loras:
@@ -312,9 +322,9 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
 
 
 def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
-    """Check what can be checked before anything is loaded, and clears what killed ranks left.
+    """Check the configuration before anything is loaded, and remove the files of killed ranks.
 
-    `node`: this one's number in the engine.
+    `node`: number of this node in the engine.
 
     Raises:
         WorkerStartError: this vLLM does not take the configuration.
@@ -331,11 +341,11 @@ def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """vLLM's engine, and what it was made of."""
+    """vLLM's engine, its arguments and its weights."""
 
     core: vllm_core.VllmCore
     arguments: dict[str, Any]
-    """Those of `vllm.EngineArgs`."""
+    """Arguments of `vllm.EngineArgs`."""
     max_model_len: int
     """Longest sequence of the model as configured, tokens."""
     weights_digest: digest.Wait
@@ -345,7 +355,7 @@ class _Loaded:
 def _load(
     config: EngineConfig,
     memory: StartMemory,
-    progress: "_Progress",
+    progress: StartProgress,
     node: Node | None,
 ) -> _Loaded:
     """Return vLLM's engine with the model's weights."""
@@ -353,16 +363,19 @@ def _load(
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     check_for_vllm(files, config.vllm.args)
+
     key = source_key(files, "load")
     weights_dir = Path(config.server.weights_dir)
     folder = checkpoint_folder(files, dtype, weights_dir, progress.repeat)
     weights_digest = digest.begin(partial(digest.model_digest, files, weights_dir))
+
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share = memory.device_share
     slots = memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
     vllm_config = vllm_core.make_config(given, memory.host_tier)
     max_model_len = vllm_config.model_config.max_model_len
+
     progress.begin("weights", _weight_bytes(folder))
     core = vllm_core.VllmCore(
         vllm_config,
@@ -370,6 +383,7 @@ def _load(
         partial(_load_vocabulary, files.path),
         progress.begin,
     )
+    # The files may have been replaced while vLLM read them.
     check_unchanged(files, source_key(files, "load"), key)
     return _Loaded(core, given, max_model_len, weights_digest)
 
@@ -394,7 +408,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
             "cannot be predicted together; set vllm.args.block_size"
         )
     block_tokens = max(sizes, default=1)
-    # A block of the pool takes as much whichever group has it.
+    # A block of the pool takes the same bytes in every group.
     per_token = -(-core.block_bytes // block_tokens)
     return MemoryProfile(
         block_tokens=block_tokens,
@@ -411,7 +425,10 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return what decides the bits of answers without adapters; `weights`: digest of the files."""
+    """Return the facts that decide the bits of answers without adapters.
+
+    `weights`: digest of the files of the weights.
+    """
     backend = Backend(
         version=vllm_core.VERSION,
         device="cpu" if vllm_core.is_cpu() else "cuda",
@@ -425,8 +442,8 @@ def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict
 def _kv_space(
     core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
-    """Return the namespace of the KV that is kept outside the device: all that the bytes of a
-    block depend on beside its tokens. Empty: none is kept."""
+    """Return the namespace of KV outside the device: all facts except tokens that a block's bytes
+    depend on. Empty: no KV is kept outside the device."""
     try:
         block_bytes, block_format = core.tier_format()
     except TiersRefusedError as error:
@@ -446,58 +463,3 @@ def _kv_space(
             "format": block_format,
         }
     )
-
-
-class _Progress:
-    """Tells the server that a start goes on: vLLM says nothing while it loads."""
-
-    def __init__(self, report: Report, used_bytes: Callable[[], int]) -> None:
-        self._report = report
-        self._used_bytes = used_bytes
-        self._lock = threading.Lock()
-        self._stage = ""
-        self._total = self._first = self._most = 0
-
-    def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """End the stage before, and begin one that is going to take so many bytes; 0: unknown."""
-        with self._lock:
-            self._end()
-            self._stage = stage
-            self._total = total_bytes
-            self._first = self._most = self._used_bytes()
-            self._send(0, total_bytes or 1)
-
-    def repeat(self) -> None:
-        """Reports the stage once more, in which another process is waited for."""
-        with self._lock:
-            self._send(0, self._total or 1)
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Reports the bytes in use or written every second as long as they grow."""
-        ended = threading.Event()
-
-        def look() -> None:
-            while not ended.wait(_PROGRESS_S):
-                with self._lock:
-                    used = self._used_bytes()
-                    if used > self._most and self._stage:
-                        self._most = used
-                        total = self._total or 1
-                        self._send(min(used - self._first, total - 1), total)
-
-        thread = threading.Thread(target=look, name="loading", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-        self._end()
-
-    def _end(self) -> None:
-        if self._stage:
-            self._send(self._total, self._total)
-
-    def _send(self, done: int, total: int) -> None:
-        self._report(Loading(stage=self._stage, done_bytes=done, total_bytes=total))

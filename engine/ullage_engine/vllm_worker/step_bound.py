@@ -1,13 +1,12 @@
-"""How long a step of vLLM takes at most, by which the server knows one that has no end."""
+"""The longest time of a step of vLLM, by which the server recognises a hang."""
 
 _ATTENTION_COST = 4.0
-"""Seconds of attention for those that matrices take for as many operations: its kernels are slower
-on CPUs."""
+"""Time of attention, relative to matrix products of as many operations. Its kernels are slower on
+CPUs."""
 _MATRIX_SHARE = 3.0
-"""Operations of all matrices of a layer for those of its projections of queries and outputs, at
-least."""
+"""Operations of all matrices of a layer, relative to its query and output projections, at least."""
 _KV_BYTES_PER_S = 2e9
-"""Bytes of KV that decodes read a second, at least."""
+"""Bytes of KV that decodes read each second, at least."""
 
 
 def longest_step_s(
@@ -15,16 +14,16 @@ def longest_step_s(
 ) -> float:
     """Return the seconds that a step takes at most.
 
-    A warm-up computes the most tokens of a step, and none of their attention. That grows with the
-    context, and takes as many operations as the two projections of queries and outputs where the
-    context is as long as a token's vector. Decodes read the KV pool once. The bound is a wide one:
-    a healthy step that exceeds it several times would be taken for a hang.
+    A warm-up computes the most tokens of a step, without their attention. The cost of attention
+    grows with the context. It equals that of the query and output projections when the context has
+    as many tokens as the hidden state has numbers. Decodes read the KV pool once. The bound is wide
+    on purpose: a healthy step that exceeded it several times would count as a hang.
 
     Args:
         warm_up_s: seconds that a thread computed in the largest step of a stage; 0: not measured.
-        num_stages: stages of a pipeline, which compute a step one after the other.
+        num_stages: pipeline stages, which compute a step one after the other.
         max_model_len: longest context, tokens.
-        hidden_size: numbers of a token's vector.
+        hidden_size: numbers of a token's hidden state.
         pool_bytes: KV of all ranks.
     """
     if warm_up_s <= 0.0:

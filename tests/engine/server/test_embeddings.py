@@ -19,7 +19,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import AdapterSection, EngineConfig, ModelSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.server.app import AppError
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 EAGER = RestartPolicy(first_backoff_s=0.05)

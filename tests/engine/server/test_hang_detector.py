@@ -11,13 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.server.health import (
-    MAX_TICK_S,
-    HangDetector,
-    ProcStats,
-    RestartPolicy,
-    read_proc_stats,
-)
+from ullage_engine.server.hang_detector import MAX_TICK_S, HangDetector, ProcStats, read_proc_stats
+from ullage_engine.server.restart_policy import RestartPolicy
 
 POLICY = RestartPolicy(step_deadline_s=30.0)
 WARM = POLICY.slow_start_steps

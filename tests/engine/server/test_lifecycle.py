@@ -27,7 +27,7 @@ from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.server import app
 from ullage_engine.server.app import AppError
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_kv import arena
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]

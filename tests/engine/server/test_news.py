@@ -14,7 +14,7 @@ from ullage_common.wire.flow_control import Pace
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.server.journal import JournalEntry
 from ullage_engine.server.request import SamplePlan, ValidatedRequest
-from ullage_engine.server.responses import SampleGroup
+from ullage_engine.server.samples import SampleGroup
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
 PACE = Pace(pause_s=10.0, max_tokens=4)

@@ -16,7 +16,7 @@ from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig, ProfilingSection
 from ullage_common.wire.errors import from_rpc_error
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMELINE = admin_pb2.PROFILE_KIND_TIMELINE

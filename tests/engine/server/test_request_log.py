@@ -17,7 +17,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.logs import JsonFormatter
 from ullage_common.process.tracing import TracingSection
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.server.health import HealthScore, RestartPolicy
+from ullage_engine.server.health import HealthScore
+from ullage_engine.server.restart_policy import RestartPolicy
 
 
 def test_backoff_starts_at_zero_doubles_and_ends() -> None:

@@ -23,11 +23,11 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.errors import HOST_SHORT, MEMORY_SHORT, OUT_OF_MEMORY
 from ullage_engine.server.app import AppError
-from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.journal import JournalEntry
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.restart_policy import RestartPolicy
+from ullage_engine.server.server_link import EndpointError
 from ullage_engine.server.supervisor import GaveUpError
-from ullage_engine.server.worker_process import EndpointError
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -507,22 +507,22 @@ def test_an_error_of_the_server_over_a_token_ends_that_request_alone(
     assert sum("cancel" in line for line in trace.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("method", ["_admitted", "_rejected", "_request_failed"])
+@pytest.mark.parametrize("method", ["admitted", "rejected", "request_failed"])
 def test_an_error_of_the_server_over_a_request_ends_that_request(
     serve: Serve, fake: ModuleType, method: str
 ) -> None:
     first = {
-        "_admitted": 1,
-        "_rejected": fake.Script.FITS_NOT_NOW,
-        "_request_failed": fake.Script.FAILS,
+        "admitted": 1,
+        "rejected": fake.Script.FITS_NOT_NOW,
+        "request_failed": fake.Script.FAILS,
     }[method]
 
     async def scenario() -> None:
         async with serve(step_s=0.02) as engine:
-            supervisor = engine._app._supervisor
+            dispatcher = engine._app._supervisor._dispatcher
             whole = asyncio.create_task(engine.generate(ask(5)))
             await started(engine, 1)
-            setattr(supervisor, method, broken_once(getattr(supervisor, method), lambda _: True))
+            setattr(dispatcher, method, broken_once(getattr(dispatcher, method), lambda _: True))
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await engine.generate(ask(first, 2, 3))
             assert from_rpc_error(raised.value).reason == "INTERNAL"

@@ -30,7 +30,7 @@ from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, Journal
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.request import SamplePlan, ValidatedRequest, sample_seed
-from ullage_engine.server.responses import SampleGroup
+from ullage_engine.server.samples import SampleGroup
 from ullage_engine.server.supervisor import WorkerSupervisor
 from ullage_engine.server.worker_process import WorkerHandle
 from ullage_engine.tokenizer.detokenizer import TokenBytes

@@ -14,7 +14,7 @@ import pytest
 from ullage_engine.protocol.frames import SEND_BUFFER_BYTES, Frames, framed
 from ullage_engine.protocol.messages import Admitted, Cancel, Submit, ToWorker
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
-from ullage_engine.server.worker_process import ServerLink
+from ullage_engine.server.server_link import ServerLink
 
 
 class Client:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.continuation import BREAKAGES
 from ullage_common.wire.errors import from_rpc_error
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]

@@ -550,7 +550,7 @@ def test_the_least_important_is_the_one_that_gives_way() -> None:
     preempted: set[str] = set()
     while engine.has_work:
         client.step()
-        preempted |= {each.request_id for each in engine._deferred}
+        preempted |= {each.request_id for each in engine._queue.deferred}
         if not preempted:
             continue
         break
@@ -984,7 +984,7 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
         engine.reservations.check_integrity()
     client.run()
     for request_id, request in open_requests.items():
-        longest = engine._longest(request, 1) - request.num_prompt_tokens
+        longest = engine._costs.longest(request, 1) - request.num_prompt_tokens
         text = expected_text(request)[:longest]
         assert client.texts[request_id][: len(text)] == text[: len(client.texts[request_id])]
         assert client.finished[request_id] in ("length", "stop")

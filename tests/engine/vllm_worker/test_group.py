@@ -27,10 +27,10 @@ from ullage_common.process.addresses import listen
 from ullage_engine import main as engine_main
 from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
-from ullage_engine.server.worker_process import launch_env, vllm_env
+from ullage_engine.server.worker_env import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
 from ullage_engine.vllm_worker.follower_health import HUNG_AFTER_S, FollowerHealth
-from ullage_engine.vllm_worker.group import Connection, Leader, Roster, Start, lead
+from ullage_engine.vllm_worker.group import Leader, NodeConnection, NodeRoster, Start, lead
 
 PATIENCE_S = 60.0
 
@@ -48,14 +48,14 @@ FOLLOWER = """
 import sys
 from ullage_common.process.addresses import listen
 from ullage_engine.vllm_worker.follower_health import FollowerHealth
-from ullage_engine.vllm_worker.group import Follower, Join
+from ullage_engine.vllm_worker.group import Follower, NodeJoin
 assert "torch" not in sys.modules  # seconds, and memory that each follower would hold
 port, health_port, revision, rank, *compute = sys.argv[1:]
 health = FollowerHealth()
 health.serve(listen(None, int(health_port)))
 Follower(
     ("127.0.0.1", int(port)),
-    Join(revision, int(rank)),
+    NodeJoin(revision, int(rank)),
     lambda at, start: [*compute, at, str(start.rank_bytes)],
     {"SET": "1"},
     health,
@@ -314,7 +314,7 @@ def _is_closed(peer: socket.socket) -> bool:
 
 
 def test_a_follower_that_leaves_before_the_start_is_missing_again() -> None:
-    roster = Roster("r1", 4)
+    roster = NodeRoster("r1", 4)
     roster.join(1)
     roster.join(3)
     assert roster.missing == [2]
@@ -325,7 +325,7 @@ def test_a_follower_that_leaves_before_the_start_is_missing_again() -> None:
 def test_the_kernel_ends_the_connection_to_a_node_that_has_vanished_in_ten_seconds() -> None:
     with listen(None, 0) as listener:
         peer = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
-        connection = Connection(peer)
+        connection = NodeConnection(peer)
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, interval, count = (
             peer.getsockopt(socket.IPPROTO_TCP, option)

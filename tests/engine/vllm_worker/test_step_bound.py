@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.vllm_worker.step_bound import longest_step_s
 
 MODEL: dict[str, Any] = {

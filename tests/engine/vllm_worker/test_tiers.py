@@ -13,9 +13,9 @@ from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.protocol.messages import FromKv, KvFound, KvGranted, KvWanted
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
-from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers, Copies
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer
-from ullage_kv.tier import done
+from ullage_kv.futures import done
 
 BLOCK = 4
 NUM_BLOCKS = 12
@@ -54,7 +54,7 @@ class Device:
         self.cached = [None] * NUM_BLOCKS
         self.memory = [None] * NUM_BLOCKS
         self._answers.clear()
-        self.tiers = TierTransfers(SPACE, BLOCK, self.cached.__getitem__, lambda: self.now)
+        self.tiers = ConnectorTransfers(SPACE, BLOCK, self.cached.__getitem__, lambda: self.now)
 
     def lose_worker(self) -> None:
         self.broker.worker_lost()

@@ -16,7 +16,7 @@ from ullage_common.config.engine import (
 )
 from ullage_common.config.router import AffinitySection, RetrySection, RouterConfig
 from ullage_engine.memory.pressure import ordered_levels
-from ullage_engine.server.worker_process import worker_env
+from ullage_engine.server.worker_env import worker_env
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.planning.plan import ServicePlan
 

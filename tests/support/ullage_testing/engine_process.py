@@ -17,7 +17,7 @@ from ullage_common.process import logs
 from ullage_common.process.config_file import read_file
 from ullage_engine.gpu.monitor import MonitorTimes
 from ullage_engine.server.app import EngineApp
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.supervisor import WorkerLaunch
 
 

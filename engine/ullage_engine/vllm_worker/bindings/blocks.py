@@ -1,4 +1,4 @@
-"""The KV blocks of vLLM's pool, and what its cache groups keep in them."""
+"""The KV blocks of vLLM's pool, and the kinds of its cache groups."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from ullage_engine.vllm_worker.interface import Prefix
 
 class _Prefix:
     def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
-        """`slides`: of each group whether it has a window."""
+        """`slides`: whether each group has a window."""
         pairs = list(zip(groups, slides, strict=True))
         self.lasting = [each for group, has_window in pairs if not has_window for each in group]
         self.windows = [
@@ -63,7 +63,7 @@ class VllmBlocks:
 
     @property
     def num_blocks(self) -> int:
-        # One stands for all that windows have slid past.
+        # The null block stands for all blocks that windows have slid past.
         return max(0, int(self._pool.num_gpu_blocks) - 1)
 
     @property
@@ -116,25 +116,25 @@ class VllmBlocks:
 
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, _Prefix)
-        # The end of a prefix is of no use without its beginning, so it is evicted first.
+        # The end of a prefix is useless without its beginning, so it is evicted first.
         self._pool.free_blocks(reversed(prefix.blocks))
 
 
 class GroupKind:
-    """What a cache group keeps of a sequence."""
+    """The kind of KV that a cache group keeps of a sequence."""
 
     def __init__(self, block_tokens: int, window_tokens: int = 0, state_blocks: int = 0) -> None:
         self.block_tokens = block_tokens
-        """Tokens of one block; of a group of states, without meaning."""
+        """Tokens of one block; without meaning for a group of states."""
         self.window_tokens = window_tokens
         self.state_blocks = state_blocks
 
 
 def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
-    """Return what a cache group keeps.
+    """Return the kind of a cache group.
 
     Raises:
-        WorkerStartError: nobody knows what it takes.
+        WorkerStartError: its memory cannot be predicted.
     """
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
@@ -154,5 +154,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Return the KV bytes of a block on one rank, whichever group has it."""
+    """Return the KV bytes of a block on one rank, which are the same in every group."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

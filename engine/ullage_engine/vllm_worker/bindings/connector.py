@@ -1,9 +1,9 @@
 """vLLM's KV connector to the tiers of KV outside the device.
 
-vLLM makes one for its scheduler, in the worker's process, and one in the process of each rank. That
-of the scheduler answers by `TierTransfers`, once it is given one; those of ranks copy between the
-blocks of their device and the shared memory of the host tier. In its slots the parts of all tensor
-ranks lie one behind the other.
+vLLM makes one connector for its scheduler, in the worker's process, and one in the process of each
+rank. The scheduler's connector answers by `ConnectorTransfers`, once it has one. The connectors of
+ranks copy between the blocks of their device and the shared memory of the host tier. Each slot has
+the parts of all tensor ranks, one behind the other.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from vllm.v1.request import Request
 
 from ullage_engine.pinned_memory import PinnedMemory
 from ullage_engine.vllm_worker.bindings.blocks import group_kind
-from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers, Copies
 from ullage_engine.worker.device import HostTier
 from ullage_kv import Arena
 
 
 def transfer_config(host_tier: HostTier) -> KVTransferConfig:
-    """Return what makes vLLM use this connector."""
+    """Return the configuration by which vLLM uses this connector."""
     return KVTransferConfig(
         kv_connector=TierConnector.__name__,
         kv_connector_module_path=__name__,
@@ -60,27 +60,27 @@ class _StepCopied(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's way to the tiers; without `use` it does nothing."""
+    """vLLM's connector to the tiers. It does nothing before `use`."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._tiers: TierTransfers | None = None
+        self._tiers: ConnectorTransfers | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
-        """Those that have not ended, by vLLM's names."""
+        """Requests that have not ended, by vLLM's names."""
         self.part: RankPart | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # What is not kept is computed again.
+        # Blocks that are not kept are recomputed.
         return False
 
     # of the scheduler ----------------------------------------------------------------------------
 
-    def use(self, tiers: TierTransfers) -> None:
-        """Answers by `tiers` from now on."""
+    def use(self, tiers: ConnectorTransfers) -> None:
+        """Answer by `tiers` from now on."""
         self._tiers = tiers
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -147,7 +147,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        # vLLM then steps though it has no request.
+        # If so, vLLM steps even without a request.
         return self._tiers is not None and self._tiers.has_granted
 
     # of a rank -----------------------------------------------------------------------------------
@@ -207,13 +207,13 @@ class RankPart:
         self._is_async = device.type == "cuda"
 
     def load(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to blocks, before what the device computes next."""
+        """Copy slots to blocks, before the device's next computation."""
         for slot, block in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 pool[block].copy_(part, non_blocking=self._is_async)
 
     def store(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to slots, and wait until they are there."""
+        """Copy blocks to slots, and wait for the copies."""
         for block, slot in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 part.copy_(pool[block], non_blocking=self._is_async)
@@ -227,7 +227,7 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each KV once: layers may share it."""
+    """Return each KV tensor once, since layers may share one."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
@@ -254,7 +254,7 @@ def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
-    """Return why the blocks of a model stay on the device; empty if they need not."""
+    """Return why the blocks of a model stay on the device; empty: they need not."""
     groups = kv_cache_config.kv_cache_groups
     kinds = [group_kind(group, vllm_config) for group in groups]
     if len(groups) != 1 or kinds[0].window_tokens or kinds[0].state_blocks:
@@ -265,9 +265,10 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Return the bytes that a rank has of every block, and what they depend on beside the model.
+    """Return the bytes of a rank's part of a block, and the facts except the model that they depend
+    on. 0 bytes: the rank cannot copy them.
 
-    `worker`: vLLM's worker of the rank, whose process calls this. 0 bytes: it cannot copy them.
+    `worker`: vLLM's worker of the rank, whose process calls this.
     """
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
@@ -284,7 +285,7 @@ def part_format(worker: Any) -> tuple[int, list[str]]:
 
 
 def cut_slots(_worker: Any, block_bytes: int) -> None:
-    """Divides a rank's shared memory into slots for blocks of so many bytes on all ranks."""
+    """Divide a rank's shared memory into slots for blocks of so many bytes on all ranks."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
     assert connector.part is not None, "nothing is copied"
@@ -292,5 +293,5 @@ def cut_slots(_worker: Any, block_bytes: int) -> None:
 
 
 def content_of(pool: BlockPool, block: int) -> object:
-    """Return what vLLM has cached in a block; None: nothing."""
+    """Return the hash of a block's cached content; None: the block is not cached."""
     return pool.blocks[block].block_hash

@@ -64,7 +64,7 @@ from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, Invali
 from ullage_engine.vllm_worker.proof import Probe
 from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.vllm_worker.step_bound import longest_step_s
-from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers, TiersRefusedError
 from ullage_engine.worker.device import HostTier, open_ledger
 from ullage_engine.worker.fingerprint import cpu_kind
 from ullage_engine.worker.grammar import Grammars
@@ -79,16 +79,16 @@ _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Variables that say where threads run, and those that Ullage and vLLM set themselves."""
+"""Variables for the placement of threads, and those that Ullage and vLLM set themselves."""
 _NOTICED_WITHIN_S = 2.0
-"""Seconds in which vLLM notices that a rank has ended, after the step that failed with it."""
+"""Seconds after a failed step in which vLLM notices that a rank has ended."""
 
 
 def check_version() -> None:
     """Check the version of vLLM.
 
     Raises:
-        WorkerStartError: it is another one.
+        WorkerStartError: it is not the tested one.
     """
     installed = vllm.__version__.partition("+")[0]
     if installed != VERSION:
@@ -104,20 +104,21 @@ def make_config(
     """Make vLLM's configuration.
 
     Args:
-        host_tier: memory for KV outside the device, which embeddings have none of.
-        headless: whether it is of a node that follows another one.
+        arguments: those of `EngineArgs`.
+        host_tier: memory for KV outside the device, which embedding models do not use.
+        headless: whether the node follows another one.
 
     Raises:
         WorkerStartError: an argument is unknown or wrong.
     """
     try:
-        # The defaults of vLLM's own server, which a user would compare with.
+        # The defaults of vLLM's own server, with which a user would compare.
         config = EngineArgs(**arguments).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=headless
         )
     except (VLLMValidationError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise WorkerStartError(f"vllm: {_one_line(error)}") from error
-    # The pool may hold less than the longest sequence: admission refuses what it does not hold.
+    # The pool may hold less than the longest sequence. Admission refuses longer requests.
     config.model_config.original_max_model_len = -1
     if host_tier is not None and config.model_config.runner_type != "pooling":
         config.kv_transfer_config = transfer_config(host_tier)
@@ -130,7 +131,7 @@ def is_cpu() -> bool:
 
 
 def check_device(asked: str) -> None:
-    """Checks that vLLM computes where the configuration says.
+    """Check that vLLM computes on the configured device.
 
     Raises:
         WorkerStartError: this vLLM is for other devices.
@@ -149,7 +150,7 @@ def processor() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return vLLM's variables of the environment that are set and may choose how it computes."""
+    """Return vLLM's environment variables that are set and may choose kernels."""
     names = {each for each in envs.compile_factors() if each.startswith("VLLM_")} - _NOT_CHOSEN
     return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
@@ -160,7 +161,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def resolve_dtype(name: str) -> str:
-    """Return the type of weights; auto is bfloat16 where the device computes in it."""
+    """Return the type of weights. auto is bfloat16 if the device computes in it."""
     if name != "auto":
         return name
     fast = not is_cpu() or cpu_computes_bfloat16()
@@ -168,8 +169,7 @@ def resolve_dtype(name: str) -> str:
 
 
 def cpu_budget(config: EngineConfig, host_tier: int) -> int:
-    """Return the bytes of memory that all ranks of a CPU engine may have, beside those of the host
-    tier."""
+    """Return the memory of all ranks of a CPU engine in bytes, without the host tier."""
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
@@ -181,8 +181,8 @@ adapters, and the bytes that were free of each rank's GPU, to the KV bytes of ea
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Make vLLM's executor ask the ledger how large the KV pool becomes, and end its ranks at
-    once."""
+    """Make vLLM's executor ask the ledger for the size of the KV pool, and kill its ranks at its
+    end."""
 
     class SizedExecutor(base):  # type: ignore[misc]
         kv_configs: list[KVCacheConfig]
@@ -203,7 +203,7 @@ def _sized_executor(
 
         @staticmethod
         def _ensure_worker_termination(worker_procs: Sequence[BaseProcess]) -> None:
-            # They have nothing to save, and would take 10 s to end each other's queues.
+            # Ranks have nothing to save, and would take 10 s to close their queues.
             for process in worker_procs:
                 process.kill()
             for process in worker_procs:
@@ -213,14 +213,14 @@ def _sized_executor(
 
 
 def _blank_slots(executor: Executor) -> int:
-    """Return the bytes of the slots of adapters, on all ranks, and make them resident."""
+    """Make the adapter slots of all ranks resident, and return their bytes."""
     return sum(executor.collective_rpc("ullage_blank_slots")) if executor.lora_config else 0
 
 
 def compute(config: VllmConfig, on_loaded: Callable[[], None]) -> None:
-    """Run the ranks of a follower node until one of them ends.
+    """Run the ranks of a follower until one of them ends.
 
-    `on_loaded` is called once they have loaded the model.
+    `on_loaded`: called once they have loaded the model.
     """
     executor = MultiprocExecutor(config, monitor_workers=False)
     on_loaded()
@@ -237,11 +237,14 @@ class VllmCore:
         load_vocabulary: Callable[[int], LLTokenizer],
         on_stage: Callable[[str], None],
     ) -> None:
-        """Load the model and allocate everything.
+        """Load the model and allocate all memory.
 
-        `load_vocabulary`: makes what grammars need of the tokenizer, for a vocabulary of so many
-        tokens, when the first grammar comes.
-        `on_stage` is called when the weights are loaded and warm_up begins, and kv_pool.
+        Args:
+            config: vLLM's configuration.
+            size_pool: decides the size of the KV pool.
+            load_vocabulary: makes the tokenizer of grammars, for a vocabulary of so many tokens,
+                when the first grammar comes.
+            on_stage: called at the beginning of the stages warm_up and kv_pool.
 
         Raises:
             WorkerStartError: the model or its memory cannot be served as configured.
@@ -268,9 +271,9 @@ class VllmCore:
         """Why a grammar cannot be followed any more, by vLLM's ids of requests."""
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
-        """Adapters that were ever added: vLLM knows them by numbers."""
+        """Number of adapters that were ever added, by which vLLM numbers them."""
         self.blocks = VllmBlocks(self._scheduler, self._requests)
-        self._tiers: TierTransfers | None = None
+        self._tiers: ConnectorTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
@@ -291,12 +294,12 @@ class VllmCore:
 
     @property
     def task(self) -> Literal["generate", "embed"]:
-        """What the model is for."""
+        """The task of the model."""
         return "embed" if self._config.model_config.runner_type == "pooling" else "generate"
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence that vLLM takes, tokens: at most what its pool or a step holds."""
+        """Longest sequence that vLLM takes, tokens. Prompts that are not cut fit into one step."""
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
@@ -309,7 +312,7 @@ class VllmCore:
 
     @property
     def lookahead_tokens(self) -> int:
-        """Tokens that it may store beyond a sequence's last known one, for speculation."""
+        """Tokens that vLLM may store beyond a sequence's last known one, for speculation."""
         return int(self._scheduler.num_spec_tokens + self._scheduler.num_lookahead_tokens)
 
     @property
@@ -326,12 +329,12 @@ class VllmCore:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Most tokens that places are taken for at a time, over all steps in flight."""
+        """Most tokens that have places at a time, over all steps in flight."""
         return int(self._config.max_in_flight_tokens) + self.lookahead_tokens
 
     @property
     def max_decode_tokens(self) -> int:
-        """Most tokens of one sequence whose prompt is computed that are scheduled at a time."""
+        """Most tokens of a decoding sequence that are scheduled at a time."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
     @property
@@ -343,7 +346,7 @@ class VllmCore:
         return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
 
     def limit_chunk(self, num_tokens: int) -> None:
-        """Lower the prompt tokens of one step, for which buffers and warm-up stay as large."""
+        """Lower the prompt tokens of one step. Buffers and warm-up stay as large."""
         most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
         if self.chunk_tokens:
             self._scheduler.max_num_scheduled_tokens = min(
@@ -351,12 +354,12 @@ class VllmCore:
             )
 
     def blank_slots(self) -> int:
-        """Return the bytes of all ranks' slots of adapters, while none is loaded."""
+        """Return the bytes of all ranks' adapter slots. No adapter may be loaded."""
         return _blank_slots(self._engine.engine_core.engine_core.model_executor)
 
     @property
     def pool_bytes(self) -> int:
-        """KV bytes of all ranks, those of the block that is never given out included."""
+        """KV bytes of all ranks, including the null block."""
         return self.block_bytes * (self.blocks.num_blocks + 1) if self._kv_configs else 0
 
     @property
@@ -370,7 +373,7 @@ class VllmCore:
 
     @property
     def groups(self) -> list[GroupKind]:
-        """What each cache group keeps of a sequence, with its block's length in tokens."""
+        """The kind of each cache group."""
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         return [group_kind(group, self._config) for group in groups]
 
@@ -404,7 +407,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return the bytes of a block that ranks copy, and what they depend on beside the model.
+        """Return the bytes of a block that ranks copy, and the facts that their layout depends on.
 
         Raises:
             TiersRefusedError: blocks stay on the device.
@@ -422,14 +425,14 @@ class VllmCore:
         facts = [str(fact) for _, own in parts for fact in own]
         return sum(num_bytes for num_bytes, _ in parts), facts
 
-    def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> TierTransfers:
-        """Keep blocks outside the device, too, under keys of the namespace `space`, in slots for
-        so many bytes."""
+    def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
+        """Keep blocks outside the device, too, under keys of the namespace `space`, in slots of
+        `block_bytes`."""
         self._engine.engine_core.engine_core.model_executor.collective_rpc(
             cut_slots, args=(block_bytes,)
         )
         pool = self._scheduler.kv_cache_manager.block_pool
-        self._tiers = TierTransfers(space, block_tokens, partial(content_of, pool))
+        self._tiers = ConnectorTransfers(space, block_tokens, partial(content_of, pool))
         self._scheduler.connector.use(self._tiers)
         return self._tiers
 
@@ -452,7 +455,7 @@ class VllmCore:
         try:
             self._on_all_ranks("ullage_load_adapter", name)
         except AdapterError:
-            self.unload_adapter(name)  # ranks that have loaded it, or a part
+            self.unload_adapter(name)  # some ranks have loaded it, or a part of it
             raise
 
     def _on_all_ranks(self, method: str, name: str) -> None:
@@ -491,8 +494,8 @@ class VllmCore:
         added = self._requests[request.request_id] = self._scheduler.requests[internal]
         if sent:
             added.append_output_token_ids(sent)
-            # vLLM asserts that the cache has no more of a request than its prompt, unless it has
-            # preempted it; of those it does not count what was cached.
+            # vLLM asserts that the cache has no tokens behind a request's prompt, except for
+            # preempted requests, of which it does not count the cached tokens.
             added.num_preemptions = 1
             assert added.prefill_stats is not None
             added.prefill_stats.num_cached_tokens = self.blocks.num_cached(added)
@@ -501,7 +504,7 @@ class VllmCore:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Check what vLLM itself refuses in a step only, which would break its engine.
+        """Check for errors that vLLM itself finds only in a step, which would break its engine.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -582,7 +585,7 @@ class VllmCore:
         groups = self.groups
         kinds = [each for each in groups if not each.state_blocks]
         num_blocks = self.blocks.num_blocks - sum(each.state_blocks for each in groups)
-        # Each group takes its own blocks, of which the smallest bound the sequence.
+        # Each group takes blocks of its own. Those with the fewest tokens limit the sequence.
         in_pool = num_blocks // max(1, len(kinds)) * min((k.block_tokens for k in kinds), default=0)
         longest = self.max_model_len
         return Probe(
@@ -598,12 +601,14 @@ class VllmCore:
         return self._config.model_config.quantization is None
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute a few tokens, so that a fault of every step fails the start; return what came of
-        them, in the order of requests and tokens, and keep nothing of them.
+        """Compute a few tokens, so that a fault of every step fails the start, and keep nothing.
+
+        Returns:
+            The outputs, in the order of requests and tokens.
 
         Raises:
-            WorkerStartError: a step fails for another reason than memory; after a lack of memory
-                another start may do better.
+            WorkerStartError: a step fails for another reason than memory. After a shortage of
+                memory another start may do better.
             RuntimeError: the process of a rank has ended.
         """
         self._num_probes += 1
@@ -652,7 +657,7 @@ class VllmCore:
     def _step_until(
         self, outputs: dict[str, list[CoreOutput]], is_done: Callable[[], bool]
     ) -> None:
-        """Step until something holds, and add what comes to `outputs`."""
+        """Step until `is_done` holds, and add the outputs to `outputs`."""
         for _ in range(_PROBE_STEPS):
             if is_done():
                 return
@@ -669,7 +674,7 @@ class VllmCore:
         for _ in range(_PROBE_STEPS):
             if self.blocks.num_free == self.blocks.num_blocks:
                 break
-            self._step()  # one that is in flight still has blocks
+            self._step()  # a request in flight still has blocks
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the probe's blocks are not given back")
 
@@ -680,12 +685,12 @@ class VllmCore:
         return by_rank
 
     def changed_table(self) -> str:
-        """Compute the tables of all ranks once more; return the name of one that is computed
-        otherwise now, empty: none is."""
+        """Compute the tables of all ranks again; return the name of one that differs, or an empty
+        string."""
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
-        """Checks that the processes of all ranks on this node are there.
+        """Check that the processes of all ranks on this node live.
 
         Raises:
             GroupLostError: one has ended.
@@ -695,7 +700,7 @@ class VllmCore:
 
     @property
     def _has_lost_rank(self) -> bool:
-        # Not vLLM's callback, which comes when it has ended the other ranks, seconds later.
+        # vLLM's callback comes seconds later, when it has ended the other ranks.
         return getattr(self._executor, "is_failed", False)
 
     def close(self) -> None:
@@ -703,7 +708,7 @@ class VllmCore:
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Make the state of a request's grammar, in place of vLLM's own way."""
+        """Make the matcher of a request's grammar, in place of vLLM's own function."""
         params = request.sampling_params
         assert params is not None and params.extra_args is not None
         matcher = self._grammars.compile(params.extra_args[GRAMMAR]).result().deep_copy()
@@ -724,7 +729,7 @@ def _has_tokens(
 
 
 def _field_of(error: Exception) -> str:
-    """Names the request's field that vLLM's error is about."""
+    """Return the request's field that vLLM's error is about."""
     return str(getattr(error, "parameter", None) or "request")
 
 

@@ -1,4 +1,4 @@
-"""What vLLM is given of a request, and what it gives back, in this room's words."""
+"""Conversion of requests to vLLM's arguments, and of its outputs."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,11 +18,11 @@ GRAMMAR = "ullage_grammar"
 """Name under `extra_args` of a request's grammar, in llguidance's form."""
 _SEEDS = 1 << 63
 _ANY = r"start: /(.|\n)*/"
-"""A grammar that vLLM accepts in place of the one that is used."""
+"""A grammar for vLLM's own checks, in place of the one that is used."""
 
 
 class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """The state of one answer's matcher, as vLLM asks for it."""
+    """The matcher of one answer, behind vLLM's interface."""
 
     def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
         self._matcher = matcher
@@ -40,7 +40,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         fill_next_token_bitmask(self._matcher, bitmask, idx)
         if self._matcher.is_error():
-            # All that it allows now is to end, as if the answer were complete.
+            # A failed matcher allows only the end, as if the answer were complete.
             self._on_error(self._matcher.get_error())
 
     def is_terminated(self) -> bool:
@@ -51,7 +51,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """What vLLM asks its grammar backend for beside grammars."""
+    """The part of a grammar backend that makes no grammars."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -63,7 +63,7 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
+    """Return the arguments of vLLM's `SamplingParams`. `max_tokens` includes the output so far."""
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -96,8 +96,10 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
 def converted_output(
     output: RequestOutput, params: SamplingParams | None, num_loaded: int
 ) -> CoreOutput:
-    """Convert what a step produced of a request that was not aborted and has begun with so many
-    tokens from tiers."""
+    """Convert the output of a step for a request.
+
+    `num_loaded`: tokens from tiers with which the request began.
+    """
     [sample] = output.outputs
     finish: Literal["", "stop", "length", "error"] = ""
     match sample.finish_reason:
@@ -109,7 +111,7 @@ def converted_output(
             finish = "error"
     num_cached = output.num_cached_tokens or 0
     if not (params and params.extra_args and RESUMED in params.extra_args):
-        num_cached -= num_loaded  # which vLLM counts, too, but for requests that it has preempted
+        num_cached -= num_loaded  # vLLM counts them, too, except for preempted requests
     return CoreOutput(
         request_id=output.request_id,
         token_ids=list(sample.token_ids),
@@ -136,7 +138,7 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
         return None
     converted = []
     for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
-        # The chosen token is among them even where it is not one of the likeliest.
+        # The entries include the chosen token even if it is not one of the likeliest.
         ranked = sorted((each.rank or 0, other) for other, each in entries.items())
         top = [other for rank, other in ranked if rank <= num_top]
         converted.append(

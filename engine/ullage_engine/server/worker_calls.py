@@ -1,0 +1,120 @@
+"""Questions to the worker that it answers once: profiles, and loading a LoRA adapter.
+
+An answer that the worker did not give before its end is an error.
+"""
+
+import asyncio
+
+import grpc
+
+from ullage_common.wire.errors import ServiceError
+from ullage_engine.protocol.messages import (
+    AdapterAdded,
+    AddAdapter,
+    ProfileDone,
+    StartProfile,
+    StopProfile,
+)
+from ullage_engine.server.adapters import WorkerEndedError
+from ullage_engine.server.worker_process import WorkerHandle
+
+
+class ProfileCall:
+    """The profile of the worker's steps that is under way, if any."""
+
+    def __init__(self) -> None:
+        self._answer: asyncio.Future[ProfileDone] | None = None
+
+    def start(
+        self, worker: WorkerHandle | None, message: StartProfile
+    ) -> "asyncio.Future[ProfileDone]":
+        """Have the worker profile its coming steps; return a future of its answer.
+
+        The future has a ServiceError when the worker ends before it answers.
+
+        Raises:
+            ServiceError: no worker is ready, or a profile is under way.
+        """
+        if worker is None or worker.ready_at is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "NO_ENGINE",
+                "no worker is ready; try again",
+                retry_after_s=1.0,
+            )
+        if self._answer is not None:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "PROFILE_RUNNING",
+                "another profile is under way; come back when it has ended",
+            )
+        self._answer = asyncio.get_running_loop().create_future()
+        worker.link.post(message)
+        return self._answer
+
+    def stop(self, worker: WorkerHandle | None) -> None:
+        """End the profile before its time. Its answer comes nevertheless."""
+        if worker is not None and self._answer is not None:
+            worker.link.post(StopProfile())
+
+    def finish(self, done: ProfileDone) -> None:
+        """Take the worker's answer."""
+        answer = self._pop()
+        if answer is not None:
+            answer.set_result(done)
+
+    def fail(self) -> None:
+        """End the profile without an answer, since the worker has ended."""
+        answer = self._pop()
+        if answer is None:
+            return
+        answer.set_exception(
+            ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "WORKER_LOST",
+                "the worker ended during the profile; begin another one",
+            )
+        )
+        answer.exception()  # The caller may be gone, and asyncio would log the error.
+
+    def _pop(self) -> "asyncio.Future[ProfileDone] | None":
+        """Return the future if it still waits for an answer; another profile may begin."""
+        answer = self._answer
+        self._answer = None
+        return None if answer is None or answer.done() else answer
+
+
+class AdapterCalls:
+    """The LoRA adapters that the worker is loading."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, asyncio.Future[str]] = {}
+        """Futures of errors, by the worker's name of the adapter."""
+
+    async def add(self, worker: WorkerHandle | None, message: AddAdapter) -> str:
+        """Have the worker load an adapter; return its error, or an empty string.
+
+        Raises:
+            WorkerEndedError: the worker ended before it answered.
+        """
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[message.name] = answer
+        # A worker that is not ready yet gets all adapters once it is.
+        if worker is not None and worker.ready_at is not None:
+            worker.link.post(message)
+        try:
+            return await answer
+        finally:
+            self._answers.pop(message.name, None)
+
+    def finish(self, added: AdapterAdded) -> None:
+        """Take the worker's answer."""
+        answer = self._answers.get(added.name)
+        if answer is not None and not answer.done():
+            answer.set_result(added.error)
+
+    def fail_all(self) -> None:
+        """End all calls without an answer, since the worker has ended."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(WorkerEndedError())

@@ -1,0 +1,50 @@
+"""How long sequences may become, and how many blocks they take: pure functions of the profile."""
+
+from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
+from ullage_engine.protocol.requests import EngineRequest
+from ullage_engine.scheduler.common_prefix import shared_tokens
+from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence
+
+
+class BlockCosts:
+    """The lengths and blocks of sequences under one profile and one engine's limits."""
+
+    def __init__(self, profile: MemoryProfile, limits: EngineLimits) -> None:
+        self._profile = profile
+        self._limits = limits
+
+    def longest(self, request: EngineRequest, num_samples: int) -> int:
+        """Return the most tokens that each of so many samples of a request may have."""
+        profile = self._profile
+        longest = self._limits.max_model_len
+        if not profile.block_bytes:
+            return longest
+
+        lookahead = self._limits.lookahead_tokens
+        longest = min(longest, most_tokens(profile, profile.kv_pool_bytes) - lookahead)
+
+        limit = profile.session_kv_bytes if request.session_id else 0
+        if limit:
+            num_prompt = request.num_prompt_tokens
+            most = most_tokens(profile, limit, num_prompt, num_samples) - lookahead
+            longest = min(longest, most)
+        return longest
+
+    def charged_blocks(self, sequence: VllmSequence) -> int:
+        """Return the blocks of the tokens that a sequence is charged for."""
+        return self.num_blocks(sequence, sequence.charged_tokens)
+
+    def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:
+        """Return the blocks of a sequence of so many tokens, less those of its parent that it is
+        going to share.
+
+        Args:
+            resumed: whether the sequence goes on with so many tokens after a preemption, so that
+                all of them are its prompt.
+        """
+        shared = 0
+        if sequence.parent is not None:
+            shared = shared_tokens([sequence.parent.request, sequence.request])
+        stored = num_tokens + self._limits.lookahead_tokens
+        prompt = None if resumed else 0 if sequence.has_token else len(sequence.token_ids)
+        return sample_blocks(self._profile, stored, prompt, shared_tokens=shared)

@@ -1,0 +1,72 @@
+"""Progress of a start, by the bytes that it takes."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ullage_engine.protocol.messages import Loading
+from ullage_engine.worker.loop import Report
+
+_PROGRESS_S = 1.0
+"""Seconds between two reports of a stage."""
+
+
+class StartProgress:
+    """Reports the stages of a start to the server, since vLLM reports none while it loads."""
+
+    def __init__(self, report: Report, used_bytes: Callable[[], int]) -> None:
+        self._report = report
+        self._used_bytes = used_bytes
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._total = 0
+        """Bytes that the stage is going to take; 0: unknown."""
+        self._first = 0
+        """Bytes in use when the stage began."""
+        self._most = 0
+        """Most bytes in use since."""
+
+    def begin(self, stage: str, total_bytes: int = 0) -> None:
+        """End the last stage and begin one that is going to take so many bytes; 0: unknown."""
+        with self._lock:
+            self._end()
+            self._stage = stage
+            self._total = total_bytes
+            self._first = self._used_bytes()
+            self._most = self._first
+            self._send(0, total_bytes or 1)
+
+    def repeat(self) -> None:
+        """Report the stage again, while this process waits for another one."""
+        with self._lock:
+            self._send(0, self._total or 1)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Report the bytes in use or written every second while they grow."""
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(_PROGRESS_S):
+                with self._lock:
+                    used = self._used_bytes()
+                    if used > self._most and self._stage:
+                        self._most = used
+                        total = self._total or 1
+                        self._send(min(used - self._first, total - 1), total)
+
+        thread = threading.Thread(target=look, name="loading", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        self._end()
+
+    def _end(self) -> None:
+        if self._stage:
+            self._send(self._total, self._total)
+
+    def _send(self, done: int, total: int) -> None:
+        self._report(Loading(stage=self._stage, done_bytes=done, total_bytes=total))

@@ -1,0 +1,245 @@
+"""Blocks on their way from lower tiers to host memory.
+
+A `BlockFetch` is one caller's list of blocks. It has a `PendingBlock` for each block that a lower
+tier loads for it. Several fetches may share a pending block, which is loaded once. All blocks that
+one tier loads together are a `TierLoad`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ullage_kv.arena import Arena
+from ullage_kv.futures import Alarms, Steps, all_done, done, run
+from ullage_kv.index import Lease, SlotRef
+from ullage_kv.keys import CHAIN_BYTES
+from ullage_kv.results import HOST, MISS, Result, Status
+from ullage_kv.tier import LowerTier, Transfer
+
+PART_BLOCKS = 128
+"""Most blocks that are given together to a lower tier. A caller's thread, such as that of an event
+loop, gives a few parts at most. The threads of the tier give those behind them."""
+
+_PARTS_AT_ONCE = 2
+"""Parts of one fetch that are on their way. While one ends, the threads of tiers have another."""
+
+_IN_HOST = Result(Status.HIT, HOST)
+
+
+def parts_of(num_blocks: int, size: int = PART_BLOCKS) -> list[range]:
+    """Return the places of so many blocks in parts of `size`; the last part may be smaller."""
+    return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
+
+
+@dataclass(slots=True, eq=False)
+class PendingBlock:
+    """A block that a lower tier loads to a reserved slot of host memory."""
+
+    key: bytes
+    ref: SlotRef
+    load: "TierLoad"
+    result: Result | None = None
+    """None: the tier has not answered. It is set before `load.arrived` is done."""
+
+
+@dataclass(slots=True, eq=False)
+class TierLoad:
+    """The blocks that one tier loads together."""
+
+    tier: str
+    ends_at: float
+    """Time of the deadline by the store's clock."""
+    blocks: list[PendingBlock] = field(default_factory=list)
+    arrived: "Future[None]" = field(default_factory=Future)
+    """Done when every block has its result."""
+
+
+class BlockFetch:
+    """The blocks of one call, and the result of each."""
+
+    def __init__(self, loader: "Loader", keys: Sequence[bytes], ends_at: float) -> None:
+        self.keys = keys
+        self.ends_at = ends_at
+        """Time of the deadline by the store's clock."""
+        self.results = [MISS] * len(keys)
+        self.refusal: Result | None = None
+        """Result of all blocks of lower tiers that are not begun yet, once a tier has refused;
+        None: the tiers take more."""
+        self._loader = loader
+        self._pending: list[PendingBlock | None] = [None] * len(keys)
+
+    def run(self) -> "Future[list[Result]]":
+        """Fetch part after part; return a future of the results."""
+        parts = iter(parts_of(len(self.keys)))
+        # Both tasks draw from one iterator: whichever has fetched its part takes the next one.
+        tasks = [run(self._fetch_each(parts)) for _ in range(_PARTS_AT_ONCE)]
+
+        results = Future[list[Result]]()
+        all_done(tasks).add_done_callback(lambda _: results.set_result(self.results))
+        return results
+
+    def begin(self, part: range) -> "Future[None]":
+        """Begin to fetch the blocks at some places; return a future that is done when their results
+        are set."""
+        places_by_tier = self._locate(part)
+        places = [place for each in places_by_tier.values() for place in each]
+        if not places:
+            return done(None)
+
+        remaining_s = self.ends_at - self._loader.now()
+        if self.refusal is None and remaining_s <= 0:
+            self.refusal = Result(Status.TIMEOUT, next(iter(places_by_tier)))
+        if self.refusal is not None:
+            for place in places:
+                self.results[place] = self.refusal
+            return done(None)
+
+        for tier in self._loader.tiers:
+            if tier.name in places_by_tier:
+                self._loader.load(self, tier, places_by_tier[tier.name], remaining_s)
+        return run(self._await(places))
+
+    def expect(self, place: int, block: PendingBlock) -> None:
+        """Take the result of a place from a pending block, which may be another fetch's, too."""
+        self._pending[place] = block
+
+    def _fetch_each(self, parts: Iterator[range]) -> Steps:
+        for part in parts:
+            yield self.begin(part)
+
+    def _locate(self, part: range) -> dict[str, list[int]]:
+        """Return the places of blocks by the lower tier that has them.
+
+        Blocks in host memory get their result here. Blocks that no tier has are in neither.
+        """
+        places_by_tier = dict[str, list[int]]()
+        tiers = self._loader.locate(self.keys[part.start : part.stop])
+        for place, tier in zip(part, tiers, strict=True):
+            if tier == HOST:
+                self.results[place] = _IN_HOST
+            elif tier:
+                places_by_tier.setdefault(tier, []).append(place)
+        return places_by_tier
+
+    def _await(self, places: Sequence[int]) -> Steps:
+        """Wait for the pending blocks at some places, at most until the deadline, and set their
+        results."""
+        blocks = [(place, block) for place in places if (block := self._pending[place]) is not None]
+        loads = {id(block.load): block.load for _, block in blocks}.values()
+
+        arrived = all_done([load.arrived for load in loads])
+        if any(load.ends_at > self.ends_at for load in loads):  # begun by another fetch
+            self._loader.alarms.finish_at(self.ends_at, arrived)
+        yield arrived
+
+        for place, block in blocks:
+            self.results[place] = block.result or Result(Status.TIMEOUT, block.load.tier)
+        if all(self.results[place].is_refusal for place in places):
+            self.refusal = self.results[places[-1]]
+
+
+class Loader:
+    """Loads blocks from lower tiers to host memory, each block once at a time; safe to use from
+    several threads."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        block_bytes: int,
+        lease: Lease,
+        tiers: Sequence[LowerTier],
+        locate: Callable[[Sequence[bytes]], list[str]],
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            arena: the memory whose slots the blocks are loaded to.
+            block_bytes: size of a block.
+            lease: under which slots are reserved.
+            tiers: those below host memory, the fastest first.
+            locate: returns the name of the highest tier that has each block; empty: none has it.
+            clock: in seconds.
+        """
+        self.tiers = tiers
+        self.locate = locate
+        self.now = clock
+        self.alarms = Alarms(clock)
+        self._arena = arena
+        self._block_bytes = block_bytes
+        self._lease = lease
+        self._lock = threading.Lock()
+        self._pending: dict[bytes, PendingBlock] = {}
+        """A block enters and leaves together with the reservation of its slot, under the lock."""
+
+    @property
+    def num_pending(self) -> int:
+        """Number of blocks that are being loaded."""
+        return len(self._pending)
+
+    def load(
+        self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
+    ) -> None:
+        """Begin to load the blocks at some places of a fetch from one tier."""
+        load = self._reserve(fetch, tier, places)
+        if not load.blocks:
+            return
+
+        transfers = [
+            Transfer(block.key, self._arena.slot(block.ref.slot, self._block_bytes))
+            for block in load.blocks
+        ]
+        loading = tier.load(transfers, deadline_s)
+        loading.add_done_callback(lambda loaded: self._commit(load, loaded.result()))
+
+    def close(self) -> None:
+        """Stop the alarms. The tiers must be closed, which ends all loads."""
+        self.alarms.close()
+
+    def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
+        """Reserve a slot for each block that is not being loaded already; return those blocks."""
+        load = TierLoad(tier.name, fetch.ends_at)
+        with self._lock:
+            for place in places:
+                key = fetch.keys[place]
+                if (pending := self._pending.get(key)) is not None:
+                    fetch.expect(place, pending)
+                    continue
+                if fetch.refusal is not None:
+                    fetch.results[place] = fetch.refusal
+                    continue
+
+                reserved = self._lease.reserve(key, _parent(fetch.keys, place))
+                if reserved.ref is None:
+                    is_here = reserved.status is Status.EXISTS
+                    fetch.results[place] = _IN_HOST if is_here else Result(reserved.status, HOST)
+                    if reserved.status is Status.FULL:
+                        # Blocks behind this one would take the slots of those before it.
+                        fetch.refusal = fetch.results[place]
+                    continue
+
+                block = PendingBlock(key, reserved.ref, load)
+                self._pending[key] = block
+                load.blocks.append(block)
+                fetch.expect(place, block)
+        return load
+
+    def _commit(self, load: TierLoad, results: Sequence[Result]) -> None:
+        """Make the blocks readable that a tier has loaded, and free the slots of the others."""
+        with self._lock:
+            for block, result in zip(load.blocks, results, strict=True):
+                if result.status is not Status.HIT:
+                    self._lease.abort(block.ref)
+                    block.result = result
+                elif self._lease.commit(block.ref) is Status.STORED:
+                    block.result = result
+                else:  # removed meanwhile
+                    block.result = MISS
+                del self._pending[block.key]
+        load.arrived.set_result(None)
+
+
+def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
+    """Return the key before a place, if both keys may be of one chain."""
+    is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
+    return keys[place - 1] if is_chain else None
