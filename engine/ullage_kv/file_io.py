@@ -190,7 +190,8 @@ class SlotFile:
                     self._clear(earlier)
                 entry = _ENTRY.pack(key, parent or bytes(KEY_BYTES), digest, next(self._sequence))
                 self._write_entry(slot, entry + _check(entry, slot))
-                self._keys[slot], self._slots[key] = key, slot
+                self._keys[slot] = key
+                self._slots[key] = slot
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:

@@ -92,10 +92,12 @@ def test_generation_counts_spec_changes_only(client, gadgets, gadget):
 def test_status_and_spec_are_written_apart(client, gadgets, gadget):
     response = client.post(gadgets, json={**gadget(), "status": {"phase": "early"}}).json()
     assert "status" not in response
-    response["status"], response["spec"]["replicas"] = {"phase": "late"}, 9
+    response["status"] = {"phase": "late"}
+    response["spec"]["replicas"] = 9
     spec_only = client.put(f"{gadgets}/g", json=response).json()
     assert "status" not in spec_only and spec_only["spec"]["replicas"] == 9
-    spec_only["status"], spec_only["spec"]["replicas"] = {"phase": "late"}, 1
+    spec_only["status"] = {"phase": "late"}
+    spec_only["spec"]["replicas"] = 1
     status_only = client.put(f"{gadgets}/g/status", json=spec_only).json()
     assert (status_only["status"]["phase"], status_only["spec"]["replicas"]) == ("late", 9)
 

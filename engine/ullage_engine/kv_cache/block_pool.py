@@ -81,7 +81,8 @@ class BlockPool:
     def _take(self, block: int) -> int:
         before = self._previous[block]
         behind = self._next[block]
-        self._next[before], self._previous[behind] = behind, before
+        self._next[before] = behind
+        self._previous[behind] = before
         self._ref_counts[block] = 1
         self.num_free -= 1
         return block
@@ -89,8 +90,10 @@ class BlockPool:
     def _put(self, block: int) -> None:
         # At the tail, so that blocks freed together stay neighbours in the list.
         last = self._previous[self._head]
-        self._next[last], self._previous[block] = block, last
-        self._next[block], self._previous[self._head] = self._head, block
+        self._next[last] = block
+        self._previous[block] = last
+        self._next[block] = self._head
+        self._previous[self._head] = block
         self.num_free += 1
 
     def _walk(self) -> list[int]:

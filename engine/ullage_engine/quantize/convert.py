@@ -442,7 +442,8 @@ class _Smoothed:
             weights = torch.cat([reader.read(part.source) for part in by_name[name].parts])
             old = reader.read(norm.parts[0].source)
             new, columns = smoothing(largest, weights, old, alpha)
-            self._norms[norm.name], self._columns[name] = new, columns
+            self._norms[norm.name] = new
+            self._columns[name] = columns
 
     def read(self, plan: TensorPlan, part: Part) -> torch.Tensor:
         if plan.name in self._norms:

@@ -288,7 +288,8 @@ class Cache:
     # Storage.
 
     def _set(self, scope: Scope, obj: Object) -> Object:
-        kind, (namespace, name) = scope.kind, _name_of(obj)
+        kind = scope.kind
+        namespace, name = _name_of(obj)
         collection = self._collections[scope]
         if previous := collection.objects.get((namespace, name)):
             self._unindex(kind, previous)

@@ -182,7 +182,8 @@ def test_a_tier_that_is_thought_slow_is_measured_and_then_loaded_from(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
-    peers, peers.held = engine.peers, set(KEYS)
+    peers = engine.peers
+    peers.held = set(KEYS)
     engine.compute = SLOW
 
     def arrive(seconds: float) -> int:
@@ -211,7 +212,8 @@ def test_a_tier_that_is_thought_slow_is_measured_and_then_loaded_from(
 
 def test_peers_are_asked_once_for_a_request(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
-    peers, peers.held = engine.peers, set(KEYS)
+    peers = engine.peers
+    peers.held = set(KEYS)
     engine.arrive("r", TEXT)
     first = engine.answer_to(engine.ask("r", KEYS))
     assert (first.slots, first.more_from) == ([], 0)
@@ -226,7 +228,8 @@ def test_peers_are_asked_once_for_a_request(new_engine: Callable[..., Engine]) -
 
 def test_what_comes_in_two_answers_is_one_hit(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
-    peers, peers.held = engine.peers, set(KEYS)
+    peers = engine.peers
+    peers.held = set(KEYS)
     engine.arrive("r", TEXT)
     peers.answer()
     keys, future = peers.loads.pop(0)
@@ -242,7 +245,8 @@ def test_what_comes_in_two_answers_is_one_hit(new_engine: Callable[..., Engine])
 
 def test_nothing_behind_a_gap_is_loaded(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
-    peers, peers.held = engine.peers, {*KEYS[:4], *KEYS[5:]}
+    peers = engine.peers
+    peers.held = {*KEYS[:4], *KEYS[5:]}
     engine.arrive("r", TEXT)
     engine.answer_to(engine.ask("r", KEYS))
     rest = engine.ask("r", KEYS, is_rest=True)
@@ -255,7 +259,8 @@ def test_what_is_slower_is_not_loaded_either_where_no_arrival_is_known(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
-    peers, peers.held = engine.peers, set(KEYS)
+    peers = engine.peers
+    peers.held = set(KEYS)
     engine.compute = QUICK
     engine.answer_to(engine.ask("r", KEYS))
     rest = engine.ask("r", KEYS, is_rest=True)
@@ -315,7 +320,8 @@ def test_beginnings_without_their_last_windows_are_computed(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine(window=40)
-    peers, peers.held = engine.peers, {*KEYS, *windows_of(KEYS[2:6])}
+    peers = engine.peers
+    peers.held = {*KEYS, *windows_of(KEYS[2:6])}
     assert engine.arrive("r", TEXT) == 10, "not known yet"
     peers.answer()
     # Behind six blocks 39 tokens are read: those of the last three.

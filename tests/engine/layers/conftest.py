@@ -41,7 +41,8 @@ class Layer:
 def skewed(seed: int) -> torch.Tensor:
     """A router's bias by which all tokens choose expert 0, none the last two."""
     bias = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(seed))
-    bias[0], bias[-2:] = 50.0, -50.0
+    bias[0] = 50.0
+    bias[-2:] = -50.0
     return bias
 
 

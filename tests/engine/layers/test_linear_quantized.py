@@ -153,7 +153,8 @@ def test_whole_numbers_are_summed_exactly(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-127, 128, (33, 4096), dtype=torch.int8, generator=generator)
     weight = torch.randint(-127, 128, (40, 4096), dtype=torch.int8, generator=generator)
-    x[0], weight[0] = 127, 127
+    x[0] = 127
+    weight[0] = 127
     wanted = (x.long() @ weight.t().long()).int()
     for product in (int_product, emulated_int_product):
         out = torch.empty(33, 40, dtype=torch.int32)

@@ -143,7 +143,8 @@ def test_what_others_take_is_missing_and_measured_at_a_bounded_rate() -> None:
         now[0] += 0.0625
     assert (missing[0], missing[-1]) == (0, 50)
     assert measured == [0.0, 1.0, 2.0]
-    free[0], now[0] = 800, 4.0
+    free[0] = 800
+    now[0] = 4.0
     assert monitor.missing_bytes() == 0
 
 
@@ -153,13 +154,18 @@ def test_what_this_process_takes_itself_is_not_missing() -> None:
     own = [5000]
     monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0], lambda: own[0])
     # The allocator has grown into the reserve.
-    now[0], free[0], own[0] = 1.0, 50, 5150
+    now[0] = 1.0
+    free[0] = 50
+    own[0] = 5150
     assert monitor.missing_bytes() == 0
     # Others took 60 as well.
-    now[0], free[0] = 2.0, 0
+    now[0] = 2.0
+    free[0] = 0
     assert monitor.missing_bytes() == 50
     # It gave 100 back, and others took that, too.
-    now[0], free[0], own[0] = 3.0, 0, 4900
+    now[0] = 3.0
+    free[0] = 0
+    own[0] = 4900
     assert monitor.missing_bytes() == 200
 
 
@@ -169,5 +175,6 @@ def test_a_device_that_was_tight_from_the_beginning_stays_usable() -> None:
     monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0])
     now[0] = 1.0
     assert monitor.missing_bytes() == 0
-    free[0], now[0] = 100, 2.0
+    free[0] = 100
+    now[0] = 2.0
     assert monitor.missing_bytes() == 20

@@ -121,7 +121,8 @@ def test_each_slice_of_rows_is_reported(monkeypatch: pytest.MonkeyPatch, seed: i
 
 def test_weights_on_a_grid_stay(seed: int) -> None:
     values = torch.randint(-8, 8, (5, 64), generator=torch.Generator().manual_seed(seed))
-    values[:, ::32], values[:, 1::32] = -8, 7
+    values[:, ::32] = -8
+    values[:, 1::32] = 7
     weights = values * 0.25 + 0.5
     rounded = quantise_calibrated(weights, gram_of(seed, 64, 500), 32, torch.float32)
     assert torch.allclose(rounded.dequantise(), weights, atol=1e-5)

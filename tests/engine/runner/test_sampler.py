@@ -215,7 +215,8 @@ def test_a_request_of_the_same_name_is_counted_anew() -> None:
     counts = PenaltyCounts(4)
     params = {"repetition_penalty": 1e6, "temperature": 0.0}
     logits = torch.zeros(1, VOCAB)
-    logits[0, 5], logits[0, 9] = 2.0, 1.0
+    logits[0, 5] = 2.0
+    logits[0, 9] = 1.0
     first = replace(chunk([1], **params), history=[5])
     assert sample(logits.clone(), [first], counts)[0].token_id == 9
     second = replace(first, history=[7])

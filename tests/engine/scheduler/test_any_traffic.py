@@ -276,7 +276,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             return sorted(self.left)[number % len(self.left)]
 
         def enter(self, name: str, token_ids: list[int], seed: int) -> None:
-            self.left[name], self.seeds[name] = list(token_ids), seed
+            self.left[name] = list(token_ids)
+            self.seeds[name] = seed
 
         def step(self) -> None:
             nonlocal num_operations

@@ -70,7 +70,8 @@ class Device:
         messages = self.tiers.take_messages()
         for message in messages:
             self.broker.on_message(message)
-        answers, self._answers[:] = list(self._answers), []
+        answers = list(self._answers)
+        self._answers[:] = []
         for answer in answers:
             if isinstance(answer, KvFound):
                 self.tiers.on_found(answer)

@@ -157,7 +157,9 @@ def test_a_worker_that_a_step_ends_reports_the_shortages_before_that(error: Exce
         raise error
 
     engine = FakeEngine(has_work=True, has_decodes=True)
-    engine.num_steps, engine.step, engine.tiers = 0, step, None  # type: ignore[attr-defined]
+    engine.num_steps = 0  # type: ignore[attr-defined]
+    engine.step = step
+    engine.tiers = None
     engine.set_batch_share = lambda share: None  # type: ignore[attr-defined]
     link = FakeLink(0)
     link.send = sent.append  # type: ignore[method-assign]

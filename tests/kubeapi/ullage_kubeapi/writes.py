@@ -267,7 +267,8 @@ class Writer:
             return self._gone(request.resource, doomed)
         if "deletionTimestamp" in meta:
             return live
-        meta["deletionTimestamp"], meta["deletionGracePeriodSeconds"] = checks.now(), 0
+        meta["deletionTimestamp"] = checks.now()
+        meta["deletionGracePeriodSeconds"] = 0
         if "generation" in meta:
             meta["generation"] += 1
         return self._objects.put(request.resource, doomed)

@@ -224,10 +224,8 @@ async def reconciling(
     cluster: Cluster, cache: Cache, queue: RolloutQueue | None = None
 ) -> AsyncIterator[Reconciler]:
     recorder = EventRecorder(cluster)
-    healer, scaler = (
-        Healer(cluster, recorder, lambda _: None, StreamTimes()),
-        Autoscaler[ServiceKey](lambda _: None),
-    )
+    healer = Healer(cluster, recorder, lambda _: None, StreamTimes())
+    scaler = Autoscaler[ServiceKey](lambda _: None)
     applier = Applier(cluster, cache, recorder)
     queue = queue or RolloutQueue(1, lambda _: None)
     times = ReconcileTimes(resync_s=3000.0)

@@ -475,7 +475,8 @@ def test_without_its_memory_nothing_that_failed_is_rolled_out(cluster, is_rollou
     cluster.step()
     assert cluster.status == before, "told once"
     assert ("StatefulSet", "demo-single") not in cluster.applied
-    cluster.objects[key_of(kept)], cluster.is_rollout_readable = kept, True
+    cluster.objects[key_of(kept)] = kept
+    cluster.is_rollout_readable = True
     cluster.step()
     assert cluster.stages[-1] == "RolledBack"
     del cluster.objects["ConfigMap", "demo-rollout"]

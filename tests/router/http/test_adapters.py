@@ -309,7 +309,8 @@ def test_what_names_an_adapter_does_not_block_an_engine_without_it(
             await learn(service, ("sql",), ())
             for engine in service.engines:
                 engine.push(ready=False)
-            router, (_, lacking) = service.router.service, service.engines
+            router = service.router.service
+            _, lacking = service.engines
             await service.until(lambda: not router.engines.is_ready)
             with_adapter = asyncio.create_task(service.chat(model="sql"))
             await service.until(lambda: len(router.queue) == 1)

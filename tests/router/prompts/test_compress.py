@@ -63,7 +63,8 @@ talks = st.lists(st.builds(turn, roles, st.text(max_size=30)), min_size=2, max_s
 def test_promises(talk: list[Turn], budget: int) -> None:
     made = truncate(talk, budget, render)
     assert made.token_ids == render(made.turns)
-    last, (clean,) = made.turns[-1], cleanse_turns(talk[-1:], INVISIBLE)[0]
+    last = made.turns[-1]
+    [clean] = cleanse_turns(talk[-1:], INVISIBLE)[0]
     assert last == clean
     systems = [t["role"] for t in talk].count("system")
     assert [t["role"] for t in made.turns].count("system") == systems

@@ -332,7 +332,8 @@ class FakeVllm:
 
     def _slide(self, table: list[Block | None], count: int) -> None:
         for index in reversed(range(min(count, len(table)))):
-            block, table[index] = table[index], None
+            block = table[index]
+            table[index] = None
             if block is not None:
                 self._give_back(block)
 

@@ -80,7 +80,8 @@ class Group:
                     tokens += output.token_ids
             for message in engine.tiers.take_messages():
                 broker.on_message(message)
-            answers, self.answers[:] = list(self.answers), []
+            answers = list(self.answers)
+            self.answers[:] = []
             for answer in answers:
                 if isinstance(answer, KvGranted):
                     engine.tiers.on_granted(answer.slots)
