@@ -36,7 +36,7 @@ from ullage_router.call import Call, EngineStream, Event, Handler, ResponseStrea
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import LEAVING, is_failure, stopped
 from ullage_router.metric_names import TRIAL
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 from ullage_router.prompts.prompts import PromptBuilder
 
 GOLDEN = 0.6180339887498949

@@ -4,7 +4,7 @@ The prefill window is a short pause under load in which prompts wait for one ano
 can be balanced over the engines. A request whose engine has prompts to compute for longer than the
 window loses nothing by it: its place could not be used yet, and it keeps its memory meanwhile. When
 the window closes, all requests in it are balanced over the engines of their pool
-(`policy/credit.py`) and move with their memory.
+(`policy/balance.py`) and move with their memory.
 """
 
 import asyncio
@@ -27,20 +27,12 @@ from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import refusal
 from ullage_router.policy.affinity import CacheKey
-from ullage_router.policy.credit import Credit, EngineLoad, PrefillTask, balance, work
-from ullage_router.policy.decide import (
-    NextStep,
-    Refuse,
-    Run,
-    ShrinkContext,
-    Wait,
-    decide,
-    decide_among,
-    min_output,
-    passes,
-)
-from ullage_router.policy.decision import (
-    Decision,
+from ullage_router.policy.balance import EngineLoad, PrefillTask, balance, work
+from ullage_router.policy.credit import Credit
+from ullage_router.policy.decide import decide, decide_among, min_output, passes
+from ullage_router.policy.decision import Decision
+from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Deferred
+from ullage_router.policy.facts import (
     EngineState,
     QueueState,
     RequestFacts,
@@ -48,7 +40,7 @@ from ullage_router.policy.decision import (
     Side,
     TimeLimits,
 )
-from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Deferred
+from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext, Wait
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate

@@ -10,7 +10,7 @@ from ullage_common.config.router import PlacementSection
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import Affinity, CacheKey
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 from ullage_router.policy.retry import RetryBudget
 
 

@@ -15,8 +15,8 @@ from ullage_router.admission.admission import Admission
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, some_retry_after_s, unknown_model
-from ullage_router.policy.decide import home_of, is_large, room_of
-from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.facts import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.placement import home_of, is_large, room_of
 
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between two DNS look-ups while requests are held."""

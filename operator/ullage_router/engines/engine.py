@@ -20,11 +20,11 @@ from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, adapter_key, wi
 from ullage_common.wire.tls import speaks_tls
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
-from ullage_router.engines.roster import engine_key
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook, Held
-from ullage_router.policy.decision import WELL, EngineState, EngineView, Release, Side, route_of
+from ullage_router.policy.decision import route_of
+from ullage_router.policy.facts import WELL, EngineState, EngineView, Release, Side, engine_key
 from ullage_router.tokenizer import Model
 
 ReportKind = Literal["next", "gap", "old", "restart"]
@@ -403,7 +403,7 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Work of the prompts before a new one (`credit.work`).
+        """Work of the prompts before a new one (`balance.work`).
 
         Of other routers' prompts only the tokens are known, not how long each is.
         """

@@ -22,10 +22,10 @@ from ullage_common.wire.fingerprint import (
     num_kinds,
 )
 from ullage_router.engines.engine import Engine
-from ullage_router.engines.roster import Roster, engine_key
+from ullage_router.engines.roster import Roster
 from ullage_router.errors import no_engine, unknown_model
 from ullage_router.policy.circuit_breaker import held_back
-from ullage_router.policy.decision import EngineState, EngineView, Side
+from ullage_router.policy.facts import EngineState, EngineView, Side, engine_key
 from ullage_router.tokenizer import Model, fingerprint, load_model
 
 RESOLVE_INTERVAL_S = 3.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ullage_router.policy.affinity import HashRing
-from ullage_router.policy.decision import EngineState, Side
+from ullage_router.policy.facts import EngineState, Side
 
 if TYPE_CHECKING:
     from ullage_router.engines.engine import Engine
@@ -172,12 +172,6 @@ class Roster:
 
 def _state_of(engine: "Engine") -> tuple[EngineState, str, frozenset[str]]:
     return engine.standing, engine.fingerprint, engine.adapters
-
-
-def engine_key(side: Side, pool: str, address: str) -> str:
-    """Return the name by which decisions know an engine: one address may be in several pools, and
-    a canary's may become a stable engine's."""
-    return f"{side}/{pool}/{address}"
 
 
 USABLE = EngineState.USABLE

@@ -17,7 +17,7 @@ is held to STRETCH times its time there. An idle engine may always try.
 import math
 from collections.abc import Iterator, Sequence
 
-from ullage_router.policy.decision import EngineView, TimeLimits
+from ullage_router.policy.facts import EngineView, TimeLimits
 
 SHARE = 0.8
 """Share of an objective or a limit that a prediction may take: it cannot see everything."""

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from ullage_common.config.router import RejectSection, RetrySection
-from ullage_router.policy.decision import EngineView, Release
+from ullage_router.policy.facts import EngineView, Release
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5

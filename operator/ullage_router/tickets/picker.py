@@ -31,17 +31,8 @@ from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.engines.roster import DrawGroup
 from ullage_router.policy.affinity import CacheKey
-from ullage_router.policy.decide import (
-    NextStep,
-    Refuse,
-    Run,
-    ShrinkContext,
-    decide,
-    decide_among,
-    min_output,
-    room_of,
-)
-from ullage_router.policy.decision import (
+from ullage_router.policy.decide import decide, decide_among, min_output
+from ullage_router.policy.facts import (
     WELL,
     EngineState,
     EngineView,
@@ -50,6 +41,8 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.policy.forecast import is_on_time
+from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext
+from ullage_router.policy.placement import room_of
 from ullage_router.tenants import TenantSession
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids

@@ -12,7 +12,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PoolSection
 from ullage_router.engines import engines
 from ullage_router.engines.engines import resolve
-from ullage_router.policy.decision import EngineState, Side
+from ullage_router.policy.facts import EngineState, Side
 
 if TYPE_CHECKING:
     StartService = Any

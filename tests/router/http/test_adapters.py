@@ -17,7 +17,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.process.config_file import entry
 from ullage_common.wire.errors import from_rpc_error
 from ullage_router.policy.affinity import prefix_hashes
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
 
