@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ullage_router.policy.quota import Bucket, Quota, Shortage
+from ullage_router.policy.quota import Quota, Shortage, TokenBucket
 
 MAX_PROCESSES = 64
 """Most processes of a router."""
@@ -97,7 +97,7 @@ class SharedQuota:
         os.pwrite(self._fd, data, 0)
 
 
-def _bucket(full: Bucket | None, level: float, at: float) -> Bucket | None:
+def _bucket(full: TokenBucket | None, level: float, at: float) -> TokenBucket | None:
     return replace(full, level=level, at=at) if full else None
 
 

@@ -27,7 +27,7 @@ from ullage_common.tickets.tickets import cache_salt
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router import errors
-from ullage_router.policy.quota import MINUTE_S, ROUNDING, Bucket, Quota, Shortage
+from ullage_router.policy.quota import MINUTE_S, ROUNDING, Quota, Shortage, TokenBucket
 from ullage_router.shared_quota import QuotaFolder, SharedQuota
 from ullage_router.telemetry.metrics import TenantMetrics
 from ullage_router.telemetry.record import RequestRecord
@@ -185,8 +185,8 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
     tokens = rules.tokens_per_minute
     most = rules.concurrency
     quota = Quota(
-        requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
-        tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
+        requests=TokenBucket.full(max(1.0, requests * share), now) if requests else None,
+        tokens=TokenBucket.full(max(1.0, tokens * share), now) if tokens else None,
         concurrency=max(1, math.floor(most * share + ROUNDING)) if most else None,
     )
     return Account(name, rules, quota)

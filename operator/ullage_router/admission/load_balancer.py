@@ -41,7 +41,7 @@ class LoadBalancer:
         self._engines = engines
         self.choices: Counter[str] = Counter()
         """Number of requests by outcome of affinity: kept, yielded or none."""
-        engines.on_forgotten = self._affinity.forget
+        engines.on_forgotten = self._affinity.remove_engine
 
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""

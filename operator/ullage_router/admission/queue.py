@@ -23,7 +23,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedList
 
 from ullage_common.config.router import QueueSection
-from ullage_router.policy.fair_queue import Entry, FairLine
+from ullage_router.policy.fair_queue import Entry, FairQueue
 
 LOOKED_AHEAD = 16
 """Number of requests first in line among which those are looked for that may pass the head."""
@@ -151,7 +151,7 @@ class RequestQueue:
 
     def __init__(self, bounds: QueueSection) -> None:
         self._bounds = bounds
-        self._lines: dict[LineKey, FairLine] = {}
+        self._lines: dict[LineKey, FairQueue] = {}
         self._entries: dict[int, QueueEntry] = {}
         self._holdings: dict[str, _Holding] = {}
         self._worths: SortedList[_Worth] = SortedList()
@@ -188,7 +188,7 @@ class RequestQueue:
             self._leave_line(loser)
             loser.wake()
         entry = QueueEntry(self, pool, waiter, _place(waiter, next(self._numbers)))
-        line = self._lines.setdefault(entry.line, FairLine(self._bounds.aging))
+        line = self._lines.setdefault(entry.line, FairQueue(self._bounds.aging))
         line.add(entry.place)
         self._entries[entry.place.number] = entry
         self._hold(entry)
@@ -336,7 +336,7 @@ class RequestQueue:
         """Return the bytes that each tenant waits for."""
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
-    def _wake_head(self, line: FairLine) -> None:
+    def _wake_head(self, line: FairQueue) -> None:
         if line.head is not None:
             self._entries[line.head.number].wake()
 

@@ -21,7 +21,7 @@ from ullage_common.wire.tls import speaks_tls
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
-from ullage_router.policy.circuit_breaker import Breaker
+from ullage_router.policy.circuit_breaker import CircuitBreaker
 from ullage_router.policy.credit import Credit, CreditBook, Held
 from ullage_router.policy.decision import route_of
 from ullage_router.policy.facts import WELL, EngineState, EngineView, Release, Side, engine_key
@@ -197,7 +197,7 @@ class Engine:
         """What decides the bits of the engine's answers, as it reported last."""
         self._model_name = model_name
         self._owner = owner
-        self.breaker = Breaker(breaker)
+        self.breaker = CircuitBreaker(breaker)
         self.order = ReportSequence(side is Side.CANARY)
         self.watchdog = StreamWatchdog(
             lambda: self.is_silent and owner.has_another(self),

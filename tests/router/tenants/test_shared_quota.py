@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_router.policy.quota import Bucket, Quota, Shortage
+from ullage_router.policy.quota import Quota, Shortage, TokenBucket
 from ullage_router.shared_quota import QuotaFolder, SharedQuota
 
-FULL = Quota(requests=Bucket.full(30, 0.0), tokens=Bucket.full(500, 0.0), concurrency=6)
+FULL = Quota(requests=TokenBucket.full(30, 0.0), tokens=TokenBucket.full(500, 0.0), concurrency=6)
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 2),
