@@ -31,7 +31,8 @@ from ullage_common.config.router import PoolSection
 from ullage_common.process.config_file import ConfigError, Strict, Text, read_file
 from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
 from ullage_common.wire.errors import ServiceError
-from ullage_router.admission.admission import NotOnCanary, Reservation
+from ullage_router.admission.admission import NotOnCanary
+from ullage_router.admission.prefill_window import Reservation
 from ullage_router.call import Call, EngineStream, Event, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import LEAVING, is_failure, stopped

@@ -33,8 +33,9 @@ from ullage_common.wire.continuation import (
 )
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
-from ullage_router.admission.admission import Admission, Reservation
+from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
+from ullage_router.admission.prefill_window import Reservation
 from ullage_router.call import (
     Call,
     EngineStream,

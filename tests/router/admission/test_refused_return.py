@@ -14,7 +14,8 @@ import pytest
 from ullage.headroom.v1 import headroom_pb2
 from ullage_common.config.router import DEFAULT_LADDER, QueueSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
+from ullage_router.admission.queue import QueueEntry, RequestQueue, Waiter
+from ullage_router.admission.queue_bounds import QueueFull
 from ullage_router.policy.decide import decide
 from ullage_router.policy.deferral import DeferralBook, Deferrals, Deferred
 from ullage_router.policy.facts import (
