@@ -20,7 +20,7 @@ from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.healing import EngineHealth
 from ullage_operator.rollout.analysis import CanarySample, Variant
 from ullage_operator.rollout.falls import EngineReport, FallCount, counted, total
-from ullage_router.engines.engine import ReportSequence
+from ullage_router.engines.reports import ReportSequence
 from ullage_router.policy.facts import Side
 from ullage_router.rollout import Outcomes
 
