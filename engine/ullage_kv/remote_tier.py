@@ -21,7 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from ullage.kv.v1 import kv_pb2 as pb
-from ullage_common.wire.channels import NO_RECORDS, addresses, is_address
+from ullage_common.process.addresses import NO_RECORDS, by_best_family, is_ip
 from ullage_common.wire.tls import Material
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, Peer
@@ -463,7 +463,7 @@ class RemoteTier:
         peers = dict[str, Peer]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
-            server_name = self._server_name or ("" if is_address(host) else host)
+            server_name = self._server_name or ("" if is_ip(host) else host)
             for address in current:
                 peer = self._peers.get(address) or peers.get(address)
                 peers[address] = peer or Peer(address, server_name, self._own)
@@ -502,10 +502,10 @@ _NOT_THERE = {Status.MISS, Status.CORRUPT}
 def _resolve(target: str) -> set[str] | None:
     """Return the addresses of a target; None: the name server does not answer. Waits for it."""
     host, _, port = target.rpartition(":")
-    if is_address(host):
+    if is_ip(host):
         return {target}
     try:
-        return addresses(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM), port)
+        return by_best_family(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM), port)
     except socket.gaierror as error:
         if error.errno in NO_RECORDS:
             return set()

@@ -10,8 +10,6 @@ be parsed with UNKNOWN and says no more. Health is grpc.health.v1 with the servi
 import asyncio
 import contextlib
 import inspect
-import ipaddress
-import socket
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -30,7 +28,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from ullage_common.process.addresses import joined
 from ullage_common.wire.call_limits import CallCount, OpenPlaces, Place, ReceiveRoom
 from ullage_common.wire.call_names import Server
 from ullage_common.wire.errors import ServiceError, abort, invalid
@@ -509,31 +506,6 @@ def open_blocking_channel(
 def _named(server_name: str) -> tuple[tuple[str, int | str], ...]:
     named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
     return (*CHANNEL_OPTIONS, *named)
-
-
-NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-"""Errors of getaddrinfo that are answers: a headless Service without pods has no records."""
-
-
-def addresses(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
-    """Return `ip:port` of every A record that getaddrinfo gave, or `[ip]:port` of every AAAA
-    record where there is no A record.
-
-    A process that has both is one process, whose address of the first kind is taken.
-    """
-    by_family: dict[int, set[str]] = {}
-    for family, *_, (ip, *_) in records:
-        by_family.setdefault(family, set()).add(joined(str(ip), port))
-    return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
-
-
-def is_address(host: str) -> bool:
-    """Whether it is an IP address, and not a name."""
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True
 
 
 def bind(

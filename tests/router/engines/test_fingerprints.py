@@ -72,8 +72,8 @@ def test_the_router_says_how_its_engines_differ(
         asyncio.run(scenario())
     lines = [record for record in caplog.records if "compute" in record.message]
     assert [(line.levelname, line.message) for line in lines[-2:]] == [
-        ("WARNING", "engines compute otherwise than one another"),
-        ("INFO", "engines compute alike again"),
+        ("WARNING", "engines differ in their numerics"),
+        ("INFO", "engines have the same numerics again"),
     ]
     assert lines[-2].reason == "processor differs: p (large-0, single-0), q (single-1)"
 
