@@ -28,14 +28,9 @@ from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_common.process.tracing import start_tracing
 from ullage_common.tickets.tickets import TICKET_KEY
-from ullage_common.wire.channels import (
-    Health,
-    RequestGuard,
-    bind,
-    new_probe_server,
-    new_server,
-)
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.request_guard import RequestGuard
+from ullage_common.wire.servers import Health, bind, new_probe_server, new_server
 from ullage_common.wire.tls import Certificates, Material
 from ullage_engine.gpu.monitor import GpuMonitor, MonitorTimes
 from ullage_engine.gpu.throttling import BoostState

@@ -24,9 +24,9 @@ import grpc
 from google.rpc import code_pb2, status_pb2
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.wire.channels import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 from ullage_common.wire.errors import ServiceError, from_status, invalid, to_status
 from ullage_common.wire.flow_control import Pace, SendWindow
+from ullage_common.wire.request_guard import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 
 # Responses in one message: it stays far below the longest that gRPC takes.
 MAX_BATCH = 256
