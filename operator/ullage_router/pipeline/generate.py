@@ -60,7 +60,7 @@ from ullage_router.pipeline.on_engine import (
     expect,
 )
 from ullage_router.policy.facts import Side
-from ullage_router.prompts.tool_use import read_calls
+from ullage_router.prompts.tools.answers import read_calls
 from ullage_router.rollout import Rollout, Send
 from ullage_router.tickets.signing import TicketSigner
 
