@@ -21,7 +21,8 @@ from types import MappingProxyType
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import TenantRules, TenantsSection
-from ullage_common.process.config_file import MAX_KEY, TENANT_NAME, ConfigError, digest, read_entry
+from ullage_common.process.api_keys import MAX_KEY, TENANT_NAME, digest, read_entry
+from ullage_common.process.config_file import ConfigError
 from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
 from ullage_common.tickets.tickets import cache_salt
 from ullage_common.wire.errors import ServiceError

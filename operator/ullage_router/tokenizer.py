@@ -34,16 +34,10 @@ from tokenizers.pre_tokenizers import (
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.affixes import Affixes, affixes_of
-from ullage_common.chat.special_tokens import (
-    ClearMarks,
-    GuardedTokenizer,
-    Piece,
-    SpecialTokenError,
-    SpecialTokenGuard,
-    finder,
-    parted,
-)
+from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
+from ullage_common.chat.special_tokens import ClearMarks, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
+from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece, finder, parted
 from ullage_common.chat.tool_formats import ToolFormat, Turn
 from ullage_common.process.memory import freeze_gc, trim_heap
 from ullage_router.text_bounds import TextCutter, TokenBound, UncutText, token_bound
@@ -134,7 +128,7 @@ class SegmentEncoder:
                     return number
         return max(0, number)
 
-    def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
+    def encode_pieces(self, pieces: Iterable[TokenPiece], most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a text whose only guarded tokens are the pieces that are tokens.
 
         Raises:
@@ -148,7 +142,7 @@ class SegmentEncoder:
             return _counted(self._tokenise(guarded.spell(pieces), guarded.encode), most)
         return self._join(pieces, guarded.encode, most)
 
-    def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> TokenIds:
+    def _join(self, pieces: Iterable[TokenPiece], tokenise: Tokenise, most: int) -> TokenIds:
         ids = array("I")
         for piece in pieces:
             if piece.is_token:
@@ -351,7 +345,7 @@ class Model:
         """
         try:
             if self.guard and self.guard.guarded:
-                ids = self.encoder.encode_pieces([Piece(text)] if text else [], most)
+                ids = self.encoder.encode_pieces([TokenPiece(text)] if text else [], most)
             else:
                 ids = self.encoder.encode(text, most)
         except (SpecialTokenError, UncutText) as error:

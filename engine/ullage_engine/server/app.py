@@ -19,7 +19,8 @@ from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage.kv.v1 import kv_pb2_grpc
-from ullage_common.chat.special_tokens import GuardedTokenizer, SpecialTokenGuard
+from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
+from ullage_common.chat.special_tokens import SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.addresses import host_of, joined

@@ -20,12 +20,12 @@ from ullage.admin.v1 import admin_pb2 as admin_pb
 from ullage.admin.v1 import admin_pb2_grpc as admin_rpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
-from ullage_common.chat.special_tokens import (
-    GuardedTokenizer,
-    SpecialTokenError,
-    SpecialTokenGuard,
-)
-from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
+from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
+from ullage_common.chat.special_tokens import SpecialTokenGuard
+from ullage_common.chat.template import ChatTemplate, ChatTemplateError
+from ullage_common.chat.template_arguments import read_arguments
+from ullage_common.chat.token_finder import SpecialTokenError
+from ullage_common.chat.turns import make_turns
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks

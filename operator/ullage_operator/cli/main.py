@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from ullage_common.process.config_file import TENANT_NAME, entry, new_key
+from ullage_common.process.api_keys import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
 from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
 from ullage_operator.api.spec import VERSION, Service, Settings

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ullage_common.chat.template import num_characters
 from ullage_common.chat.tool_formats import Turn
+from ullage_common.chat.turns import num_characters
 from ullage_router.prompts.key_facts import key_facts, share_kept
 
 MAX_SENTENCES = 4000

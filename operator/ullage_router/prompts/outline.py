@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ullage_common.chat.special_tokens import finder
+from ullage_common.chat.token_finder import finder
 from ullage_common.chat.tool_formats import Turn
 from ullage_router.prompts.tools.tool_use import ToolUse
 from ullage_router.tokenizer import Model, PromptError

@@ -9,8 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.chat.template import TURN_CHARACTERS, make_turns, read_arguments, weight
+from ullage_common.chat.template_arguments import read_arguments
 from ullage_common.chat.tool_formats import Turn
+from ullage_common.chat.turns import TURN_CHARACTERS, make_turns, weight
 from ullage_common.config.router import CleanseSection
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter

@@ -11,7 +11,9 @@ from typing import Protocol
 _PROBE = "a"
 
 
-class Encoding(Protocol):
+class EncodedText(Protocol):
+    """The part of `tokenizers.Encoding` that is needed here."""
+
     @property
     def ids(self) -> list[int]: ...
 
@@ -19,7 +21,7 @@ class Encoding(Protocol):
 class Encoder(Protocol):
     """The part of `tokenizers.Tokenizer` that is needed here."""
 
-    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> Encoding: ...
+    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> EncodedText: ...
 
 
 @dataclass(frozen=True, slots=True)

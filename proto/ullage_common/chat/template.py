@@ -26,7 +26,6 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.client_text import ascii_json, escaped, formatted, interposed, joined
 from ullage_common.chat.template_looks import Looks, looks_of
 from ullage_common.chat.tool_formats import (
@@ -39,7 +38,6 @@ from ullage_common.chat.tool_formats import (
     with_short_ids,
     with_tools_as_text,
 )
-from ullage_common.wire.errors import invalid
 
 SPECIAL_TOKENS = (
     "bos_token",
@@ -358,117 +356,3 @@ def _raise(message: str) -> None:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-MAX_BYTES = 16 << 10
-
-# What asks for what models do anyway is no error where it cannot be asked for.
-_USUAL = {"reasoning_effort": "medium"}
-
-
-def read_arguments(
-    text: str, template: ChatTemplate, field: str, drops_others: bool = False
-) -> dict[str, Any]:
-    """The variables by name.
-
-    Args:
-        text: of a JSON object; empty for none.
-        field: where it stands in the request, for errors.
-        drops_others: whether what the template does not read is left out and not refused.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT, it is no such text or names what the template does not read.
-    """
-    arguments = _parsed(text, field) if text else {}
-    for name, value in list(arguments.items()):
-        if name in template.variables:
-            continue
-        if not drops_others and _USUAL.get(name) != value:
-            where = name if name in _USUAL else f"{field}.{name}"
-            raise invalid(where, f"{where}: {_reads(template)}; leave it out")
-        del arguments[name]
-    return arguments
-
-
-def _parsed(text: str, field: str) -> dict[str, Any]:
-    if len(text.encode()) > MAX_BYTES:
-        raise invalid(field, f"{field} has more than {MAX_BYTES} bytes; send less")
-    try:
-        parsed = json.loads(text)
-        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
-    except (ValueError, RecursionError) as error:
-        raise invalid(field, f"{field} is not valid JSON; send one object") from error
-    if not isinstance(parsed, dict):
-        raise invalid(field, f"{field} is no JSON object; send one")
-    return parsed
-
-
-def _reads(template: ChatTemplate) -> str:
-    names = ", ".join(sorted(template.variables))
-    return f"the model's chat template does not read it{f', but {names}' if names else ''}"
-
-
-TURN_CHARACTERS = 64
-"""Characters that are handled in the time that a turn takes beside its own."""
-
-# Newer OpenAI clients say developer where templates say system.
-_ROLES = {"developer": "system"}
-
-
-def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
-    """Make one turn a message, with the fields that the message has."""
-    names: dict[str, str] = {}
-    turns = []
-    for message in messages:
-        names.update({call.id: call.name for call in message.tool_calls})
-        turns.append(_turn(message, message.name or names.get(message.tool_call_id, "")))
-    return turns
-
-
-def num_characters(turns: Iterable[Turn]) -> int:
-    """Count the characters of all turns, calls included."""
-    return sum(map(_num_characters, turns))
-
-
-def weight(turns: Sequence[Turn]) -> int:
-    """Estimates the work of handling turns, in characters: turns without any are no less work."""
-    return num_characters(turns) + TURN_CHARACTERS * len(turns)
-
-
-def _num_characters(turn: Turn) -> int:
-    calls = turn.get("tool_calls", ())
-    size = len(turn["content"]) + len(turn.get("reasoning_content", ""))
-    return size + (len(json.dumps(calls)) if calls else 0)
-
-
-def _turn(message: inference_pb2.Message, name: str) -> Turn:
-    role = _ROLES.get(message.role, message.role)
-    turn: Turn = {"role": role, "content": message.content}
-    if message.tool_calls:
-        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.tool_call_id:
-        turn["tool_call_id"] = message.tool_call_id
-    if name:
-        turn["name"] = name
-    reasoning = message.reasoning  # each access copies it
-    if reasoning:
-        turn["reasoning_content"] = reasoning
-    # Templates that say `thinking` take it or content before a call, not both.
-    if reasoning and not (message.tool_calls and message.content):
-        turn["thinking"] = reasoning
-    return turn
-
-
-def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _arguments(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _arguments(text: str) -> object:
-    """Parse arguments, which templates print as a mapping; malformed ones stay as they are."""
-    try:
-        parsed = json.loads(text or "{}")
-        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
-    except (ValueError, RecursionError):
-        return text
-    return parsed if isinstance(parsed, dict) else text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ullage_common.process.config_file import entry, new_key
+from ullage_common.process.api_keys import entry, new_key
 from ullage_operator.cli.main import main
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.server import HTTPServer
