@@ -15,16 +15,16 @@ _ALIAS_CHARACTERS = 5
 
 
 class GuardedTokenizer:
-    """The same tokenizer without its guarded tokens, which it knows by secret aliases alone.
+    """A copy of a tokenizer that knows its guarded tokens only by secret aliases.
 
-    It shares the vocabulary. A text that spells a guarded token becomes ordinary tokens; a piece
-    that is such a token becomes its id, and parts the text as the token does for the tokenizer.
+    It shares the vocabulary. A text that spells a guarded token becomes ordinary tokens. A piece
+    that is such a token becomes its id, and splits the text as the token does in the original.
 
-    May be used by several threads.
+    It is safe to use from several threads.
 
     Args:
-        tokenizer: the model's.
-        guarded: texts of tokens that no text becomes.
+        tokenizer: the model's tokenizer.
+        guarded: texts of the tokens that no text may become.
     """
 
     def __init__(self, tokenizer: Tokenizer, guarded: Collection[str]) -> None:
@@ -36,7 +36,7 @@ class GuardedTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         own = [self._renamed(added[token_id]) for token_id in sorted(added)]
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        # New tokens get ids above as many as there are, some of which the model may have.
+        # New tokens get ids from the vocabulary's size on. Fillers take those that the model has.
         gap = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
         fillers = [AddedToken(_alias(), normalized=False) for _ in range(gap)]
         self._tokenizer.add_tokens([*fillers, AddedToken(self._cut, normalized=False), *own])
@@ -45,10 +45,10 @@ class GuardedTokenizer:
             self._tokenizer.token_to_id(mine.content): token_id
             for token_id, mine in zip(sorted(added), own, strict=True)
         }
-        """Ids of the model by the ids that added tokens have here."""
+        """The model's ids of added tokens, by their ids in this tokenizer."""
         self._cut_id = self._tokenizer.token_to_id(self._cut)
         self._forbidden = frozenset(vocabulary[text] for text in guarded if text in vocabulary)
-        """Ids of guarded tokens that the model itself could make of a text."""
+        """Ids of guarded tokens that the vocabulary itself could make of a text."""
 
     def spell(self, pieces: Iterable[TokenPiece]) -> str:
         """Return a text for `encode`, whose only guarded tokens are the pieces that are tokens."""
@@ -61,7 +61,7 @@ class GuardedTokenizer:
         """Return the token ids of a text.
 
         Raises:
-            SpecialTokenError: the model makes a guarded token of ordinary text.
+            SpecialTokenError: the vocabulary makes a guarded token of ordinary text.
         """
         ids = self._encode(text)
         if ids is None:
@@ -73,8 +73,8 @@ class GuardedTokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int] | None:
-        """Return token ids; None where the model itself made a guarded token."""
-        # Without offsets, which nobody here reads and which take a fifth of the time.
+        """Return token ids; None where the vocabulary itself made a guarded token."""
+        # Without offsets, which are unused here and take a fifth of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self._forbidden and not self._forbidden.isdisjoint(ids):
@@ -89,7 +89,7 @@ class GuardedTokenizer:
     def _renamed(self, token: AddedToken) -> AddedToken:
         alias = self._aliases.get(token.content)
         normalizer = self._tokenizer.normalizer
-        # A normalizer that takes such characters out would never let the alias be found.
+        # If the normalizer removes characters of the alias, the alias must match before it runs.
         is_kept = normalizer is None or (alias or "") in normalizer.normalize_str(alias or "")
         return AddedToken(
             alias or token.content,

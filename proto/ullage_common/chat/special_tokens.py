@@ -1,12 +1,13 @@
-"""Special tokens of a prompt are those that the chat template writes, whatever its texts spell.
+"""Keeps texts of clients from becoming special tokens of the prompt.
 
-Three kinds of added tokens are told apart. *Controls* end and begin turns: tokens that the
-tokenizer calls special, those with bars such as `<|user|>`, and those that the template writes in
-brackets though the tokenizer does not call them special. *Tags* look like `<think>`: the template
-writes them, the tokenizer does not call them special, and models write them in answers, which
-clients send back. The rest, such as runs of blanks, are words like any other.
+Added tokens are of three kinds. *Controls* begin and end turns: tokens that the tokenizer calls
+special, tokens with bars such as `<|user|>`, and tokens in brackets that the template writes though
+the tokenizer does not call them special. *Tags* look like `<think>`: the template writes them, the
+tokenizer does not call them special, and models write them in answers, which clients send back. All
+others, such as runs of blanks, are ordinary words.
 
-Texts of clients never become controls. They become tags where the assistant or the system speaks.
+Texts of clients never become controls. They become tags only in turns of the assistant and the
+system.
 """
 
 import re
@@ -23,7 +24,7 @@ from ullage_common.chat.tool_formats import Turn
 
 _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
-"""Code points that marks are taken from: private use, at two bytes a character or at four."""
+"""Private-use code points for marks, in strings of two bytes a character or of four."""
 
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
@@ -33,16 +34,16 @@ _JSON = frozenset('"\\{}[]:,')
 """Punctuation that a template's JSON writes around client text."""
 
 _COMMON = frozenset("_/()>")
-"""Punctuation that source code has most of."""
+"""The most frequent punctuation of source code."""
 
 _OWN_ROLES = frozenset({"assistant", "system"})
 """Roles whose texts may contain tags."""
 
 _CASED = range(0x80, 0x20000)
-"""Code points among which letters are looked for that a change of case turns into others."""
+"""Code points that are searched for letters which a change of case turns into others."""
 
 _SINGLETONS = range(0x300, 0x3400)
-"""Code points among which those are that NFC turns into punctuation."""
+"""Code points that are searched for characters which NFC turns into punctuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class ClearMarks:
                 yield piece
                 continue
             part = self.own.clear(piece.text)
-            del piece  # each form of a long text is as long
+            del piece  # every form of a long text is as large as the text
             if tags is None or not tags.search(part):
                 part = self.own.clear_all(part)
                 yield TokenPiece(part)
@@ -88,7 +89,7 @@ class SpecialTokenGuard:
     """Keeps texts of clients from becoming special tokens of a model.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         literals: texts that the model's chat template writes.
     """
 
@@ -99,7 +100,7 @@ class SpecialTokenGuard:
         self.tag_finder = finder(tags)
 
         self._keys = _hitting_set(self.guarded)
-        """Characters of which every guarded token has one."""
+        """Characters such that every guarded token has one of them."""
         # Without keys the pattern is never used.
         self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
         is_composed = _is_composed(literals, self.guarded, self._keys)
@@ -110,7 +111,7 @@ class SpecialTokenGuard:
             or any(key.isalnum() for key in self._keys)
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
-        """Whether texts without any of the keys could become a part of a guarded token, too."""
+        """Whether even texts without keys could become part of a guarded token."""
         self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
         first = chr(self._code_points[0])
         last = chr(self._code_points[-1])
@@ -126,7 +127,7 @@ class SpecialTokenGuard:
         """Return the request with marks; None where its texts cannot become guarded tokens.
 
         Raises:
-            SpecialTokenError: its texts leave no characters for marks.
+            SpecialTokenError: the texts use too many of the characters for marks.
         """
         if not self.guarded:
             return None
@@ -142,7 +143,7 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
-        """Return marks for the assistant and the system, and marks for others."""
+        """Return marks for the assistant and the system, and marks for all others."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():
@@ -185,8 +186,10 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a hitting set: few characters of which every text has one, rare ones rather than
-    letters."""
+    """Return few characters such that every text has one of them (a greedy hitting set).
+
+    Rare punctuation is preferred to letters.
+    """
     chosen = set[str]()
     unhit = set(texts)
     while unhit:
@@ -206,8 +209,10 @@ def _rank(character: str) -> tuple[bool, bool]:
 
 
 def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
-    """Return whether a word of the template is a part of a guarded token that has a key, so that a
-    client's text next to it could complete the token."""
+    """Return whether client text next to a word of the template could complete a guarded token.
+
+    That is possible if a word of the template is a part of a token, and the part has a key.
+    """
 
     def has_key(part: str) -> bool:
         return any(key in part for key in keys)
@@ -229,7 +234,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters, and those that a change of case turns into them."""
+    """Return the characters, and all that a change of case turns into one of them."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -243,7 +248,7 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return whether a normalizer writes no key where there was none."""
+    """Return whether a normalizer never writes a key that was not in the text."""
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -261,15 +266,15 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether another character is the key in NFC, as the Greek question mark is `;`."""
+    """Return whether NFC turns another character into the key, such as U+037E into `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 
 
 def _texts(values: list[Any]) -> list[str]:
-    """Return all texts in JSON values, names of members included."""
+    """Return all strings in JSON values, keys included."""
     texts = list[str]()
-    for item in values:  # the list grows meanwhile
+    for item in values:  # the list grows during the loop
         if isinstance(item, str):
             texts.append(item)
         elif isinstance(item, Mapping):
@@ -281,11 +286,11 @@ def _texts(values: list[Any]) -> list[str]:
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
-    """Return a turn with marks. Its role is one of a list, with which templates write tokens."""
+    """Return a turn with marks, except in its role, from which templates compose tokens."""
     marks = own if turn["role"] in _OWN_ROLES else others
     marked = dict[int, Any]()
     for value in turn.values():
-        # Two names may have one text, which may be megabytes.
+        # Two fields may have the same text, of megabytes.
         if id(value) not in marked:
             marked[id(value)] = marks.mark_deep(value)
     return {name: value if name == "role" else marked[id(value)] for name, value in turn.items()}

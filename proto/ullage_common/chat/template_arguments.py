@@ -7,22 +7,23 @@ from ullage_common.chat.template import ChatTemplate
 from ullage_common.wire.errors import invalid
 
 MAX_BYTES = 16 << 10
-# What asks for what models do anyway is no error where it cannot be asked for.
+# Values that ask for the usual behaviour are no error where the template does not read them.
 _USUAL = {"reasoning_effort": "medium"}
 
 
 def read_arguments(
     text: str, template: ChatTemplate, field: str, drops_others: bool = False
 ) -> dict[str, Any]:
-    """The variables by name.
+    """Return the variables by name.
 
     Args:
-        text: of a JSON object; empty for none.
-        field: where it stands in the request, for errors.
-        drops_others: whether what the template does not read is left out and not refused.
+        text: a JSON object; empty for no variables.
+        field: the request's field, for errors.
+        drops_others: whether variables that the template does not read are dropped, not refused.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, it is no such text or names what the template does not read.
+        ServiceError: INVALID_ARGUMENT, the text is no JSON object, or names a variable that the
+            template does not read.
     """
     arguments = _parsed(text, field) if text else {}
     for name, value in list(arguments.items()):

@@ -8,7 +8,7 @@ _Tree = dict[str, "_Tree"]
 
 
 class SpecialTokenError(Exception):
-    """A text cannot be kept from becoming a special token; the message is one line."""
+    """A text cannot be kept from becoming a special token. The message is one line."""
 
 
 class TokenPiece(NamedTuple):
@@ -16,13 +16,14 @@ class TokenPiece(NamedTuple):
 
     text: str
     is_token: bool = False
-    """Whether the text is a token's."""
+    """Whether the text is a special token."""
 
 
 def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern of any of the texts: of those that begin at one place the longest.
+    """Return a pattern that matches any of the texts, at each place the longest.
 
-    A thousand of them are no slower than one: at each character one branch is left.
+    The pattern is a trie, so a thousand texts are no slower than one: each character leaves one
+    branch.
     """
     tree: _Tree = {}
     for text in texts:
@@ -34,7 +35,7 @@ def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _pattern(tree: _Tree) -> str:
-    """Return the pattern of a tree of characters; the key '' stands where a text may end."""
+    """Return the pattern of a trie of characters, in which the key '' ends a text."""
     branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
     if "" not in tree and len(branches) == 1:
         return branches[0]

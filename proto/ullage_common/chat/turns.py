@@ -10,8 +10,8 @@ from ullage_common.chat.tool_formats import (
 )
 
 TURN_CHARACTERS = 64
-"""Characters that are handled in the time that a turn takes beside its own."""
-# Newer OpenAI clients say developer where templates say system.
+"""Characters whose processing takes as long as a turn's overhead."""
+# Newer OpenAI clients use `developer` where templates use `system`.
 _ROLES = {"developer": "system"}
 
 
@@ -31,7 +31,7 @@ def num_characters(turns: Iterable[Turn]) -> int:
 
 
 def weight(turns: Sequence[Turn]) -> int:
-    """Estimates the work of handling turns, in characters: turns without any are no less work."""
+    """Return an estimate of the work of processing turns, in characters. Empty turns cost too."""
     return num_characters(turns) + TURN_CHARACTERS * len(turns)
 
 
@@ -50,10 +50,10 @@ def _turn(message: inference_pb2.Message, name: str) -> Turn:
         turn["tool_call_id"] = message.tool_call_id
     if name:
         turn["name"] = name
-    reasoning = message.reasoning  # each access copies it
+    reasoning = message.reasoning  # each access copies the text
     if reasoning:
         turn["reasoning_content"] = reasoning
-    # Templates that say `thinking` take it or content before a call, not both.
+    # Templates that use `thinking` accept either it or content before a call, not both.
     if reasoning and not (message.tool_calls and message.content):
         turn["thinking"] = reasoning
     return turn
@@ -65,7 +65,7 @@ def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> object:
-    """Parse arguments, which templates print as a mapping; malformed ones stay as they are."""
+    """Parse arguments, which templates print as a mapping. Malformed ones stay as they are."""
     try:
         parsed = json.loads(text or "{}")
         json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
