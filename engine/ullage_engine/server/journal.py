@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.flow_control import AT_ONCE, Pace
+from ullage_common.wire.flow_control import AT_ONCE, SendPace
 from ullage_engine.protocol.messages import Embedding, EngineRequest, TokenLogprobs, TokenOutput
 from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
@@ -47,7 +47,7 @@ class News:
     leave.
 
     When that is, is the rule of `SendWindow`, which decides what leaves. Entries foresee it by the
-    call's `Pace`, so that nobody is woken to make a delta that would wait there.
+    call's `SendPace`, so that nobody is woken to make a delta that would wait there.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class JournalEntry:
         index: int,
         news: News,
         prefix: str,
-        pace: Pace = AT_ONCE,
+        pace: SendPace = AT_ONCE,
     ) -> None:
         """
         Args:

@@ -12,7 +12,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire import memory_profile
-from ullage_common.wire.flow_control import AT_ONCE, Pace
+from ullage_common.wire.flow_control import AT_ONCE, SendPace
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, JournalEntry, News, Update
 from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
@@ -35,7 +35,7 @@ class SampleGroup:
         job: ValidatedRequest,
         token_bytes: TokenBytes,
         prefix: str = "",
-        pace: Pace = AT_ONCE,
+        pace: SendPace = AT_ONCE,
     ) -> None:
         """
         Args:

@@ -25,7 +25,7 @@ from google.rpc import code_pb2, status_pb2
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_status, invalid, to_status
-from ullage_common.wire.flow_control import Pace, SendWindow
+from ullage_common.wire.flow_control import SendPace, SendWindow
 from ullage_common.wire.request_guard import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 
 # Responses in one message: it stays far below the longest that gRPC takes.
@@ -244,7 +244,7 @@ class CallContext:
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> SendPace:
         """How tokens of one sample leave together: those that come faster need not be written one
         by one."""
         return self.send_window.pace
