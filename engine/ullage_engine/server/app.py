@@ -25,8 +25,8 @@ from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.addresses import host_of, joined
 from ullage_common.process.config_file import ConfigError
-from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
+from ullage_common.process.metrics_endpoint import serve_metrics
 from ullage_common.process.tracing import start_tracing
 from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.errors import ServiceError

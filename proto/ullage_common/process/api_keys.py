@@ -10,11 +10,11 @@ import secrets
 
 PREFIX = "sk-ullage-"
 MIN_KEY = 16
-"""Characters: shorter keys of one's own making can be guessed."""
+"""Fewest characters of a key. Shorter hand-made keys can be guessed."""
 MAX_KEY = 512
 HASH_PREFIX = "sha256:"
 TENANT_NAME = re.compile(r"[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?")
-"""Names that are a Secret's key, a file and a metric's label alike."""
+"""Names that are valid as a Secret's key, as a file name and as a metric's label."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _KEY = re.compile(r"[!-~]+")
 
@@ -25,20 +25,20 @@ def new_key() -> str:
 
 
 def digest(key: str) -> bytes:
-    """The 32 bytes that stand for a key."""
+    """Return the SHA-256 of a key, 32 bytes."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def entry(key: str) -> str:
-    """The line of a Secret that lets a key in."""
+    """Return the entry of a key, which is a line of a Secret."""
     return HASH_PREFIX + digest(key).hex()
 
 
 def read_entry(line: str) -> bytes:
-    """The digest that a line of a Secret means: an entry, or a key as it is.
+    """Return the digest for a line of a Secret, which is an entry or a plain key.
 
     Raises:
-        ValueError: it is neither; the message does not repeat it.
+        ValueError: the line is neither. The message does not repeat it.
     """
     if line.startswith(HASH_PREFIX):
         if not _HASH.fullmatch(line):

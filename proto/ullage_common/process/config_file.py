@@ -1,9 +1,4 @@
-"""A process's configuration file, and the API keys that such files list.
-
-A file is YAML or JSON, read once and never changed. A key has 256 random bits, so its plain SHA-256
-cannot be searched for; a slow hash would only slow every request down. What is stored is an
-*entry*: `sha256:` and 64 hexadecimal digits.
-"""
+"""Reads and checks the configuration file of a process, which is YAML or JSON."""
 
 import logging
 from collections.abc import Iterator
@@ -23,9 +18,9 @@ Percent = Annotated[float, msgspec.Meta(ge=0, le=100)]
 SomePercent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Bytes = Annotated[int, msgspec.Meta(extra={"unit": "bytes"})]
-"""Number of bytes; a quantity such as 2Gi in the API."""
+"""Number of bytes. In the API it is a quantity such as 2Gi."""
 Seconds = Annotated[float, msgspec.Meta(extra={"unit": "seconds"})]
-"""Number of seconds; a duration such as 10s in the API."""
+"""Number of seconds. In the API it is a duration such as 10s."""
 SomeBytes = Annotated[Bytes, msgspec.Meta(ge=0)]
 SomeSeconds = Annotated[Seconds, msgspec.Meta(gt=0)]
 
@@ -33,15 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field, the value and the remedy."""
+    """The configuration cannot be used. The message names the field, the value and the remedy."""
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all sections: immutable, and a value of another type or out of bounds is an
-    error.
+    """The base of all sections: immutable, with types and bounds that are checked.
 
-    A field that this version does not know is passed over: an operator writes for images that are
-    older than itself. What people misspell is refused before, where they write it.
+    Unknown fields are ignored, because an operator writes files for older images too. Misspelt
+    fields are refused earlier, by the API in which people write them.
     """
 
 
@@ -49,10 +43,10 @@ Config = TypeVar("Config", bound=Strict)
 
 
 def read_file(path: Path, kind: type[Config]) -> Config:
-    """Reads and checks a configuration file.
+    """Read and check a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a field is missing or wrong.
+        ConfigError: the file is missing, is not YAML, or a field is missing or invalid.
     """
     data = _load(path)
     try:
@@ -62,7 +56,7 @@ def read_file(path: Path, kind: type[Config]) -> Config:
 
 
 def warn_unknown(path: Path, config: Strict) -> None:
-    """Names the fields of a file that were passed over when it was read."""
+    """Log the fields of a file that were ignored when it was read."""
     if fields := list(_beyond(_load(path), msgspec.to_builtins(config), "$")):
         log.warning(
             "fields of the configuration that this version does not know",
@@ -71,7 +65,7 @@ def warn_unknown(path: Path, config: Strict) -> None:
 
 
 def _beyond(given: Any, parsed: Any, at: str) -> Iterator[str]:
-    """Paths of what only `given` has."""
+    """Yield the paths of fields that only `given` has."""
     match given, parsed:
         case dict(), dict():
             for name, value in given.items():

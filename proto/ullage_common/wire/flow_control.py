@@ -6,8 +6,8 @@ and are sent as one delta. Ticks are at fixed intervals and the same for all cal
 many calls share a message.
 
 `SendWindow` owns this rule, since it alone knows the time of the last send. The producer of deltas
-may wait by the same `SendPace`, so that it makes no deltas that would only be merged. Its deltas are
-then due at once.
+may wait by the same `SendPace`, so that it makes no deltas that would only be merged. Its deltas
+are then due at once.
 """
 
 import asyncio
