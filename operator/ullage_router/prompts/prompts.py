@@ -56,7 +56,7 @@ class Prompt(msgspec.Struct, frozen=True):
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
     weight: int = 0
-    """Characters of the turns as they came (`template.weight`), also after they were shortened."""
+    """Characters of the turns as they came (`turns.weight`), also after they were shortened."""
 
     @property
     def memory_bytes(self) -> int:

@@ -113,7 +113,7 @@ class HistorySummarizer:
             context: length of the longest context, tokens.
             render: renders turns to token ids.
             tenant: tenant of the conversation. Tenants share no summaries.
-            size: characters of the conversation (`template.weight`).
+            size: characters of the conversation (`turns.weight`).
         """
         if num_tokens <= self._section.threshold * context:
             return None
