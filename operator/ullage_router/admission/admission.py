@@ -102,10 +102,12 @@ class Admission:
             routing.prefill,
             large_pool(config.pools),
         )
+
         self.window = PrefillWindow(routing.prefill, engines)
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
         self._slo = config.slo
+
         self._engines = engines
         self._queue = queue
         self._threads = threads
@@ -448,6 +450,7 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     degraded = before.degraded
     if run.action == "shrink" or (asked and run.max_tokens < asked):
         degraded = (*degraded, f"max_tokens={run.max_tokens}")
+
     action = "route4" if run.action == "route4" else "queue" if before.queued_s else ""
     return replace(
         before,
@@ -481,6 +484,7 @@ def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
         "available_bytes": decision.available_bytes,
         "engine": decision.engine,
     }
+
     record.note("decided", request.deciding_s, **fields)
     if decision.action == "accept":
         level = logging.DEBUG

@@ -172,6 +172,7 @@ class ColdStartQueue:
                 )
             self._resolve_engines()
             await asyncio.wait({future}, timeout=min(RESOLVE_INTERVAL_S, remaining_s))
+
         if not future.result():
             raise self._refusal or draining()
         self.counts["woken"] += 1
@@ -298,12 +299,14 @@ class ScaleToZero:
             home = empty_home(facts, views, empty, policy)
             if not home:
                 break
+
             if "route" in policy.ladder and any(
                 view.standing is EngineState.USABLE and room_of(facts, view) >= facts.min_tokens
                 for view in running
             ):
                 self.queue.request_wake(home)
                 break
+
             await self._hold(home, call.prompt.memory_bytes, call)
             was_held = True
         return was_held

@@ -504,6 +504,7 @@ class Engine:
         """Read reports until their stream ends."""
         interval_ms = report_interval_ms(self._owner.num_engines)
         request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
+
         # A call that waits for the connection starts at the moment the engine is back. But only a
         # call that does not wait hears of a refused certificate.
         waits = not self._owner.is_secure
@@ -579,6 +580,7 @@ class Engine:
         Raises:
             WrongModel: it is not the model of this service, or cannot be loaded.
         """
+
         request = inference_pb2.GetModelRequest()
         described = await self._connection.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
         if described.model != self._model_name:
@@ -593,6 +595,7 @@ class Engine:
         self.description = described
         self._set_adapters(described.adapters)
         self._reported_adapters = None
+
         tensor = 1 + max((rank.tensor_rank for rank in described.ranks), default=0)
         pipeline = 1 + max((rank.stage for rank in described.ranks), default=0)
         self.route = route_of(self.pool, tensor, pipeline)

@@ -126,6 +126,7 @@ class ReceiveBuffer:
         self._has_ended = False
         self._due = 0.0
         """Time at which tokens of a paced answer may leave, on the event loop's clock."""
+
         self._reader: asyncio.Future[None] | None = None
         """The reader that waits for a response; None after it was woken."""
         self._waiting_since = math.inf

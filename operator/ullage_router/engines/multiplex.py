@@ -247,6 +247,7 @@ class _Stream:
         sending = asyncio.create_task(self._send_all(), name="multiplex sender")
         # Without sending, reading must end too: the engine would get no grants.
         sending.add_done_callback(lambda _: self._stream.cancel())
+
         try:
             while isinstance(answer := await self._stream.read(), Response):
                 self._deliver(answer)

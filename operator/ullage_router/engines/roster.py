@@ -96,11 +96,13 @@ class Roster:
         """Time at which the silence of an engine may change its state."""
         self.models: dict[Side, Model | None] = {}
         """Cache of the model of each side."""
+
         self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
         self._groups: dict[GroupKey, _Group] = {}
         self._group_of: dict[Engine, _Group] = {}
         for engine in self.engines:
             self._add(engine)
+
         self.ready_sides = frozenset(
             engine.side for engine, (state, *_) in self._states.items() if state is USABLE
         )

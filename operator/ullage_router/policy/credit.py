@@ -95,11 +95,13 @@ class CreditBook:
         self._total = 0
         self._prompts: set[Credit] = set()
         """Credits of requests without a first token."""
+
         # Every decision asks for these sums, so they are kept instead of computed.
         self._unsure = PromptSums()
         """Prompts that no report is sure to include."""
         self._sure = PromptSums()
         """Prompts that the last report includes."""
+
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD
         """Unpaid reservations of all holders."""
@@ -228,6 +230,7 @@ class CreditBook:
     def check_integrity(self) -> None:
         """Assert that all sums and indices agree with the credits."""
         assert not self._open & self._counted
+
         inflight = self._open | self._counted
         limits = [credit.step_limit_s for credit in inflight]
         assert self.step_limit_s == min(limits, default=math.inf)
@@ -236,10 +239,12 @@ class CreditBook:
         assert {credit for credit in inflight if credit.step_limit_s != math.inf} <= kept
         assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)
+
         of_holders = [credit for credit in self._open if credit.holder]
         assert set(self._held) == {credit.holder for credit in of_holders}
         assert self.held_by_all.requests == len(of_holders)
         assert self.held_by_all.size == sum(credit.size for credit in of_holders)
+
         for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):
             tokens = [credit.tokens for credit in self._prompts & those]
             assert sums == PromptSums(sum(tokens), sum(map(pairs, tokens)))

@@ -48,6 +48,7 @@ def _blocks(text: str, line_break: re.Pattern[str]) -> list[Range]:
     fence = ""
     indented = False
     may_indent = True
+
     for start, end in _lines(text, line_break):
         line = text[start:end]
         if fence:
@@ -66,6 +67,7 @@ def _blocks(text: str, line_break: re.Pattern[str]) -> list[Range]:
             indented = True
         else:
             indented = may_indent = False
+
     return blocks
 
 

@@ -58,6 +58,7 @@ def _markup(page: "_Page", text: str, start: int) -> int:
         if text.startswith(opening, start):
             end = text.find(closing, start + len(opening))
             return end + len(closing) if end >= 0 else len(text)
+
     if not text[start + 1 : start + 3].lstrip("/")[:1].isalpha():
         page.text("<")
         return start + 1
@@ -65,6 +66,7 @@ def _markup(page: "_Page", text: str, start: int) -> int:
     if not tag:  # unfinished: the rest is text, since nothing may be lost unnoticed
         page.text(text[start:])
         return len(text)
+
     name = tag[2].lower()
     if not tag[1] and name in _END_OF:
         end_tag = _END_OF[name].search(text, tag.end())

@@ -49,15 +49,18 @@ class TokenizerThreads:
         self._long: list[_Job] = []
         """The same for jobs with long texts."""
         self._numbers = itertools.count()
+
         self._sizes = Counter[str]()
         """Characters of the texts that wait, by tenant."""
         self._total_size = 0
+
         self._now = 0.0
         """Virtual time: the latest beginning of a job."""
         self._ends: dict[str, float] = {}
         """Virtual time at which a tenant's last job ends, unless it has passed."""
         self._end_times: list[tuple[float, str]] = []
         """Heap of the future ends of all jobs, by which tenants are removed from `_ends`."""
+
         self._num_running = 0
         self._is_long_running = False
 

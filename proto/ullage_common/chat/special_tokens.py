@@ -161,6 +161,7 @@ class SpecialTokenGuard:
                 f"U+{last:X}) and {len(self._code_points) - 2 * size} are possible; leave some of "
                 "them out"
             )
+
         own = Marks(self._alphabet, "".join(free[:size]))
         others = Marks(self._alphabet, "".join(free[size : 2 * size]))
         own.others = others

@@ -50,6 +50,7 @@ def _turn(message: inference_pb2.Message, name: str) -> Turn:
         turn["tool_call_id"] = message.tool_call_id
     if name:
         turn["name"] = name
+
     reasoning = message.reasoning  # each access copies the text
     if reasoning:
         turn["reasoning_content"] = reasoning

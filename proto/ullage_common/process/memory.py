@@ -58,6 +58,7 @@ def _container_used(root: Path) -> int | None:
             lines = stat.read_text(encoding="ascii").splitlines()
         except (OSError, ValueError):
             continue
+
         stats = dict(line.split() for line in lines)
         return used - int(stats.get(cached, 0))
     return None

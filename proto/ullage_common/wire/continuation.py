@@ -56,6 +56,7 @@ class Progress:
         """Fingerprint of the engine that accepted the request last."""
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
+
         self._is_growing = is_growing(request)
         num = num_answers(request.samples) if request.HasField("samples") else 1
         self._answers = [_Answer() for _ in range(num)]

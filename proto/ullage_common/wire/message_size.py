@@ -57,6 +57,7 @@ def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_byte
             num_parts += 1
             if num_parts > max_parts:
                 return f"{max_parts} fields and entries"
+
             tag, at = _varint(data, at, end)
             wire_type = tag & 7
             if wire_type == _VARINT:
@@ -87,6 +88,7 @@ def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_byte
                 at += size
             else:
                 return ""  # a group, which no message here has
+
             if at < 0:
                 return ""
     return ""

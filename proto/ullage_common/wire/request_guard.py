@@ -120,6 +120,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             tenant = self._admit(handler_call_details.method or "", metadata)
         except ServiceError as error:
             return _refusing(error)
+
         if handler.request_streaming and tenant is None:
             return self._public_stream(handler)
         behavior: Any = (
@@ -129,6 +130,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             or handler.stream_stream
         )
         receive: Any = self._receive_stream if handler.request_streaming else self._receive_one
+
         begin: Begin = partial(receive, handler.request_deserializer, tenant)
         enter = partial(self._enter, tenant)
         # Handlers of streams are called before anything is received.

@@ -136,6 +136,7 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
         if sampling.HasField(name):
             value = getattr(sampling, name)
             _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
+
     count = len(sampling.logit_bias)
     permitted = f"at most {MAX_LOGIT_BIAS} tokens"
     _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", permitted)
@@ -150,12 +151,14 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
         _require(most >= 1, "max_tokens", most, "at least 1")
         if stop.min_tokens > most:
             raise invalid_value("min_tokens", stop.min_tokens, f"at most max_tokens, {most}")
+
     if (count := len(stop.stop_token_ids)) > MAX_STOP_TOKENS:
         permitted = f"at most {MAX_STOP_TOKENS} tokens"
         raise invalid_value("stop_token_ids", f"{count} tokens", permitted)
     if (count := len(stop.stop_strings)) > MAX_STOP_STRINGS:
         permitted = f"at most {MAX_STOP_STRINGS} strings"
         raise invalid_value("stop", f"{count} strings", permitted)
+
     for text in stop.stop_strings:
         size = len(text.encode())
         permitted = f"1 to {MAX_STOP_BYTES} bytes a string"
@@ -196,13 +199,16 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
     }
     for field, is_given in steering.items():
         _require(not is_given, field, "set", "nothing in a beam search")
+
     permitted = f"1 to {MAX_BEAM_WIDTH}"
     _require(1 <= beam.width <= MAX_BEAM_WIDTH, "beam.width", beam.width, permitted)
     _require(n <= beam.width, "n", n, f"1 to {beam.width}, the width of the beam search")
+
     penalty = beam.length_penalty
     is_right = math.isfinite(penalty) and abs(penalty) <= MAX_LENGTH_PENALTY
     permitted = f"-{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
     _require(is_right, "length_penalty", penalty, permitted)
+
     count = len(request.stop.stop_token_ids)
     permitted = f"at most {MAX_BEAM_STOP_TOKENS} in a beam search"
     _require(count <= MAX_BEAM_STOP_TOKENS, "stop_token_ids", f"{count} tokens", permitted)
@@ -214,15 +220,18 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
     is_known = request.WhichOneof("input") == "token_ids"
     _require(is_known, field, "set", "nothing without token_ids")
     _require(is_growing(request), field, "set", "nothing in a search or with best_of above n")
+
     n = num_answers(request.samples)
     _require(len(answers) == n, f"{field}.answers", len(answers), f"{n}, one for each answer")
     _require(has_output(answers), field, "without a token", "left out until a token was received")
     most = request.stop.max_tokens
     _require(most > 0, "max_tokens", "unset", "what Accepted has, with a continuation")
+
     for i, answer in enumerate(answers):
         count = len(answer.token_ids)
         permitted = f"at most max_tokens, {most}"
         _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)
+
     fingerprints = request.continuation.fingerprints
     is_few = len(fingerprints) <= MAX_FINGERPRINTS
     permitted = f"at most {MAX_FINGERPRINTS}"

@@ -71,11 +71,13 @@ def _function(field: str, tool: object) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise invalid_value(f"{field}.function", json.dumps(function), "an object")
+
     name = function.get("name")
     shape = function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         possible = "1 to 64 of letters, digits, underscore, dot and hyphen"
         raise invalid_value(f"{field}.function.name", json.dumps(name), possible)
+
     if shape is not None and not isinstance(shape, dict):
         raise invalid_value(f"{field}.function.parameters", json.dumps(shape), "a JSON schema")
     if isinstance(shape, dict) and shape.get("type", "object") != "object":
