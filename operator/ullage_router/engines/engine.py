@@ -56,25 +56,25 @@ class EngineOwner(Protocol):
         """Whether some engines may speak TLS and others plaintext."""
 
     def on_change(self) -> None:
-        """Called after every report, after every loss, and whenever credit is released."""
+        """Hear of every report and loss, and of released credit."""
 
     def on_loss(self, engine: "Engine") -> None:
-        """Called when an engine's reports ended. It may come back at another address."""
+        """Hear that an engine's reports ended. It may come back at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
-        """Called when an engine has restarted with empty caches."""
+        """Hear that an engine has restarted with empty caches."""
 
     def on_state_change(self, engine: "Engine") -> None:
-        """Called when an engine may have begun or ceased to take requests."""
+        """Hear that an engine may have begun or ceased to take requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Called when an engine has become idle, or busy."""
+        """Hear that an engine has become idle, or busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
-        """Called when an engine's breaker has opened."""
+        """Hear that an engine's breaker has opened."""
 
     def on_numerics_change(self) -> None:
-        """Called when the numerics that an engine reports have changed."""
+        """Hear that the numerics that an engine reports have changed."""
 
     @property
     def num_engines(self) -> int:

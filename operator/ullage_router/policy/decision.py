@@ -72,7 +72,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided about a request up to one moment."""
+    """The state of a request's decision at one moment."""
 
     action: str = ""
     """accept, shrink, queue, route4 or reject; empty until something is decided."""

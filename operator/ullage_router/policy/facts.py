@@ -1,4 +1,4 @@
-"""What `decide` knows: one request, the engines and the policy, at one moment.
+"""The input of `decide`: one request, the engines and the policy, at one moment.
 
 Everything here is plain, frozen data. Admission builds it from live objects for each decision, so
 decisions can be tested without an engine, an event loop or a clock.

@@ -115,7 +115,8 @@ def _check_dates(path: Path, certificate: x509.Certificate, now: datetime.dateti
         raise ConfigError(f"{path}: expired at {certificate.not_valid_after_utc}; renew it")
     if now < certificate.not_valid_before_utc:
         raise ConfigError(
-            f"{path}: not valid before {certificate.not_valid_before_utc}; wait, or mend the clock"
+            f"{path}: not valid before {certificate.not_valid_before_utc}; "
+            "wait, or correct the clock"
         )
 
 

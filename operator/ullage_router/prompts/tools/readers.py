@@ -25,7 +25,7 @@ class Trimmer:
         self._has_calls = False
 
     def push(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces without blanks before a call, of which the last may follow later."""
+        """Return the pieces so far. Blanks at the end are held back, since a call may follow."""
         return [part for piece in pieces for part in self._take(piece)]
 
     def close(self) -> list[Piece]:
