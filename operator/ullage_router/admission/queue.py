@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ullage_common.config.router import QueueSection
 from ullage_router.admission.queue_bounds import QueueBounds
-from ullage_router.policy.fair_queue import Entry, FairQueue
+from ullage_router.policy.fair_queue import FairEntry, FairQueue
 
 LOOKED_AHEAD = 16
 """Number of requests first in line that may be woken to pass the head."""
@@ -52,7 +52,7 @@ class Waiter:
 class QueueEntry:
     """One request's place in the queue, to be left when it is served, refused or abandoned."""
 
-    def __init__(self, queue: "RequestQueue", pool: str, waiter: Waiter, place: Entry) -> None:
+    def __init__(self, queue: "RequestQueue", pool: str, waiter: Waiter, place: FairEntry) -> None:
         self.pool = pool
         self.waiter = waiter
         self.place = place
@@ -314,8 +314,8 @@ class RequestQueue:
             line.check_integrity()
 
 
-def _place(waiter: Waiter, number: int) -> Entry:
-    return Entry(
+def _place(waiter: Waiter, number: int) -> FairEntry:
+    return FairEntry(
         number=number,
         tenant=waiter.tenant,
         weight=waiter.weight,

@@ -16,7 +16,7 @@ SLOW_RESOLVE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class PoolAddresses(NamedTuple):
     """The answer for one pool of one side."""
 
     side: Side
@@ -49,7 +49,7 @@ class PoolLookups:
         """Look up other targets for the canary from now on; none end the canary."""
         self._canary = tuple(pools)
 
-    async def answers(self) -> AsyncIterator[Found]:
+    async def answers(self) -> AsyncIterator[PoolAddresses]:
         """Look up every pool and yield the answers that come within SLOW_RESOLVE_S.
 
         Later answers are yielded by a later call.
@@ -66,7 +66,7 @@ class PoolLookups:
             if (side, pool) not in self._wanted():  # a canary that is over
                 continue
             addresses, is_complete = await lookup
-            yield Found(side, pool.name, addresses, is_complete)
+            yield PoolAddresses(side, pool.name, addresses, is_complete)
 
     async def close(self) -> None:
         """Cancel the look-ups that run."""

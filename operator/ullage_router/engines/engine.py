@@ -580,7 +580,6 @@ class Engine:
         Raises:
             WrongModel: it is not the model of this service, or cannot be loaded.
         """
-
         request = inference_pb2.GetModelRequest()
         described = await self._connection.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
         if described.model != self._model_name:

@@ -22,7 +22,7 @@ MAX_LEAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class FairEntry:
     """The properties of a waiting request that decide its order. Times are of one clock."""
 
     number: int
@@ -54,13 +54,13 @@ class _Flow:
     """Virtual time at which the next request begins."""
     number: int
     """Number of the request with which the tenant last started to wait."""
-    entries: "SortedList[tuple[float, int, Entry]]" = field(default_factory=SortedList)
+    entries: "SortedList[tuple[float, int, FairEntry]]" = field(default_factory=SortedList)
     """(due, number, entry) of each request."""
 
     @property
-    def head(self) -> Entry:
+    def head(self) -> FairEntry:
         """The tenant's next request."""
-        entry: Entry = self.entries[0][2]
+        entry: FairEntry = self.entries[0][2]
         return entry
 
 
@@ -84,11 +84,11 @@ class _Level:
         return not self._order
 
     @property
-    def head(self) -> Entry:
+    def head(self) -> FairEntry:
         """The next request of the tenant with the smallest tag."""
         return self._flows[self._order[0][2]].head
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FairEntry) -> None:
         """Add an entry to its tenant's requests."""
         flow = self._flows.get(entry.tenant)
         if flow is None:
@@ -101,7 +101,7 @@ class _Level:
         flow.entries.add((entry.due, entry.number, entry))
         self.size += entry.size
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: FairEntry) -> None:
         """Remove an entry, without a charge."""
         flow = self._flows[entry.tenant]
         flow.entries.remove((entry.due, entry.number, entry))
@@ -110,7 +110,7 @@ class _Level:
             self._order.remove((flow.tag, flow.number, entry.tenant))
             self._rest(entry.tenant, flow)
 
-    def charge(self, entry: Entry) -> None:
+    def charge(self, entry: FairEntry) -> None:
         """Charge the tenant of an entry that is about to be served and removed."""
         flow = self._flows[entry.tenant]
         # Virtual time follows only the smallest tag. An entry that backfills passed other tenants.
@@ -132,13 +132,13 @@ class _Level:
         else:
             del self._flows[tenant]
 
-    def in_turns(self) -> Iterator[Entry]:
+    def in_turns(self) -> Iterator[FairEntry]:
         """Yield all entries, one of each tenant in turn."""
         flows = [self._flows[tenant].entries for _, _, tenant in self._order]
         for row in itertools.zip_longest(*flows):
             yield from (item[2] for item in row if item is not None)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[FairEntry]:
         """Yield all entries in no order."""
         for flow in self._flows.values():
             yield from (entry for _, _, entry in flow.entries)
@@ -171,22 +171,22 @@ class FairQueue:
         return self._len
 
     @property
-    def head(self) -> Entry | None:
+    def head(self) -> FairEntry | None:
         """The entry to serve next; None when the queue is empty."""
         return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
-    def first(self, count: int) -> list[Entry]:
+    def first(self, count: int) -> list[FairEntry]:
         """Return up to `count` entries, roughly in the order in which they will be served."""
         levels = sorted(self._levels.values(), key=lambda x: self.claim(x.head), reverse=True)
         entries = itertools.chain.from_iterable(level.in_turns() for level in levels)
         return list(itertools.islice(entries, count))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FairEntry) -> None:
         """Add an entry."""
         self._levels.setdefault(entry.priority, _Level()).add(entry)
         self._len += 1
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: FairEntry) -> None:
         """Remove an entry of the queue that is not served."""
         level = self._levels[entry.priority]
         level.remove(entry)
@@ -194,7 +194,7 @@ class FairQueue:
         if level.is_empty:
             del self._levels[entry.priority]
 
-    def serve(self, entry: Entry) -> None:
+    def serve(self, entry: FairEntry) -> None:
         """Remove an entry of the queue that goes to an engine, and charge its tenant."""
         self._levels[entry.priority].charge(entry)
         self.remove(entry)
@@ -203,7 +203,7 @@ class FairQueue:
         """Return the bytes that requests of at least this priority wait for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
-    def claim(self, entry: Entry) -> tuple[float, int]:
+    def claim(self, entry: FairEntry) -> tuple[float, int]:
         """Return the sort key of a head: of several heads, the one with the largest goes first."""
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 

@@ -30,6 +30,9 @@ _BREAKS = "\n\r\v\f\x85\u2028\u2029"
 _BLANKS = f" \t{_EXOTIC}\u3000"
 
 _HIDDEN = re.compile(f"[{_INVISIBLE}{_JOINERS}]++")
+_HIDDEN_OR_BLANK = re.compile(
+    f"[{_INVISIBLE}{_JOINERS}{_BLANKS}{_BREAKS}]{{2,}}+|[{_INVISIBLE}{_JOINERS}]"
+)
 _ALWAYS_HIDDEN = re.compile(f"[{_INVISIBLE}]++")
 _JOINS_NOTHING = re.compile(f"[\x00-\x7f{_EXOTIC}\u3000{_BREAKS}]")
 _BREAK = re.compile(f"\r\n|[{_BREAKS}]")
@@ -71,11 +74,6 @@ def cleanse(text: str, rules: CleanseSection) -> str:
         cleansed = _tidy(text, rules)
     # A document about HTML may become HTML again, which a second cleansing would change.
     return text if rules.html and looks_like_html(cleansed) else cleansed
-
-
-_HIDDEN_OR_BLANK = re.compile(
-    f"[{_INVISIBLE}{_JOINERS}{_BLANKS}{_BREAKS}]{{2,}}+|[{_INVISIBLE}{_JOINERS}]"
-)
 
 
 def squeezed(text: str) -> str:

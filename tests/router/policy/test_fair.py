@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ullage_router.policy.fair_queue import MAX_LEAD_S, Entry, FairQueue
+from ullage_router.policy.fair_queue import MAX_LEAD_S, FairEntry, FairQueue
 
 AGING_S = 0.05
 numbers: Iterator[int] = itertools.count()
@@ -21,18 +21,18 @@ def entry(
     arrival: float = 0.0,
     deadline: float = 30.0,
     weight: float = 1.0,
-) -> Entry:
-    return Entry(next(numbers), tenant, weight, priority, arrival, deadline, size, cost=size)
+) -> FairEntry:
+    return FairEntry(next(numbers), tenant, weight, priority, arrival, deadline, size, cost=size)
 
 
-def line_of(*entries: Entry) -> FairQueue:
+def line_of(*entries: FairEntry) -> FairQueue:
     line = FairQueue(AGING_S)
     for each in entries:
         line.add(each)
     return line
 
 
-def drain(line: FairQueue) -> list[Entry]:
+def drain(line: FairQueue) -> list[FairEntry]:
     """All entries as they are served."""
     order = []
     while head := line.head:
@@ -185,7 +185,7 @@ class FairMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.line = FairQueue(AGING_S)
-        self.inside: list[Entry] = []
+        self.inside: list[FairEntry] = []
         self.now = 0.0
 
     @rule(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+_BETWEEN = re.compile(r"[\s;,]*")
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
@@ -23,7 +25,6 @@ class ParsedCall:
 
 ParseCalls = Callable[[str], list[ParsedCall] | None]
 """Return the calls of a text; None where it has anything but calls."""
-_BETWEEN = re.compile(r"[\s;,]*")
 
 
 def parse_json_calls(text: str) -> list[ParsedCall] | None:

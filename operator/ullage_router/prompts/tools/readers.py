@@ -16,6 +16,9 @@ from ullage_router.prompts.tools.pieces import (
     held_back,
 )
 
+# Beginnings of answers that may consist of calls, without blank space.
+CALL_OPENINGS = ('{"', '[{"', "```json", "<|python_tag|>")
+
 
 class Trimmer:
     """Removes blank space around calls. Text without a call stays as it is."""
@@ -42,10 +45,6 @@ class Trimmer:
         words = whole.rstrip()
         self._blank = whole[len(words) :]
         return [Text(words)] if words else []
-
-
-# How an answer begins that may be calls as a whole, blank space left out.
-CALL_OPENINGS = ('{"', '[{"', "```json", "<|python_tag|>")
 
 
 class TaggedReader:
