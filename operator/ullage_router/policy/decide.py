@@ -93,13 +93,13 @@ def decide_among(
     Returns:
         None where only `decide`, which looks at every engine, knows the answer.
     """
-    able = _able(facts, sample)
+    able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
     if not able:
         return None
-    ladder = _ladder(facts, able, policy)
-    if ladder.home_reason == "CAPACITY":
+    home, reason = home_of(facts, able, policy)
+    if reason == "CAPACITY":
         return None  # an engine of the first pool outside the sample may be able
-    return ladder.on_one_of_two()
+    return _LadderRun(facts, able, policy, home, reason).on_one_of_two()
 
 
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
