@@ -88,7 +88,7 @@ def new_server(
 
 
 def new_probe_server(is_shared: bool = False) -> grpc.aio.Server:
-    """Create a server of public methods with small requests: health for the kubelet, and headroom.
+    """Create a server of public methods with small requests, which are health and headroom.
 
     Args:
         is_shared: whether other processes of the same user may listen on its port too.
