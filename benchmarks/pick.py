@@ -28,8 +28,9 @@ from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.tickets.client import Client
-from ullage_common.wire.channels import new_server, open_channel
+from ullage_common.wire.channels import open_channel
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.servers import new_server
 
 MODEL = "tiny"
 BATCHES = (1, 16, 64, 256)

@@ -25,9 +25,9 @@ from benchmarks.support.options import SMOLLM2
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_common.wire.channels import new_server
 from ullage_common.wire.flow_control import merge_deltas
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.servers import new_server
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 

@@ -26,9 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_common.wire.channels import new_server
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.servers import new_server
 
 MODEL = "tiny"
 BLOCK_TOKENS = 16

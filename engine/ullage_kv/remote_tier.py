@@ -22,7 +22,7 @@ from typing import NamedTuple
 import xxhash
 
 from ullage.kv.v1 import kv_pb2 as pb
-from ullage_common.wire.channels import NO_RECORDS, addresses, is_address
+from ullage_common.process.addresses import NO_RECORDS, by_best_family, is_ip
 from ullage_common.wire.tls import Material
 from ullage_kv.futures import all_done, done
 from ullage_kv.keys import CHAIN_BYTES
@@ -478,7 +478,7 @@ class RemoteTier:
         peers = dict[str, PeerClient]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
-            server_name = self._server_name or ("" if is_address(host) else host)
+            server_name = self._server_name or ("" if is_ip(host) else host)
             for address in current:
                 peer = self._peers.get(address) or peers.get(address)
                 peers[address] = peer or PeerClient(address, server_name, self._own)
@@ -514,10 +514,10 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
 def _resolve(target: str) -> set[str] | None:
     """Wait for the addresses of a target; return None if the name server does not answer."""
     host, _, port = target.rpartition(":")
-    if is_address(host):
+    if is_ip(host):
         return {target}
     try:
-        return addresses(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM), port)
+        return by_best_family(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM), port)
     except socket.gaierror as error:
         if error.errno in NO_RECORDS:
             return set()

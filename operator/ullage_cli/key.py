@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ullage_common.process.config_file import TENANT_NAME, entry, new_key
+from ullage_common.process.api_keys import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure
 
 HELP = """examples:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.process_collector import ProcessCollector
 
 from ullage_common.process import logs
-from ullage_common.process.logs import serve_metrics
+from ullage_common.process.metrics_endpoint import serve_metrics
 from ullage_operator.api.errors import OperatorError
 from ullage_operator.api.naming import METRICS_PORT
 from ullage_operator.api.settings import VERSION, Settings

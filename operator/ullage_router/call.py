@@ -13,7 +13,8 @@ from ullage_common.process.tracing import Span
 from ullage_common.wire.continuation import Progress, write_cached
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import is_growing
-from ullage_router.policy.decision import UNDECIDED, Decision, Side
+from ullage_router.policy.decision import UNDECIDED, Decision
+from ullage_router.policy.facts import Side
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants.session import TenantSession, anonymous_session

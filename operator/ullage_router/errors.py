@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 import grpc
 
 from ullage_common.wire.errors import ServiceError, served_names
-from ullage_router.policy.decide import Refuse
+from ullage_router.policy.next_step import Refuse
 from ullage_router.policy.quota import Limit, Shortage
 from ullage_router.policy.retry import (
     MAX_RETRY_AFTER_S,

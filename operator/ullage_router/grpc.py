@@ -10,9 +10,9 @@ import grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.engine import RequestLimits
 from ullage_common.tickets.tickets import TICKET_KEY
-from ullage_common.wire.channels import text_metadata
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
+from ullage_common.wire.request_guard import text_metadata
 from ullage_router.call import Call, ResponseStream
 from ullage_router.cascade.peer import PATH_KEY
 from ullage_router.engines.engines import Engines

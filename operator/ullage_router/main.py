@@ -22,14 +22,8 @@ from ullage_common.process.addresses import host_of, joined
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.memory import return_large_blocks
 from ullage_common.process.stacks import dump_loop_on_signal
-from ullage_common.wire.channels import (
-    NARROW_WINDOWS,
-    Health,
-    RequestGuard,
-    bind,
-    new_probe_server,
-    new_server,
-)
+from ullage_common.wire.request_guard import RequestGuard
+from ullage_common.wire.servers import NARROW_WINDOWS, Health, bind, new_probe_server, new_server
 from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.console.console import Console

@@ -14,7 +14,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 from ullage_testing.ports import free_port
 
-from ullage_common.process.logs import serve_metrics
+from ullage_common.process.metrics_endpoint import serve_metrics
 from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from ullage_testing.ports import free_port
 
 from ullage_common.process.addresses import joined, listen, split
-from ullage_common.process.logs import serve_metrics
+from ullage_common.process.metrics_endpoint import serve_metrics
 
 BOTH = {"127.0.0.1", "::1"}
 NAMES = st.text(string.ascii_lowercase + string.digits + "-.", min_size=1, max_size=40)

@@ -11,16 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_common.wire import channels
-from ullage_common.wire.channels import (
-    MAX_REQUEST_BYTES,
-    Health,
-    RequestGuard,
-    new_probe_server,
-    new_server,
-    open_channel,
-)
+from ullage_common.wire import request_guard
+from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.request_guard import MAX_REQUEST_BYTES, RequestGuard
+from ullage_common.wire.servers import Health, new_probe_server, new_server
 
 WAIT_S = 20.0
 SERVICE = "/ullage.inference.v1.InferenceService"
@@ -151,7 +146,7 @@ def test_a_call_without_a_key_ends_before_its_request_comes() -> None:
 
 
 def test_a_request_that_does_not_come_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "RECEIVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request_guard, "RECEIVE_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         async with served() as channel:
@@ -178,7 +173,7 @@ def test_a_call_without_a_request_is_refused() -> None:
 
 
 def test_few_requests_arrive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_RECEIVED_AT_ONCE", 4)
+    monkeypatch.setattr(request_guard, "MAX_RECEIVED_AT_ONCE", 4)
 
     async def scenario() -> None:
         async with served(RequestGuard(admit)) as channel:
@@ -208,7 +203,7 @@ def for_everybody(method: str, metadata: Mapping[str, str]) -> str | None:
 
 
 def test_streams_for_everybody_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_RECEIVED_PUBLIC", 2)
+    monkeypatch.setattr(request_guard, "MAX_RECEIVED_PUBLIC", 2)
     asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
 
     async def scenario() -> None:
@@ -229,7 +224,7 @@ def test_streams_for_everybody_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_streams_for_everybody_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "STREAM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request_guard, "STREAM_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         async with served(RequestGuard(for_everybody)) as channel:
@@ -284,7 +279,7 @@ def cancel(calls: Iterable[Any]) -> None:
 
 
 def test_watches_leave_room_for_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_CALLS", 64)
+    monkeypatch.setattr(request_guard, "MAX_CALLS", 64)
 
     async def scenario() -> None:
         async with served(RequestGuard(health_for_everybody)) as channel:
@@ -301,7 +296,7 @@ def test_watches_leave_room_for_other_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_oldest_watch_makes_way_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_PUBLIC_CALLS", 4)
+    monkeypatch.setattr(request_guard, "MAX_PUBLIC_CALLS", 4)
 
     async def scenario() -> None:
         async with served(RequestGuard(health_for_everybody)) as channel:
@@ -320,7 +315,7 @@ def test_the_oldest_watch_makes_way_for_a_new_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_calls_of_one_tenant_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_CALLS", 8)
+    monkeypatch.setattr(request_guard, "MAX_CALLS", 8)
 
     async def scenario() -> None:
         async with served(RequestGuard(admit)) as channel:
@@ -366,8 +361,8 @@ def test_requests_for_everybody_are_small() -> None:
 
 
 def test_a_request_that_finds_no_place_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_RECEIVED_AT_ONCE", 4)
-    monkeypatch.setattr(channels, "PLACE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request_guard, "MAX_RECEIVED_AT_ONCE", 4)
+    monkeypatch.setattr(request_guard, "PLACE_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         async with served(RequestGuard(admit)) as channel:
@@ -386,8 +381,8 @@ def test_a_request_that_finds_no_place_is_told_so(monkeypatch: pytest.MonkeyPatc
 def test_idle_calls_lose_their_places_to_those_who_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(channels, "MAX_RECEIVED_AT_ONCE", 6)
-    monkeypatch.setattr(channels, "PLACE_GRACE_S", 0.05)
+    monkeypatch.setattr(request_guard, "MAX_RECEIVED_AT_ONCE", 6)
+    monkeypatch.setattr(request_guard, "PLACE_GRACE_S", 0.05)
 
     async def scenario() -> None:
         async with served(RequestGuard(admit)) as channel:

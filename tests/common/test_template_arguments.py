@@ -5,7 +5,8 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ullage_common.chat.template import MAX_BYTES, ChatTemplate, read_arguments
+from ullage_common.chat.template import ChatTemplate
+from ullage_common.chat.template_arguments import MAX_BYTES, read_arguments
 from ullage_common.wire.errors import ServiceError
 
 TURNS = [{"role": "user", "content": "Hi"}]

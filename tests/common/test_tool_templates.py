@@ -7,8 +7,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.chat.template import ChatTemplate, make_turns, num_characters
+from ullage_common.chat.template import ChatTemplate
 from ullage_common.chat.tool_formats import ToolFormat, tool_format
+from ullage_common.chat.turns import make_turns, num_characters
 
 WEATHER = {
     "type": "function",

@@ -19,23 +19,19 @@ from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage.kv.v1 import kv_pb2_grpc
-from ullage_common.chat.special_tokens import GuardedTokenizer, SpecialTokenGuard
+from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
+from ullage_common.chat.special_tokens import SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.addresses import host_of, joined
 from ullage_common.process.config_file import ConfigError
-from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
+from ullage_common.process.metrics_endpoint import serve_metrics
 from ullage_common.process.tracing import start_tracing
 from ullage_common.tickets.tickets import TICKET_KEY
-from ullage_common.wire.channels import (
-    Health,
-    RequestGuard,
-    bind,
-    new_probe_server,
-    new_server,
-)
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.request_guard import RequestGuard
+from ullage_common.wire.servers import Health, bind, new_probe_server, new_server
 from ullage_common.wire.tls import Certificates, Material
 from ullage_engine.gpu.monitor import GpuMonitor, MonitorTimes
 from ullage_engine.gpu.throttling import BoostState

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.flow_control import AT_ONCE, Pace
+from ullage_common.wire.flow_control import AT_ONCE, SendPace
 from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenLogprobs, TokenOutput
 from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
@@ -46,8 +46,8 @@ class News:
     """Wakes the sender of a request's samples, at once or when tokens that wait for others may
     leave.
 
-    `SendWindow` decides when tokens leave. Entries predict that time by the call's `Pace`, so that
-    the sender is not woken to make a delta that would wait there.
+    `SendWindow` decides when tokens leave. Entries predict that time by the call's `SendPace`, so
+    that the sender is not woken to make a delta that would wait there.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class JournalEntry:
         index: int,
         news: News,
         prefix: str,
-        pace: Pace = AT_ONCE,
+        pace: SendPace = AT_ONCE,
     ) -> None:
         """
         Args:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.chat.special_tokens import (
-    GuardedTokenizer,
-    SpecialTokenError,
-    SpecialTokenGuard,
-)
-from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
+from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
+from ullage_common.chat.special_tokens import SpecialTokenGuard
+from ullage_common.chat.template import ChatTemplate, ChatTemplateError
+from ullage_common.chat.template_arguments import read_arguments
+from ullage_common.chat.token_finder import SpecialTokenError
+from ullage_common.chat.turns import make_turns
 from ullage_common.wire.errors import invalid
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer

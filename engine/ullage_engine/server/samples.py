@@ -5,7 +5,7 @@ import math
 
 import msgspec
 
-from ullage_common.wire.flow_control import AT_ONCE, Pace
+from ullage_common.wire.flow_control import AT_ONCE, SendPace
 from ullage_engine.server.journal import Finish, JournalEntry, News, Update
 from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
@@ -26,7 +26,7 @@ class SampleGroup:
         job: ValidatedRequest,
         token_bytes: TokenBytes,
         prefix: str = "",
-        pace: Pace = AT_ONCE,
+        pace: SendPace = AT_ONCE,
     ) -> None:
         """
         Args:

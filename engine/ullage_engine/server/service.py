@@ -17,7 +17,7 @@ from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.fingerprint import with_adapter
-from ullage_common.wire.flow_control import AT_ONCE, Pace
+from ullage_common.wire.flow_control import AT_ONCE, SendPace
 from ullage_common.wire.multiplex import CallContext, serve_multiplex
 from ullage_engine.protocol.messages import Ready
 from ullage_engine.protocol.request_events import ServedRequest
@@ -324,7 +324,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         return responses.accepted(group, engine_id, charged, digest)
 
 
-def _pace_of(context: Context) -> Pace:
+def _pace_of(context: Context) -> SendPace:
     """Return how tokens of a call leave together. A call with a stream of its own sends each at
     once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE

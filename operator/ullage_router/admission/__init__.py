@@ -1,6 +1,5 @@
-"""Finds a place for each request: the ladder of degradations, the queue, load balancing, and waking
-pools that were scaled to zero.
+"""Finds a place for each request: ladder, queue, load balancing, and pools scaled to zero.
 
-It acts on what policy decides and knows engines; it knows neither HTTP nor how answers are
-streamed.
+The package acts on the decisions of `policy` and knows engines. It knows neither HTTP nor how
+answers are streamed.
 """

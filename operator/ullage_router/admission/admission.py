@@ -1,13 +1,9 @@
-"""Acts on decisions: shortens prompts, waits, refuses, or reserves a place on an engine.
+"""Acts on decisions: shortens prompts, waits, refuses, or reserves memory on an engine.
 
-The prefill window is a short pause under load in which prompts wait for one another, so that they
-can be balanced over the engines. A request whose engine has prompts to compute for longer than the
-window loses nothing by it: its place could not be used yet, and it keeps its memory meanwhile. When
-the window closes, all requests in it are balanced over the engines of their pool
-(`policy/credit.py`) and move with their memory.
+`Admission.admit` collects the facts about a request, asks `policy.decide` for the next step, acts
+on the step, and repeats that until the request has a reservation or is refused.
 """
 
-import asyncio
 import logging
 import random
 import time
@@ -17,38 +13,28 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from ullage_common.config.router import PrefillSection, RouterConfig, large_pool
+from ullage_common.config.router import RouterConfig, large_pool
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
-from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
+from ullage_router.admission.prefill_window import PrefillWindow, Reservation
+from ullage_router.admission.queue import QueueEntry, RequestQueue, Waiter
+from ullage_router.admission.queue_bounds import QueueFull
 from ullage_router.call import Call, asked_tokens, num_samples
-from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import refusal
 from ullage_router.policy.affinity import CacheKey
-from ullage_router.policy.credit import Credit, EngineLoad, PrefillTask, balance, work
-from ullage_router.policy.decide import (
-    NextStep,
-    Refuse,
-    Run,
-    ShrinkContext,
-    Wait,
-    decide,
-    decide_among,
-    min_output,
-    passes,
-)
-from ullage_router.policy.decision import (
-    Decision,
-    EngineState,
+from ullage_router.policy.decide import decide, decide_among, min_output, passes
+from ullage_router.policy.decision import Decision
+from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Deferred
+from ullage_router.policy.facts import (
     QueueState,
     RequestFacts,
     RoutingPolicy,
     Side,
     TimeLimits,
 )
-from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Deferred
+from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext, Wait
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
@@ -56,143 +42,45 @@ from ullage_router.tokenizer.model import PromptError
 
 log = logging.getLogger(__name__)
 
-NOTHING: Mapping[str, int] = MappingProxyType({})
+EMPTY: Mapping[str, int] = MappingProxyType({})
 
 
 class NotOnCanary(Exception):
-    """The canary cannot run the request at once as it is; stable engines should have it."""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """A request's memory on an engine; its credit must be released at the end."""
-
-    engine: Engine
-    credit: Credit
-    prompt: Prompt
-    max_tokens: int
-    choices: Mapping[str, int]
-    """Bytes on each engine that the request may move to, by key; empty when it stays."""
-    is_final: asyncio.Event | None = None
-    """Set when the prefill window closes; None outside of a window."""
-
-    def move(self, engine: Engine) -> None:
-        """Move the reserved memory to another engine."""
-        before = self.engine
-        credit = self.credit
-        self.credit = engine.reserve(self.choices[engine.key], credit.tokens, credit.step_limit_s)
-        self.engine = engine
-        before.release(credit)
-
-
-class PrefillWindow:
-    """The prefill windows of all pools.
-
-    Args:
-        section: how long one is open, and what prompts cost.
-        engines: where reservations may move.
-    """
-
-    def __init__(self, section: PrefillSection, engines: Engines) -> None:
-        self._length_s = section.window
-        self._mlp_products = section.mlp_products
-        self._engines = engines
-        self._open: dict[str, list[Reservation]] = {}
-        self.waited = 0
-        """Number of requests that were in a window."""
-        self.balanced = 0
-        """Number of requests that a window moved to another engine."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._open.values()))
-
-    def as_json(self) -> dict[str, int]:
-        """Return the counts for /stats."""
-        return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
-
-    async def settle(self, reservation: Reservation) -> None:
-        """Wait until the engine is final; a cancelled request's memory is released."""
-        pool = reservation.engine.pool
-        is_final = asyncio.Event()
-        reservation.is_final = is_final
-        if pool not in self._open:
-            self._open[pool] = []
-            asyncio.get_running_loop().call_later(self._length_s, self._close, pool)
-        self._open[pool].append(reservation)
-        self.waited += 1
-        try:
-            await is_final.wait()
-        except BaseException:
-            if reservation in self._open.get(pool, ()):
-                self._open[pool].remove(reservation)
-            reservation.engine.release(reservation.credit)
-            raise
-
-    def _close(self, pool: str) -> None:
-        reservations = self._open.pop(pool)
-        keys = {key for reservation in reservations for key in reservation.choices}
-        engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
-        engines = {k: e for k, e in engines_by_key.items() if e.standing is EngineState.USABLE}
-        try:
-            if all(reservation.engine.key in engines for reservation in reservations):
-                self._move(reservations, engines)
-        finally:  # whatever fails, no request may wait for ever
-            for reservation in reservations:
-                assert reservation.is_final
-                reservation.is_final.set()
-
-    def _move(self, reservations: list[Reservation], engines: Mapping[str, Engine]) -> None:
-        tasks = [
-            PrefillTask(work(r.credit.tokens, self._mlp_products), r.engine.key, r.choices)
-            for r in reservations
-        ]
-        loads = [self._load(engine, reservations) for engine in engines.values()]
-        for reservation, key in zip(reservations, balance(tasks, loads), strict=True):
-            if key != reservation.engine.key:
-                reservation.move(engines[key])
-                self.balanced += 1
-
-    def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
-        """Return the engine's load without the requests that are in the window."""
-        own = [r.credit for r in reservations if r.engine is engine]
-        return EngineLoad(
-            engine.key,
-            engine.prefill_work(self._mlp_products)
-            - sum(work(credit.tokens, self._mlp_products) for credit in own),
-            engine.available + sum(credit.size for credit in own),
-        )
+    """The canary cannot run the request at once as it is, so a stable engine should."""
 
 
 @dataclass(slots=True, eq=False)
 class AdmissionRequest:
-    """A request during its admission, with the steps that were tried and its place in the queue."""
+    """A request during its admission."""
 
     call: Call
     prompt: Prompt
-    """The prompt, as far as it has been shortened."""
+    """The prompt, without the turns that were dropped."""
     cache_key: CacheKey
     preferred: Preferred = NO_PREFERENCE
+    """The engine with the prompt's beginning in its caches."""
     entry: QueueEntry | None = None
-    """The request's place in the queue; None while it is in none."""
+    """The request's place in the queue; None while it does not wait."""
     queue_state: QueueState = QueueState.OPEN
     deciding_s: float = 0.0
     """Seconds that the latest decision took."""
 
     def leave_queue(self) -> None:
+        """Give up the place in the queue, if there is one."""
         if self.entry:
             self.entry.leave()
             self.entry = None
 
 
 class Admission:
-    """Decides about requests until there is a place, and acts on the decisions.
+    """Admits requests to engines.
 
     Args:
-        config: policy and limits.
-        engines: where requests may go.
-        queue: where they wait.
-        threads: where long conversations are rendered anew.
-        balancer: which engine has a request's beginning.
+        config: the routing policy and the limits.
+        engines: the engines to which requests may go.
+        queue: the queue in which requests wait for memory.
+        threads: threads that render shortened conversations again.
+        balancer: knows which engine has a request's beginning in its caches.
     """
 
     def __init__(
@@ -214,10 +102,12 @@ class Admission:
             routing.prefill,
             large_pool(config.pools),
         )
+
         self.window = PrefillWindow(routing.prefill, engines)
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
         self._slo = config.slo
+
         self._engines = engines
         self._queue = queue
         self._threads = threads
@@ -225,11 +115,11 @@ class Admission:
         self._deferrals = DeferralBook()
 
     async def admit(self, call: Call) -> Reservation:
-        """Go down the ladder until an engine has room for the request.
+        """Go down the ladder until memory for the request is reserved on an engine.
 
         Raises:
-            ServiceError: it can never fit, does not fit now, or there is no engine.
-            NotOnCanary: the stable engines should have it.
+            ServiceError: the request can never fit, does not fit now, or no engine is ready.
+            NotOnCanary: a stable engine should take the request.
         """
         request = AdmissionRequest(call, call.prompt, self._cache_key(call, call.prompt))
         try:
@@ -252,7 +142,7 @@ class Admission:
         return self._engines.is_ready
 
     def has_stable_engine(self, call: Call) -> bool:
-        """Whether a stable engine takes requests with the call's tokens and adapter."""
+        """Return whether a stable engine takes requests with the call's tokens and adapter."""
         model = self._engines.model_of(Side.STABLE)
         is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
@@ -265,6 +155,7 @@ class Admission:
         """
         prompt, entry = (request.prompt, request.entry) if request else (call.prompt, None)
         rungs = self.policy.rungs
+
         asked = asked_tokens(call.request)
         limit = min(
             call.tenant.rules.max_tokens or self._max_output_tokens, self._max_output_tokens
@@ -273,22 +164,25 @@ class Admission:
         least = min_output(most if asked else None, most, rungs.shrink_output)
         received = 0
         progress = call.progress
-        if progress.has_begun:  # the rest of an answer: all that was granted, or it would be cut
+        if progress.has_begun:
+            # The rest of an answer needs all that was granted, or the answer would be cut off.
             received = progress.longest
             most = least = max(1, min(progress.max_tokens, limit) - received)
         if call.request.embed:
             most = least = 0
+
         queue = self._queue
         state = request.queue_state if request else QueueState.OPEN
-        ahead = waiting = passable = claimed = NOTHING
+        ahead = waiting = passable = claimed = EMPTY
         refused_by = self._still_refusing(call) if call.refused_by else frozenset()
-        if len(queue):  # mostly nobody waits
+        if len(queue):  # usually nobody waits
             waiting = queue.lengths()
             if not call.is_trial:
                 adapter = self._rare_adapter(call)
                 ahead = queue.ahead(call.request.priority, entry, adapter)
                 passable = queue.passable(entry, adapter)
                 claimed = self._engines.claimed(queue.claims(entry, adapter))
+
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -319,12 +213,15 @@ class Admission:
         )
 
     def _rare_adapter(self, call: Call) -> str:
-        """Return the request's adapter where some engines lack it: before engines that it cannot
-        use nobody should wait for it."""
+        """Return the request's adapter if some engines lack it, otherwise an empty string.
+
+        A request with a rare adapter waits in a line of its own: it must not hold up engines that
+        it cannot use.
+        """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, call: Call) -> TimeLimits:
-        """Return the times to keep; the objectives hold until the answer has begun."""
+        """Return the times to keep. The objectives apply until the answer has begun."""
         now = time.monotonic()
         deadline = call.deadline
         if call.progress.is_accepted:
@@ -343,6 +240,8 @@ class Admission:
         request.preferred = self._preferred(request)
         facts = self.facts(call, request)
         model = request.prompt.model
+
+        # Most requests fit on one of a few drawn engines. The others need a look at all engines.
         draw = facts.draw
         preferred = facts.preferred
         sample = self._engines.sample(model, call.side, draw, preferred, call.adapter)
@@ -351,14 +250,17 @@ class Admission:
             views = self._engines.views(model, call.side, call.adapter)
             step = decide(facts, views, self.policy)
         request.deciding_s = time.perf_counter() - began
-        # A canary has what runs at home as it is: stable engines stand by for all else.
+
+        # A canary takes requests that run at home as they are. Stable engines take all others.
         if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Return the engine with the request's beginning in its caches or, for the rest of an
-        answer, one that computes as those before it did."""
+        """Return the engine with the request's beginning in its caches.
+
+        For the rest of an answer, an engine with the numerics of the earlier engines is preferred.
+        """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
         fingerprints = call.progress.fingerprints
@@ -368,14 +270,14 @@ class Admission:
         return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
-        """Whether a request behind the first of its line may run now."""
+        """Return whether a request behind the head of its line may run now."""
         call = request.call
         model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
         return passes(self.facts(call, request), views, self.policy)
 
     def _still_refusing(self, call: Call) -> frozenset[str]:
-        """Return engines that have reported nothing new since they refused the request."""
+        """Return the keys of engines that have sent no report since they refused the request."""
         engines = ((self._engines.get(key), then) for key, then in call.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
@@ -384,35 +286,39 @@ class Admission:
         return self._balancer.cache_key(name, prompt.token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
-        """Reserve the memory, leaves the queue, and balances the request over busy engines."""
+        """Reserve the memory, leave the queue, and enter the prefill window if it helps."""
         engine = self._engines.at(run.engine)
         prompt = request.prompt
         available = engine.available
+
         if len(self._queue) and not request.call.is_trial:
             self._queue.on_passed(run.pool, request.entry, engine.adapters)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
+
         credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids), run.step_limit_s)
         reservation = Reservation(engine, credit, prompt, run.max_tokens, run.choices)
         if run.choices:
             await self.window.settle(reservation)
             if reservation.engine is not engine:
                 available = reservation.engine.available + reservation.credit.size
+
         self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
         call = request.call
         decision = _accepted(call, run, reservation)
         call.decision = replace(decision, available_bytes=available)
-        _tell(request)
+        _log_decision(request)
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Shorten the prompt as decided; mark a prompt that cannot be shortened as tried."""
+        """Shorten the prompt as decided. A prompt is shortened once, even without success."""
         call = request.call
         prompt = request.prompt
         call.decision = replace(call.decision, action="shrink", reason=shrink.reason)
         keep = self.policy.rungs.shrink_context.keep_turns
         most = shrink.prompt_tokens
         request.prompt = replace(prompt, is_spent=True)
+
         try:
             result = await self._threads.run(
                 prompt.weight,
@@ -421,6 +327,7 @@ class Admission:
             )
         except PromptError:  # the template refuses the turns that remain
             return
+
         is_short = len(result.token_ids) <= most or shrink.reason == "CONTEXT_TOO_LONG"
         if is_short and len(result.token_ids) >= shrink.fewest:
             turns = tuple(result.turns)
@@ -430,10 +337,13 @@ class Admission:
             call.decision = replace(
                 call.decision.after("shrinkContext", shrink.reason), degraded=degraded
             )
-        _tell(request)
+        _log_decision(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
-        """Wait for the request's turn, but no longer than its answer could still end in time."""
+        """Wait for the request's turn, while its answer could still end in time.
+
+        The request's `queue_state` then says why the wait ended without a turn, if it did.
+        """
         call = request.call
         started = time.monotonic()
         try:
@@ -441,9 +351,11 @@ class Admission:
         except QueueFull:
             request.queue_state = QueueState.FULL
             return
+
         allowed_s = self._queue_timeout_s - call.decision.queued_s
         if call.progress.is_accepted:
             allowed_s = call.deadline.first_token_remaining_s
+
         try:
             if entry.is_head:
                 self._queue.wake_followers(entry, wait.available)
@@ -463,10 +375,11 @@ class Admission:
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Return the request's place in a line of the pool, kept while it stays the same line."""
+        """Return the request's place in its line, which it keeps while it stays in that line."""
         adapter = self._rare_adapter(request.call)
         if request.entry and request.entry.line == (wait.pool, adapter):
             return request.entry
+
         request.leave_queue()
         request.entry = self._queue.join(wait.pool, _waiter(request, wait, adapter))
         call = request.call
@@ -479,17 +392,19 @@ class Admission:
             predicted_bytes=wait.demand.kv_bytes,
             available_bytes=wait.available,
         )
-        _tell(request)
+        _log_decision(request)
         return request.entry
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
+        """Record and return the error of a refusal."""
         call = request.call
         demand = refuse.demand
         if call.adapter and refuse.reason == "NO_ENGINE":
-            # Other engines may be ready; it may have gone from all of them since the request came.
+            # The adapter may have been removed since the request came: that is another error.
             self._engines.adapter_of(call.adapter, call.tenant.rules.models)
             message = f"no engine with adapter {call.adapter!r} is ready; retry when one is"
             refuse = replace(refuse, message=message)
+
         call.decision = replace(
             call.decision.after("reject", refuse.reason),
             action="reject",
@@ -500,13 +415,13 @@ class Admission:
             predicted_bytes=demand.kv_bytes if demand else call.decision.predicted_bytes,
             available_bytes=refuse.available if demand else None,
         )
-        _tell(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
+        _log_decision(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
         if refuse.kind == "busy" and not call.hands_on:
             self._defer(call, refuse)
         return refusal(refuse)
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
-        """Count a refused request ahead of later ones until it comes back."""
+        """Count a refused request ahead of later ones until its Retry-After is over."""
         assert refuse.demand and refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
         due = time.monotonic() + refuse.retry_after_s
@@ -529,12 +444,13 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
-    """Return the decision with a place reserved; its action is the furthest step taken."""
+    """Return the decision after a reservation. Its action is the furthest step of the ladder."""
     before = call.decision
     asked = asked_tokens(call.request)
     degraded = before.degraded
     if run.action == "shrink" or (asked and run.max_tokens < asked):
         degraded = (*degraded, f"max_tokens={run.max_tokens}")
+
     action = "route4" if run.action == "route4" else "queue" if before.queued_s else ""
     return replace(
         before,
@@ -551,11 +467,11 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     )
 
 
-def _tell(request: AdmissionRequest, level: int = logging.INFO) -> None:
-    """Add a decision to the request's timeline and to the log.
+def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
+    """Add the request's decision to its timeline and to the log.
 
-    Most requests are accepted at once. The line at their end has the same timeline, so a line of
-    their own is for debugging.
+    Most requests are accepted at once. The log line at their end has the same timeline, so their
+    acceptance is logged at DEBUG only.
     """
     record = request.call.record
     decision = request.call.decision
@@ -568,6 +484,7 @@ def _tell(request: AdmissionRequest, level: int = logging.INFO) -> None:
         "available_bytes": decision.available_bytes,
         "engine": decision.engine,
     }
+
     record.note("decided", request.deciding_s, **fields)
     if decision.action == "accept":
         level = logging.DEBUG

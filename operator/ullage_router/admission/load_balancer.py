@@ -1,4 +1,4 @@
-"""What the router remembers to place requests well: caches by engine, and remaining retries."""
+"""Prefers engines whose caches hold a request's beginning, and bounds the router's retries."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from ullage_common.config.router import PlacementSection
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import Affinity, CacheKey
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 from ullage_router.policy.retry import RetryBudget
 
 
@@ -27,11 +27,11 @@ NO_PREFERENCE = Preferred()
 
 
 class LoadBalancer:
-    """Owns affinity and the retry budget; engines own their breakers.
+    """Owns the affinity tables and the retry budget. Each engine owns its circuit breaker.
 
     Args:
-        section: the settings.
-        engines: where requests may go.
+        section: the settings of placement.
+        engines: the engines to which requests may go.
     """
 
     def __init__(self, section: PlacementSection, engines: Engines) -> None:
@@ -41,7 +41,7 @@ class LoadBalancer:
         self._engines = engines
         self.choices: Counter[str] = Counter()
         """Number of requests by outcome of affinity: kept, yielded or none."""
-        engines.on_forgotten = self._affinity.forget
+        engines.on_forgotten = self._affinity.remove_engine
 
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""
@@ -50,11 +50,12 @@ class LoadBalancer:
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
-        """Return the engine with most of the key in its caches.
+        """Return the engine with most of the request's beginning in its caches.
 
-        Where this process remembers none, another one may: all of them take the same of two
-        engines, for a session the first while it is not much busier than the second, for a block
-        of a prompt the one with less to do, if it has no prompts to compute.
+        Another router process may know an engine where this one does not. So all processes choose
+        between the same two engines of the hash ring. A session goes to the first, unless that is
+        much busier than the second. A prompt goes to the one with fewer requests, if it has no
+        prompts to compute.
         """
         if not (cache_key.session or cache_key.prefixes):
             return NO_PREFERENCE
@@ -71,13 +72,14 @@ class LoadBalancer:
         refusing: Collection[str],
         adapter: str = "",
     ) -> Preferred:
-        """Return an engine that continues an answer exactly, if one takes requests: the preferred
-        one, or the one with the least to do.
+        """Return an engine that computes the rest of an answer bit for bit, if one takes requests.
+
+        Of several, the preferred one is returned, otherwise the one with the fewest requests.
 
         Args:
-            fingerprints: of the engines that generated the answer so far.
-            refusing: keys of engines that do not take it.
-            adapter: that the answer is computed with; empty: none.
+            fingerprints: numerics of the engines that generated the answer so far.
+            refusing: keys of engines that refuse the request.
+            adapter: the adapter of the answer; empty where it has none.
         """
         able = {
             engine.key: engine
@@ -91,6 +93,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
+        """Return the key of the engine that all processes choose; empty where there is none."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
@@ -106,13 +109,16 @@ class LoadBalancer:
         return engine is not None and engine.side is side and engine.state == "ready"
 
     def on_placed(self, cache_key: CacheKey, preferred: Preferred, engine: Engine) -> None:
-        """Records that a request goes to this engine."""
+        """Record that a request goes to this engine."""
         choice = "kept" if preferred.engine == engine.key else "yielded"
         self.choices[choice if preferred.is_remembered else "none"] += 1
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Whether a request that failed before its first token may go to another engine."""
+        """Take a retry from the budget; return whether there was one.
+
+        A request that failed before its first token may then go to another engine.
+        """
         return self.budget.take(time.monotonic())
 
     def as_json(self) -> dict[str, object]:

@@ -1,5 +1,7 @@
-"""Requests for pools that are scaled to zero: they are held, within bounds, until an engine has
-started, and their pools are reported as wanted, so that the operator wakes them.
+"""Holds requests for pools that are scaled to zero until an engine has started.
+
+While requests are held, within bounds, the router reports their pools as wanted, and the operator
+starts an engine.
 """
 
 import asyncio
@@ -15,13 +17,13 @@ from ullage_router.admission.admission import Admission
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, some_retry_after_s, unknown_model
-from ullage_router.policy.decide import home_of, is_large, room_of
-from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.facts import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.placement import home_of, is_large, room_of
 
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between two DNS look-ups while requests are held."""
 WANTED_S = 15.0
-"""Seconds for which a pool that a request needed in vain is reported as wanted."""
+"""Seconds for which a pool is reported as wanted after a request that was not held."""
 
 
 class ColdStartQueue:
@@ -29,8 +31,8 @@ class ColdStartQueue:
 
     Args:
         section: the bounds.
-        is_scaled_to_zero: whether no engine of a pool takes requests.
-        resolve_engines: looks for engines as soon as it may.
+        is_scaled_to_zero: returns whether a pool may sleep and no engine of it takes requests.
+        resolve_engines: starts a DNS look-up for engines, as soon as one is allowed.
     """
 
     def __init__(
@@ -44,11 +46,14 @@ class ColdStartQueue:
         self._resolve_engines = resolve_engines
         self._held: dict[str, set[asyncio.Future[bool]]] = {}
         self._requested: dict[str, float] = {}
+        """Time of the last request that was not held, by pool."""
         self._changed = asyncio.Event()
         self._refusal: ServiceError | None = None
+        """The error of all requests; None while requests may be held."""
         self.is_closed = False
-        """Whether the router stops and holds no more requests."""
+        """Whether the router is stopping and holds no more requests."""
         self.held_bytes = 0
+        """Bytes of this process that held requests take."""
         self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
 
     def __len__(self) -> int:
@@ -59,13 +64,12 @@ class ColdStartQueue:
         return len(self._held.get(pool, ()))
 
     def request_wake(self, pool: str) -> None:
-        """Records that a request needed the pool and was not held."""
+        """Record a request for the pool that was not held."""
         self._requested[pool] = time.monotonic()
         self._notify()
 
     def wanted(self, pool: str) -> int:
-        """Return the number of requests for the sleeping pool: held now, or one that came a moment
-        ago."""
+        """Return the number of held requests for a pool, or 1 after a recent one that was not."""
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
         return self.held(pool) or int(is_recent and self._is_scaled_to_zero(pool))
@@ -75,10 +79,10 @@ class ColdStartQueue:
 
         Args:
             size: bytes of this process that the request takes.
-            held_s: for how long it was held before.
+            held_s: seconds for which the request was held before.
 
         Raises:
-            ServiceError: too many are held, it took too long, or the router stops.
+            ServiceError: too many requests are held, the pool took too long, or the router stops.
         """
         self._check(pool, size)
         future = asyncio.get_running_loop().create_future()
@@ -93,30 +97,30 @@ class ColdStartQueue:
             self.held_bytes -= size
 
     def on_engines_change(self) -> None:
-        """Let requests go whose pool is awake, since engines may have come."""
+        """Release the requests of pools that are awake: engines may have come."""
         for pool, futures in self._held.items():
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests with an error, held ones too; None: hold requests again."""
+        """Refuse all requests with an error, held ones too. None lets requests be held again."""
         self._refusal = error
         if error:
             self._requested.clear()
             self.end()
 
     def close(self) -> None:
-        """Refuse new requests, so that they go to another router; those held are held on."""
+        """Refuse new requests, so that they go to another router. Held requests remain held."""
         self.is_closed = True
         self._notify()
 
     def end(self) -> None:
-        """Release everything that is held or waits."""
+        """Refuse all held requests."""
         for futures in self._held.values():
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until one of the pools is wanted, or the time is over."""
+        """Wait until one of the pools is wanted, the time is over, or the router stops."""
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -127,6 +131,7 @@ class ColdStartQueue:
                 return
 
     def as_json(self) -> Mapping[str, object]:
+        """Return the counts for /stats."""
         return {
             "held": len(self),
             "held_bytes": self.held_bytes,
@@ -148,7 +153,7 @@ class ColdStartQueue:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "WAKE_QUEUE_FULL",
-                f"pool {pool} sleeps, and as many requests wait for it as may; retry",
+                f"pool {pool} sleeps, and the queue for it is full; retry",
                 retry_after_s=some_retry_after_s(),
             )
 
@@ -167,6 +172,7 @@ class ColdStartQueue:
                 )
             self._resolve_engines()
             await asyncio.wait({future}, timeout=min(RESOLVE_INTERVAL_S, remaining_s))
+
         if not future.result():
             raise self._refusal or draining()
         self.counts["woken"] += 1
@@ -187,18 +193,19 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the pool that is scaled to zero and would be the request's home; "" if its pool has
-    engines.
+    """Return the request's home if that pool is scaled to zero, otherwise an empty string.
 
     Args:
-        views: engines that run, and what is remembered of those of empty pools.
-        scaled_to_zero: empty pools; of some nothing may be known.
+        views: running engines, and remembered ones of empty pools.
+        scaled_to_zero: empty pools. A pool without a view has never had an engine here, so the
+            request may fit there.
     """
     able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
     unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]
     pools = [p for p in policy.pools if p in unknown or any(v.pool == p for v in able)]
     if not pools:
-        return ""  # it fits nowhere, and is refused
+        return ""  # the request fits nowhere, and `decide` refuses it
+
     home = home_of(facts, able, policy)[0] if able else pools[0]
     if unknown and not (able and is_large(facts, able[0], policy)):
         home = pools[0]
@@ -211,14 +218,9 @@ class ScaleToZero:
     """Holds requests for pools without engines, and remembers the last engines of these pools.
 
     Args:
-        config: which pools may be scaled to zero, and the bounds.
+        config: the pools that may be scaled to zero, and the bounds.
         engines: the running engines.
-        admission: how requests are priced.
-
-    pools
-        those that may be scaled to zero, in order of preference
-    queue
-        the requests that are held
+        admission: prices requests.
     """
 
     def __init__(self, config: RouterConfig, engines: Engines, admission: Admission) -> None:
@@ -226,21 +228,22 @@ class ScaleToZero:
         self._engines = engines
         self._admission = admission
         self.pools = tuple(pool.name for pool in config.pools if pool.sleeps)
+        """Pools that may be scaled to zero, in order of preference."""
         self.queue = ColdStartQueue(
             config.routing.wake, self.is_scaled_to_zero, engines.resolve_soon
         )
 
     @property
     def scaled_to_zero(self) -> frozenset[str]:
-        """Pools that have no engine that takes requests."""
+        """Pools that may sleep and have no engine that takes requests."""
         return frozenset(filter(self.is_scaled_to_zero, self.pools))
 
     def is_scaled_to_zero(self, pool: str) -> bool:
-        """Whether the pool may be scaled to zero and no engine of it takes requests."""
+        """Return whether the pool may be scaled to zero and no engine of it takes requests."""
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until the model is known: without its tokenizer nothing is priced.
+        """Hold the request until the model is known: requests are priced with its tokenizer.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -248,15 +251,14 @@ class ScaleToZero:
         size = call.request.ByteSize()
         while self._engines.model is None and (empty := self.scaled_to_zero):
             adapters = self._engines.adapters
-            if call.adapter and call.adapter not in adapters:  # an unknown name wakes no engine
+            if call.adapter and call.adapter not in adapters:  # an unknown name must wake no engine
                 allowed = call.tenant.rules.models
                 raise unknown_model(call.adapter, self._model_name, adapters, allowed)
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
         return await proceed(call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until its pool has an engine, again if the last engine goes away
-        meanwhile.
+        """Hold the request until its pool has an engine, twice if the last engine then goes away.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -270,7 +272,7 @@ class ScaleToZero:
         return await proceed(call)
 
     def request_wake(self) -> None:
-        """Wake the first empty pool for a request that cannot be held and found no engine."""
+        """Report the first empty pool as wanted, for a request that cannot be held."""
         for pool in self.pools:
             if self.is_scaled_to_zero(pool):
                 self.queue.request_wake(pool)
@@ -282,10 +284,10 @@ class ScaleToZero:
         return {"asleep": sorted(self.scaled_to_zero), "wanted": wanted, **self.queue.as_json()}
 
     async def _wait_for_pool(self, call: Call) -> bool:
-        """Wait until the request's pool has an engine, or another one may serve it meanwhile.
+        """Wait until the request's pool has an engine, unless another pool may serve it meanwhile.
 
         Returns:
-            Whether it was held.
+            Whether the request was held.
         """
         was_held = False
         policy = self._admission.policy
@@ -297,18 +299,20 @@ class ScaleToZero:
             home = empty_home(facts, views, empty, policy)
             if not home:
                 break
+
             if "route" in policy.ladder and any(
                 view.standing is EngineState.USABLE and room_of(facts, view) >= facts.min_tokens
                 for view in running
             ):
                 self.queue.request_wake(home)
                 break
+
             await self._hold(home, call.prompt.memory_bytes, call)
             was_held = True
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return an idle engine of each empty pool, with the properties of its last one."""
+        """Return a view of an idle engine for each empty pool, from the pool's last engine."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.router import StepSection
-from ullage_common.process.config_file import HASH_PREFIX, ConfigError, read_entry
+from ullage_common.process.api_keys import HASH_PREFIX, read_entry
+from ullage_common.process.config_file import ConfigError
 from ullage_common.process.file_watch import fingerprint, follow
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error

@@ -1,5 +1,5 @@
-"""The engines that the router knows: their reports of headroom, their descriptions, and the streams
-to them.
+"""The engines that the router knows: their headroom reports, their models, and streams to them.
 
-It says what engines are and carries requests there, and never chooses among them.
+The package says in which state engines are and carries requests to them. It never chooses among
+them.
 """

@@ -1,4 +1,4 @@
-"""One engine as the router sees it: its channel, its reports in their order, and its credit."""
+"""One engine as the router sees it: its last report, its state, and the credit of its requests."""
 
 import asyncio
 import functools
@@ -6,109 +6,46 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import grpc
 
-from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
-from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage.headroom.v1 import headroom_pb2
+from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import BreakerSection
 from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, adapter_key, with_adapter
-from ullage_common.wire.tls import speaks_tls
+from ullage_router.engines.connection import EngineConnection
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
-from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
-from ullage_router.engines.roster import engine_key
+from ullage_router.engines.multiplex import ConnectionBroken, Metadata
+from ullage_router.engines.reports import ReportSequence, report_interval_ms
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
-from ullage_router.policy.circuit_breaker import Breaker
+from ullage_router.policy.circuit_breaker import CircuitBreaker
 from ullage_router.policy.credit import Credit, CreditBook, Held
-from ullage_router.policy.decision import WELL, EngineState, EngineView, Release, Side, route_of
+from ullage_router.policy.decision import route_of
+from ullage_router.policy.facts import WELL, EngineState, EngineView, Release, Side, engine_key
 from ullage_router.tokenizer.model import Model
 
-ReportKind = Literal["next", "gap", "old", "restart"]
-
-
-class ReportSequence:
-    """Checks the epoch and the sequence number of every report.
-
-    Sequence numbers grow by one a push of one stream; an epoch is one life of an engine's server.
-
-    Args:
-        counts_earlier: whether workers lost before the first report count. A canary's do: it lives
-            for its trial only, and may fall before a router hears of it. Those of a stable engine
-            may be weeks old.
-    """
-
-    def __init__(self, counts_earlier: bool = False) -> None:
-        self.epoch: int | None = None
-        self.sequence = 0
-        self.missed = 0
-        """Number of reports that never came."""
-        self.old = 0
-        """Number of reports that came twice or too late, and were ignored."""
-        self.restarts = 0
-        """Number of restarts of the engine's server."""
-        self.workers_lost = 0
-        """Number of times that its workers or its server ended unexpectedly."""
-        self._counts_earlier = counts_earlier
-        self._reported_restarts: int | None = None
-
-    def on_connect(self) -> None:
-        """Start a new sequence: a new stream's numbers do not continue the last one's."""
-        self.sequence = 0
-
-    def take(self, epoch: int, sequence: int) -> ReportKind:
-        """Classifies a report; all but `old` are used, for each has the whole state."""
-        if epoch != self.epoch:
-            return self._restart(epoch, sequence)
-        if self.sequence and sequence <= self.sequence:
-            self.old += 1
-            return "old"
-        missed = sequence - self.sequence - 1 if self.sequence else 0
-        self.missed += missed
-        self.sequence = sequence
-        return "gap" if missed else "next"
-
-    def on_worker_restarts(self, worker_restarts: int) -> None:
-        """Count the worker restarts that an accepted report names.
-
-        Args:
-            worker_restarts: since the start of the server.
-        """
-        if self._reported_restarts is not None:  # what was before is another's count
-            self.workers_lost += max(0, worker_restarts - self._reported_restarts)
-        self._reported_restarts = worker_restarts
-
-    def _restart(self, epoch: int, sequence: int) -> ReportKind:
-        kind: ReportKind = "next" if self.epoch is None else "restart"
-        self.restarts += kind == "restart"
-        self.workers_lost += kind == "restart"
-        self._reported_restarts = 0 if kind == "restart" or self._counts_earlier else None
-        self.epoch = epoch
-        self.sequence = sequence
-        return kind
-
-
 HEARTBEAT_S = 1.0
+"""Longest time between two reports of a healthy engine, seconds."""
 STALE_AFTER_S = 3 * HEARTBEAT_S
+"""Silence after which an engine gets no new requests, seconds."""
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
-# Memory that nobody knows to be free is wasted, but every report costs the router time.
-MIN_REPORT_INTERVAL_MS = 20
-MAX_REPORT_INTERVAL_MS = 200
-MAX_REPORTS_PER_S = 500
+"""Silence after which no request waits for the engine, seconds."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+"""Longest pause between two attempts to follow an engine, seconds."""
 GET_MODEL_TIMEOUT_S = 30.0
-_REFUSALS = ("handshake failed", "Verification Check failed")
+_CERTIFICATE_REFUSALS = ("handshake failed", "Verification Check failed")
 """Parts of gRPC's messages when one side refuses the other's certificate."""
 
 log = logging.getLogger(__name__)
 
 
-class Owner(Protocol):
-    """The owner of the engines, whose callbacks are called for each."""
+class EngineOwner(Protocol):
+    """The set that an engine belongs to: it opens channels, loads models, and hears of changes."""
 
     @property
     def is_secure(self) -> bool:
@@ -119,25 +56,25 @@ class Owner(Protocol):
         """Whether some engines may speak TLS and others plaintext."""
 
     def on_change(self) -> None:
-        """Called after every report, every loss and whenever credit is given back."""
+        """Hear of every report and loss, and of released credit."""
 
     def on_loss(self, engine: "Engine") -> None:
-        """Called when an engine's reports ended; addresses may have changed."""
+        """Hear that an engine's reports ended. It may come back at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
-        """Called when an engine has restarted with empty caches."""
+        """Hear that an engine has restarted with empty caches."""
 
     def on_state_change(self, engine: "Engine") -> None:
-        """Called when an engine may take requests now, or no longer."""
+        """Hear that an engine may have begun or ceased to take requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Called when an engine has become idle, or busy."""
+        """Hear that an engine has become idle, or busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
-        """Called when an engine's breaker has opened."""
+        """Hear that an engine's breaker has opened."""
 
     def on_numerics_change(self) -> None:
-        """Called when an engine has reported another fingerprint of its numerics."""
+        """Hear that the numerics that an engine reports have changed."""
 
     @property
     def num_engines(self) -> int:
@@ -150,7 +87,7 @@ class Owner(Protocol):
         """Open a channel to an engine, with the present credentials.
 
         Args:
-            is_plaintext: whether the engine speaks no TLS, though the router does.
+            is_plaintext: whether to use no TLS, though the router has credentials.
         """
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
@@ -158,19 +95,19 @@ class Owner(Protocol):
 
 
 class WrongModel(Exception):
-    """Raised when the engine serves another model, or one that cannot be used."""
+    """The engine serves another model, or one that cannot be used."""
 
 
 class Engine:
-    """Follows one engine and keeps its last report.
+    """Follows one engine's reports and keeps the last one.
 
     Args:
         address: `ip:port`.
-        pool: the configured pool it was found in.
-        model_name: the model it must serve.
-        breaker: when failures hold it back.
-        owner: its callbacks are called.
-        side: of a rollout.
+        pool: the configured pool that the engine belongs to.
+        model_name: the model that the engine must serve.
+        breaker: settings of the engine's circuit breaker.
+        owner: the set that the engine belongs to.
+        side: the engine's side of a rollout.
     """
 
     def __init__(
@@ -179,7 +116,7 @@ class Engine:
         pool: str,
         model_name: str,
         breaker: BreakerSection,
-        owner: Owner,
+        owner: EngineOwner,
         side: Side = Side.STABLE,
     ) -> None:
         self.address = address
@@ -188,109 +125,85 @@ class Engine:
         self.key = engine_key(side, pool, address)
         self.is_listed = True
         """Whether the address is still in DNS."""
-        self.headroom: headroom_pb2.Headroom | None = None
-        self.description: inference_pb2.GetModelResponse | None = None
-        self.route = pool
-        """The pool's label; what the engine's own ranks are, once it has described them."""
-        self.model: Model | None = None
-        self.numerics: Fingerprint = UNKNOWN
-        """What decides the bits of the engine's answers, as it reported last."""
         self._model_name = model_name
         self._owner = owner
-        self.breaker = Breaker(breaker)
+
+        # The model
+        self.description: inference_pb2.GetModelResponse | None = None
+        self.route = pool
+        """The pool's label in headers and metrics (`route_of`); its name until it is described."""
+        self.model: Model | None = None
+        self._described_epoch: int | None = None
+        """The epoch in which the engine described its model."""
+        self._profile = MemoryProfile(1, ())
+        self.adapters: frozenset[str] = frozenset()
+        """Names of the model's adapters that the engine serves."""
+        self.described_adapters: tuple[inference_pb2.Adapter, ...] = ()
+        """The same adapters with their descriptions."""
+        self._adapter_keys: dict[str, str] = {}
+        """Versions of the adapters, by name."""
+        self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
+        """Adapters of the last report; None while no report names any, as of an engine whose
+        adapters never change."""
+
+        # The last report
+        self.headroom: headroom_pb2.Headroom | None = None
         self.order = ReportSequence(side is Side.CANARY)
+        self.numerics: Fingerprint = UNKNOWN
+        """Fingerprint of everything that decides the bits of the engine's answers."""
+        self.lost_unix = time.time()
+        """Unix time at which answers may last have broken off; at first when it was found."""
+        self._reported_at = 0.0
+        self._is_connected = False
+        self._loss = ""
+        """Reason why the reports ended or never began; empty while they come."""
+        self._releases: tuple[Release, ...] = ()
+        self._step_seconds: tuple[float, ...] = ()
+        self._reported_backlog = 0
+        """Prompt tokens to compute."""
+        self._reported_load = 0
+        """Number of requests."""
+
+        # The requests in flight
+        self.breaker = CircuitBreaker(breaker)
         self.watchdog = StreamWatchdog(
             lambda: self.is_silent and owner.has_another(self),
             lambda: silent_engine(self.id, self.age_s),
         )
-        self._described_epoch: int | None = None
-        """The epoch in which the engine described its model."""
-        self._reported_at = 0.0
-        self.lost_unix = time.time()
-        """When answers on it may last have broken off, Unix time; at first that of its finding."""
-        self._is_connected = False
         self._credit = CreditBook()
-        self._loss = ""
-        """Why the engine's reports ended or never began; empty while they come."""
-        self._closing: set[asyncio.Task[None]] = set()
-        self.adapters: frozenset[str] = frozenset()
-        """Names of the model's adapters that the engine serves."""
-        self.described_adapters: tuple[inference_pb2.Adapter, ...] = ()
-        """The same with what is known of each."""
-        self._adapter_keys: dict[str, str] = {}
-        """Versions of the adapters, by name."""
-        self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
-        """What the last report said of adapters; None where no report says anything of them, as
-        those of an engine whose adapters never change."""
-        self._profile = MemoryProfile(1, ())
-        self._view: EngineView | None = None
-        """The engine as decisions see it; None after something has changed."""
-        self._standing: EngineState | None = None
-        """The engine's state in its view; None after that may have changed."""
-        self._standing_until = 0.0
-        self._releases: tuple[Release, ...] = ()
-        self._step_seconds: tuple[float, ...] = ()
-        self._reported_backlog = self._reported_load = 0
-        """Prompt tokens to compute and requests, of the last report."""
-        self._is_idle = False
-        """Whether the engine had no prompts to compute when its owner heard last."""
-        self._previous: Multiplexer | None = None
-        """The multiplexer of the previous channel, until the present one's is open."""
-        self._is_plaintext = False
-        """Whether the engine answered in plaintext where that is allowed beside TLS."""
-        self._open_channel()
-        self._task = self._start_following()
 
-    def _open_channel(self) -> None:
-        self._channel = self._owner.dial(self.address, self._is_plaintext)
-        self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
-        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._multiplexer = Multiplexer(self.stub, self.address, self._on_stream_change)
+        # The view, which is computed when a decision asks for it
+        self._view: EngineView | None = None
+        """None after any change."""
+        self._standing: EngineState | None = None
+        """State in the view; None after it may have changed."""
+        self._standing_until = 0.0
+        """Time at which silence changes the state."""
+        self._is_idle = False
+        """The `is_idle` that the owner was notified of last."""
+
+        self._connection = EngineConnection(
+            address, owner.dial, self._on_stream_change, self._on_state_change
+        )
+        self._task = self._start_following()
 
     def _start_following(self) -> asyncio.Task[None]:
         return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
-        """Continue on a new channel; answers on the old one have the grace to end.
+        """Continue on a new channel; answers on the old one have `grace_s` seconds to end.
 
-        The engine keeps its last report: the new channel's first one is milliseconds away. So is
-        the new stream, until which requests take the old one.
+        The engine keeps its last report, since the new channel's first report is milliseconds away.
         """
         self._task.cancel()
-        self._replace_channel(grace_s)
+        self._connection.replace(grace_s, starts_stream=self.description is not None)
         self._task = self._start_following()
 
-    def _replace_channel(self, grace_s: float) -> None:
-        channel = self._channel
-        previous = self._multiplexer
-        self._open_channel()
-        if previous.is_open:
-            self._previous = previous
-        if self.description is not None:  # it is not described anew, which would open the stream
-            self._multiplexer.start()
-        self._on_state_change()
-        closing = asyncio.create_task(self._retire(channel, previous, grace_s))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-
-    async def _retire(
-        self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
-    ) -> None:
-        """Close a channel when its answers have ended, at most `grace_s` later."""
-        if previous.is_open:
-            await self._multiplexer.open()
-        previous.retire()
-        if self._previous is previous:
-            self._previous = None
-            self._on_state_change()
-        await channel.close(grace_s)
-        await previous.close()
-
     async def close(self) -> None:
+        """Stop following the engine and close its connection."""
         self._task.cancel()
-        await asyncio.gather(self._task, *self._closing, return_exceptions=True)
-        await self._multiplexer.close()
-        await self._channel.close()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._connection.close()
 
     @property
     def id(self) -> str:
@@ -307,11 +220,12 @@ class Engine:
         """Whether the engine has served and may serve again, so that its numerics count."""
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
-        # One that is ready and reports none is of an earlier release.
+        # A ready engine without a digest is of an earlier release.
         return bool(self.numerics.digest) or self.headroom.ready
 
     @property
     def health(self) -> float:
+        """Reported health, from 0 to 1."""
         return self.headroom.health if self.headroom else 0.0
 
     @property
@@ -326,7 +240,7 @@ class Engine:
 
     @property
     def reports(self) -> int:
-        """Number of reports that arrived so far: a larger one says that there is a new report."""
+        """Number of reports that arrived so far. It tells a new report from an old one."""
         return self._credit.reports
 
     @property
@@ -336,51 +250,44 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """connecting, loading, ready, draining, stale or gone."""
+        """One of connecting, loading, ready, draining, stale and gone."""
         report = self.headroom
-        if report is None or not self._is_connected or self._lacks_stream:
+        if report is None or not self._is_connected or self._connection.lacks_stream:
             return "connecting" if self.is_listed else "gone"
         if time.monotonic() - self._reported_at > STALE_AFTER_S:
             return "stale"
         if report.draining:
             return "draining"
-        return "ready" if report.ready and self.model and self._has_stream else "loading"
+        return "ready" if report.ready and self.model and self._connection.is_open else "loading"
 
     @property
     def trouble(self) -> str:
-        """Why the engine gets no requests; empty while nothing is wrong."""
+        """Reason why the engine gets no requests; empty while nothing is wrong."""
         lack = "serves no Multiplex stream; update the engine"
         out = self.headroom.not_ready_reason if self.headroom else ""
-        return self._loss or out or (lack if self._lacks_stream else "")
-
-    @property
-    def _lacks_stream(self) -> bool:
-        return self._multiplexer.is_missing and not self._has_stream
-
-    @property
-    def _has_stream(self) -> bool:
-        previous = self._previous
-        return self._multiplexer.is_open or (previous is not None and previous.is_open)
+        return self._loss or out or (lack if self._connection.lacks_stream else "")
 
     @property
     def is_silent(self) -> bool:
-        """Whether the engine missed its heartbeats: it is gone, stopped, or cut off."""
+        """Whether the engine missed its heartbeats, because it ended, stopped or was cut off."""
         return self.age_s > STALE_AFTER_S
 
     @property
     def is_over(self) -> bool:
         """Whether the engine is out of DNS, silent and without requests, so it may be closed."""
-        # A canary's address may soon be a stable engine's.
+        # A canary that left DNS need not fall silent: its address may soon be a stable engine's.
         is_stable = self.side is Side.STABLE
         is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
         return not (self.is_listed or is_reporting or self._credit.inflight)
 
     @property
     def credit_bytes(self) -> int:
+        """Bytes that are reserved for requests and that no report is sure to include."""
         return self._credit.total
 
     @property
     def inflight(self) -> int:
+        """Number of requests that were sent and have not ended."""
         return self._credit.inflight
 
     @property
@@ -395,7 +302,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine is well and has no prompts to compute."""
+        """Whether the engine is healthy and has no prompts to compute."""
         return not self.backlog_tokens and self.health >= WELL
 
     @property
@@ -403,15 +310,16 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Work of the prompts before a new one (`credit.work`).
+        """Return the work of the prompts before a new one (`balance.work`).
 
-        Of other routers' prompts only the tokens are known, not how long each is.
+        For prompts of other routers only the sum of their tokens is known, not the length of each,
+        so their pairs of queries and keys are left out.
         """
         return self._prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
     def standing(self) -> EngineState:
-        """Whether the engine takes new requests; a silent one counts as recovering for a while."""
+        """Whether the engine takes new requests. A silent one counts as recovering for a while."""
         match self.state:
             case "ready":
                 return EngineState.USABLE
@@ -423,8 +331,11 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return when the state changes if no report comes; infinity where silence changes
-        nothing."""
+        """Return the time at which silence changes the state; infinity where it changes nothing.
+
+        Args:
+            now: the present on the monotonic clock.
+        """
         ends = (self._reported_at + STALE_AFTER_S, self._reported_at + HOPELESS_AFTER_S)
         return next((end for end in ends if end >= now), math.inf)
 
@@ -432,7 +343,7 @@ class Engine:
         """Return the engine as `decide` sees it; None until the engine has described its model.
 
         Args:
-            now: on the monotonic clock.
+            now: the present on the monotonic clock.
         """
         standing = self._standing
         if standing is None or now > self._standing_until:
@@ -464,7 +375,7 @@ class Engine:
             prefill_speed=report.prefill_tokens_per_second,
             decode_speed=report.decode_tokens_per_second,
             step_seconds=self._step_seconds,
-            # What other routers sent bears no longer steps either.
+            # The engine reports the limit of requests that other routers sent.
             step_limit_s=min(self._credit.step_limit_s, report.step_limit_s or math.inf),
             max_sequences=report.max_sequences,
             releases=self._releases,
@@ -481,7 +392,7 @@ class Engine:
             self._owner.on_load_change(self)
 
     def _on_stream_change(self) -> None:
-        if not self._multiplexer.is_open:
+        if not self._connection.is_stream_open:
             self.lost_unix = time.time()
         self._on_state_change()
         self._owner.on_change()
@@ -493,16 +404,15 @@ class Engine:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source:
-        """Begin a call; failures of the engine are raised by its first read.
+        """Begin a call. Failures of the engine are raised by the first read of the answer.
 
         Raises:
             ServiceError: the stream to the engine has just been lost.
         """
-        if self._multiplexer.is_open:
-            return self._multiplexer.call(request, timeout_s, metadata, flow)
-        if self._previous and self._previous.is_open:
-            return self._previous.call(request, timeout_s, metadata, flow)
-        raise no_stream(self.id)
+        call = self._connection.call(request, timeout_s, metadata, flow)
+        if call is None:
+            raise no_stream(self.id)
+        return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
         """Return the unpaid reservations of one holder, and of all holders."""
@@ -511,11 +421,14 @@ class Engine:
     def reserve(
         self, size: int, tokens: int, step_limit_s: float = math.inf, holder: str = ""
     ) -> Credit:
-        """Reserve bytes and prompt tokens for a request that is about to be sent, and keep steps
-        as short as it needs them.
+        """Reserve memory and prefill work for a request that is about to be sent.
 
         Args:
-            holder: the caller that pays nothing for them; empty: a request is sent, or paid.
+            size: bytes.
+            tokens: prompt tokens.
+            step_limit_s: longest step, in seconds, with which the request would end in time.
+            holder: the caller that does not pay for the reservation; empty where it is paid for,
+                or a request is sent.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -523,7 +436,7 @@ class Engine:
         return credit
 
     def on_accepted(self, credit: Credit) -> None:
-        """Records that the engine answered Accepted to the request."""
+        """Record that the engine answered Accepted to the request."""
         self._credit.on_accepted(credit)
 
     def on_first_token(self, credit: Credit) -> None:
@@ -533,7 +446,7 @@ class Engine:
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Give back the credit of requests that ended in any way."""
+        """Release the credit of requests that ended in any way."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -541,8 +454,10 @@ class Engine:
         self._owner.on_change()
 
     def on_failure(self, credit: Credit, error: ServiceError) -> None:
-        """Records that the request failed on this engine; a lost stream counts once, however many
-        requests it carried."""
+        """Record that the request failed on this engine.
+
+        The loss of a stream counts once, however many requests it carried.
+        """
         loss = error.loss if isinstance(error, ConnectionBroken) else None
         if loss and self.breaker.is_closed and not loss.is_first("breaker"):
             return
@@ -558,7 +473,7 @@ class Engine:
             before = self.reports
             try:
                 if self._owner.is_mixed:
-                    await self._match_transport()
+                    await self._connection.match_transport(self.description is not None)
                 await self._watch()
             except grpc.aio.AioRpcError as error:
                 self._log_loss(error.details() or error.code().name)
@@ -567,40 +482,37 @@ class Engine:
                 log.error("engine not usable", extra={"engine": self.id, "reason": str(error)})
             except Exception:  # a bug here must not end the watch of a working engine
                 log.exception("engine lost", extra={"engine": self.id})
-            self._is_connected, self.lost_unix = False, time.time()
+
+            self._is_connected = False
+            self.lost_unix = time.time()
             self._on_state_change()
             self._owner.on_loss(self)
             self._owner.on_change()
+
             backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
-    async def _match_transport(self) -> None:
-        """Open another channel if the engine speaks TLS and this channel does not, or vice
-        versa."""
-        is_secure = await speaks_tls(self.address)
-        if is_secure is None or is_secure is not self._is_plaintext:
-            return
-        self._is_plaintext = not is_secure
-        self._replace_channel(0)
-
     def _log_loss(self, reason: str) -> None:
-        """Log a loss once: an engine that cannot be reached fails again and again."""
+        """Log a loss, but only once while the reason stays the same."""
         if reason != self._loss:
-            is_refusal = any(words in reason for words in _REFUSALS)
+            is_refusal = any(words in reason for words in _CERTIFICATE_REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO
             log.log(level, "engine lost", extra={"engine": self.id, "reason": reason})
         self._loss = reason
 
     async def _watch(self) -> None:
+        """Read reports until their stream ends."""
         interval_ms = report_interval_ms(self._owner.num_engines)
         request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
-        # Waiting for the connection, the call starts in the moment the engine is back; but of a
-        # certificate that is refused only a call that does not wait learns.
+
+        # A call that waits for the connection starts at the moment the engine is back. But only a
+        # call that does not wait hears of a refused certificate.
         waits = not self._owner.is_secure
         self.order.on_connect()
-        async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=waits):
+        stub = self._connection.headroom_stub
+        async for push in stub.WatchHeadroom(request, wait_for_ready=waits):
             report = push.headroom
-            # An engine that loads cannot describe its model yet; its reports count all the same.
+            # A loading engine cannot describe its model yet, but its reports count.
             if report.ready and report.epoch != self._described_epoch:
                 await self._fetch_model()
                 self._described_epoch = report.epoch
@@ -615,11 +527,13 @@ class Engine:
                 log.info("reports missed", extra={"engine": self.id, "missed": self.order.missed})
             case "restart":
                 self._owner.on_restart(self)
+
         self._loss = ""
         workers_lost = self.order.workers_lost
         self.order.on_worker_restarts(headroom.worker_restarts)
         if self.order.workers_lost > workers_lost:
             self.lost_unix = time.time()
+
         self.headroom = headroom
         self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
         self._step_seconds = tuple(headroom.step_seconds)
@@ -627,10 +541,13 @@ class Engine:
         self._reported_load = headroom.requests_running + headroom.requests_waiting
         self._reported_at = time.monotonic()
         self._is_connected = True
+
+        # The credit must count the report before anyone is notified: they ask for `available`.
         self._credit.on_report()
         self._on_state_change()
         self._on_load_change()
         self._owner.on_change()
+
         if headroom.adapters or self._reported_adapters is not None:
             self._on_adapters(list(headroom.adapters))
         if headroom.fingerprint != self.numerics.digest:
@@ -639,7 +556,7 @@ class Engine:
             self._owner.on_numerics_change()
 
     def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
-        """Record the adapters of a report, since they come and go while an engine serves."""
+        """Record the adapters of a report, if they changed."""
         if states == self._reported_adapters:
             return
         self._reported_adapters = states
@@ -654,23 +571,30 @@ class Engine:
         self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
 
     def numerics_of(self, adapter: str) -> str:
-        """Return the fingerprint of the engine's answers, with an adapter if one is named."""
+        """Return the fingerprint of the engine's numerics, with an adapter if one is named."""
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:
-        """Fetch the engine's model once an epoch."""
+        """Fetch the description of the engine's model, and load it.
+
+        Raises:
+            WrongModel: it is not the model of this service, or cannot be loaded.
+        """
         request = inference_pb2.GetModelRequest()
-        described = await self.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
+        described = await self._connection.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
         if described.model != self._model_name:
             raise WrongModel(f"serves {described.model!r}, wanted {self._model_name!r}")
         try:
             self.model = await self._owner.load(described)
         except ValueError as error:
             raise WrongModel(str(error)) from error
-        await self._multiplexer.open()
+
+        # Described engines get requests, so the stream must be open before.
+        await self._connection.open_stream()
         self.description = described
         self._set_adapters(described.adapters)
         self._reported_adapters = None
+
         tensor = 1 + max((rank.tensor_rank for rank in described.ranks), default=0)
         pipeline = 1 + max((rank.stage for rank in described.ranks), default=0)
         self.route = route_of(self.pool, tensor, pipeline)
@@ -680,12 +604,5 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return the first one of equal profiles: engines of one kind are recognised by it."""
+    """Return the first of equal profiles, since decisions tell kinds of engines by identity."""
     return profile
-
-
-def report_interval_ms(num_engines: int) -> int:
-    """Return the least time between two reports of an engine: as short as the bound on reports of
-    all engines allows."""
-    interval_ms = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
-    return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, interval_ms))

@@ -1,9 +1,8 @@
-"""All engines of all pools: found by DNS, followed one by one."""
+"""The engines of all pools: which there are, what they serve, and which a decision may use."""
 
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import BreakerSection, PoolSection, large_pool
-from ullage_common.wire.channels import NO_RECORDS, addresses, is_address, open_channel
+from ullage_common.wire.channels import open_channel
 from ullage_common.wire.fingerprint import (
     UNKNOWN,
     Differences,
@@ -21,20 +20,19 @@ from ullage_common.wire.fingerprint import (
     differences,
     num_kinds,
 )
+from ullage_router.engines.discovery import PoolLookups
 from ullage_router.engines.engine import Engine
-from ullage_router.engines.roster import Roster, engine_key
+from ullage_router.engines.model_cache import ModelCache
+from ullage_router.engines.roster import Roster
 from ullage_router.errors import no_engine, unknown_model
 from ullage_router.policy.circuit_breaker import held_back
-from ullage_router.policy.decision import EngineState, EngineView, Side
-from ullage_router.tokenizer.model import Model, fingerprint, load_model
+from ullage_router.policy.facts import EngineState, EngineView, Side, engine_key
+from ullage_router.tokenizer.model import Model
 
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
-SLOW_RESOLVE_S = 1.0
-"""Seconds after which a look-up no longer holds up what other pools' look-ups have said."""
-MAX_IDLE_MODELS = 2
-"""Number of models kept that no engine announces: one may come back, as a canary's does."""
+"""Longest wait for the first answers of DNS at the start, seconds."""
 
 NONE: frozenset[str] = frozenset()
 
@@ -46,17 +44,18 @@ log = logging.getLogger(__name__)
 class Engines:
     """The engines behind the pools' targets.
 
+    DNS only says where to look for engines. Each engine is known by its own reports, and remains
+    until it has left DNS and fallen silent.
+
     Args:
-        pools: in order of preference.
+        pools: the pools in order of preference.
         model_name: the model that engines must serve.
         on_change: called when any engine's memory or state may have changed.
-        breaker: when and how many engines are held back for failures.
-        dialer: opens channels with credentials; None: in plaintext.
-        accepts_plaintext: whether engines that do not speak TLS are called in plaintext, though
-            there are credentials.
-
-    on_forgotten
-        called with the key of an engine whose caches are gone
+        breaker: settings of the engines' circuit breakers.
+        dialer: opens channels with credentials; None for plaintext.
+        accepts_plaintext: whether engines without TLS are called in plaintext, though there are
+            credentials.
+        trusts_special_tokens: see `ModelCache`.
     """
 
     def __init__(
@@ -70,97 +69,124 @@ class Engines:
         trusts_special_tokens: bool = False,
     ) -> None:
         self._pools = tuple(pools)
-        self._canary: tuple[PoolSection, ...] = ()
-        self._declared_adapters: frozenset[str] | None = None
-        """Adapters of engines that are woken; None where nobody says which."""
+        self._large_pool = large_pool(self._pools)
         self._model_name = model_name
         self._on_change = on_change
         self._breaker = breaker
         self._dialer = dialer
         self._accepts_plaintext = accepts_plaintext
-        self._trusts_special_tokens = trusts_special_tokens
         self.on_forgotten: Callable[[str], None] = lambda _: None
+        """Called with the key of an engine whose caches are gone."""
+
+        # Discovery
+        self._lookups = PoolLookups(self._pools)
+        self._task: asyncio.Task[None] | None = None
+        self._relist = asyncio.Event()
+        """Set when engines should be looked up soon."""
+        self._resolved = asyncio.Event()
+        """Set after the first look-up."""
+
+        # The engines
         self._engines: dict[str, Engine] = {}
         """Engines by key."""
+        self._last: dict[str, Engine] = {}
+        """The last engine of each pool that is gone: its properties are those of a pool that
+        sleeps."""
+        self._models = ModelCache(trusts_special_tokens, self._fingerprints)
+        self._declared_adapters: frozenset[str] | None = None
+        """Adapters of engines that are woken; None where nobody declares them."""
+        self._logged_values: dict[str, frozenset[str]] = {}
+        """The differing facts of engines that were logged last, with their values."""
+
+        # Derived from the engines, for decisions
         self._roster: Roster | None = None
         """None after an engine came, went or changed its state."""
         self._max_model_len: int | None = None
         self._expected_outputs: dict[Engine, int] = {}
-        """Tokens of an answer by engine, as reported last."""
+        """Expected output tokens by engine, as reported last."""
         self._ejected: set[Engine] = set()
-        """Engines whose breakers are not closed, and some whose are."""
-        self._large_pool = large_pool(self._pools)
-        self._last: dict[str, Engine] = {}
-        """The latest engine that is gone, by pool: it tells the properties of a pool that sleeps.
-        """
-        self._models: dict[str, Model] = {}
-        self._lookups: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
-        """Look-ups that have not ended."""
-        self._loading = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-        self._relist, self._resolved = asyncio.Event(), asyncio.Event()
-        self._ejections = self._missed = 0
+        """All engines whose breakers are not closed, and some whose are."""
+
+        # Counts of engines that are gone, so that counters never fall
+        self._ejections = 0
+        self._missed = 0
         self._lost = dict.fromkeys(Side, 0)
-        """Counts of engines that were forgotten, so that counters never fall."""
-        self._logged_values: dict[str, frozenset[str]] = {}
-        """The differing facts of engines that were logged last, with their values."""
+
+    # The engines
 
     async def start(self) -> None:
-        """Start resolving engines in the background, and wait a moment for the first answer."""
+        """Start looking for engines in the background, and wait a moment for the first answer."""
         self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
         with contextlib.suppress(TimeoutError):  # a silent name server must not hold up the start
             async with asyncio.timeout(FIRST_RESOLVE_S):
                 await self._resolved.wait()
 
     async def close(self) -> None:
+        """Stop looking for engines, and close all connections to them."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for lookup in self._lookups.values():
-            lookup.cancel()
-        await asyncio.gather(*self._lookups.values(), return_exceptions=True)
+        await self._lookups.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     def all(self) -> list[Engine]:
+        """Return all engines, in any state."""
         return list(self._engines.values())
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines in any state."""
+        return len(self._engines)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine of any side takes requests."""
+        return bool(self.roster.ready_sides)
+
+    def at(self, key: str) -> Engine:
+        """Return the engine with a key, which must exist."""
+        return self._engines[key]
+
+    def get(self, key: str) -> Engine | None:
+        """Return the engine with a key; None when it is gone."""
+        return self._engines.get(key)
+
+    def last(self, pool: str) -> Engine | None:
+        """Return an engine that the pool has or had; None where it never had one."""
+        return next((e for e in self._known() if e.pool == pool and e.model), None)
+
+    def _known(self) -> list[Engine]:
+        """Return all engines, and the last engine of each pool that has none."""
+        present = {engine.pool for engine in self._engines.values() if engine.model}
+        return self.all() + [e for pool, e in self._last.items() if pool not in present]
+
+    def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
+        """Follow the engines of these targets as the canary's. Without any there is no canary."""
+        names = {pool.name for pool in self._pools}
+        for pool in pools:
+            if pool.name not in names:  # the file may be newer than this router's configuration
+                log.warning("canary's pool ignored", extra={"pool": pool.name})
+        self._lookups.set_canary(pool for pool in pools if pool.name in names)
+        self._relist.set()
+
+    def resolve_soon(self) -> None:
+        """Look for engines as soon as LEAST_RESOLVE_INTERVAL_S allows."""
+        self._relist.set()
+
+    def reconnect(self, grace_s: float) -> None:
+        """Replace all channels; answers on the old ones have `grace_s` seconds to end."""
+        for engine in self._engines.values():
+            engine.reconnect(grace_s)
+
+    # Their model and its adapters
 
     @property
     def model(self) -> Model | None:
         """The model of the stable engines."""
         return self.model_of(Side.STABLE)
 
-    def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
-        """Return what decides the bits of answers, by the names of engines that serve.
-
-        Args:
-            pool: empty: all pools.
-        """
-        return {
-            engine.id: engine.numerics
-            for engine in self._engines.values()
-            if engine.has_numerics and pool in ("", engine.pool)
-        }
-
-    def differences(self) -> Differences:
-        """Return the facts by which engines that serve compute otherwise than one another."""
-        return differences(self.numerics())
-
-    def on_numerics_change(self) -> None:
-        """Log how engines differ, once for each change of that."""
-        differing = self.differences()
-        values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
-        if values == self._logged_values:
-            return
-        self._logged_values = values
-        if differing:
-            extra = {"reason": describe(differing), "facts": sorted(differing)}
-            log.warning("engines compute otherwise than one another", extra=extra)
-        else:
-            log.info("engines compute alike again")
-
     def model_of(self, side: Side) -> Model | None:
-        """Return the model of the first engine of that side that is ready, or of any that
-        described its model."""
+        """Return the model of one side, preferably of a ready engine; None while none is known."""
         models = self.roster.models
         if side not in models:
             models[side] = self._model_of(side)
@@ -179,27 +205,29 @@ class Engines:
         declared = self._declared_adapters
         if declared is None:
             return NONE.union(*(engine.adapters for engine in self._known()))
-        asleep = {pool.name for pool in self._pools if pool.sleeps and not self.is_awake(pool.name)}
-        awake = (engine.adapters for engine in self._known() if engine.pool not in asleep)
-        return NONE.union(*awake, declared if asleep else ())
+        may_sleep = (pool.name for pool in self._pools if pool.sleeps)
+        sleeping = {pool for pool in may_sleep if not self.is_awake(pool)}
+        awake = (engine.adapters for engine in self._known() if engine.pool not in sleeping)
+        return NONE.union(*awake, declared if sleeping else ())
 
-    def is_awake(self, pool: str) -> bool:
-        """Whether an engine of the pool takes requests."""
-        return any(
-            engine.pool == pool and engine.model and engine.standing is EngineState.USABLE
-            for engine in self._engines.values()
-        )
+    def declare_adapters(self, names: Iterable[str] | None) -> None:
+        """Declare the adapters of engines that are woken.
+
+        Args:
+            names: None where they are those of the last engine of each pool.
+        """
+        self._declared_adapters = None if names is None else frozenset(names)
 
     def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
         """Return the adapter that a request names as its model; empty where it names the model.
 
-        While no engine has described its model, it may have any adapter.
+        While no engine has described its model, every name may be an adapter's.
 
         Args:
-            allowed: names that the tenant may use, and that an error may show; empty: all.
+            allowed: names that the tenant may use, and that an error may show; empty for all.
 
         Raises:
-            ServiceError: no engine has it, or the tenant may not use it.
+            ServiceError: no engine has the adapter, or the tenant may not use it.
         """
         if name in ("", self._model_name):
             return ""
@@ -212,13 +240,14 @@ class Engines:
     def served_model(
         self, name: str, side: Side = Side.STABLE, allowed: Collection[str] = ()
     ) -> Model:
-        """The served model, of a side of the rollout.
+        """Return the served model of one side of the rollout.
 
         Args:
-            allowed: names that the tenant may use, and that an error may show; empty: all.
+            name: the model or adapter that the request names.
+            allowed: names that the tenant may use, and that an error may show; empty for all.
 
         Raises:
-            ServiceError: it has another name, or no engine has described it yet.
+            ServiceError: the model has another name, or no engine has described it yet.
         """
         self.adapter_of(name, allowed)
         model = self.model_of(side)
@@ -227,31 +256,35 @@ class Engines:
         return model
 
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
-        """Describe the served model, with the adapters that any engine serves and the tenant may
-        use. A tenant that may not use the model does not get its name, and only tenants that may
-        use everything get the facts of the fingerprint.
+        """Return the description of the served model that a tenant may see.
+
+        It has the adapters that any engine serves and the tenant may use. A tenant that may not use
+        the model itself does not get its name, and only a tenant that may use everything gets the
+        facts of the fingerprint.
 
         Args:
-            name: empty: the served model, whatever its name.
-            allowed: names that the tenant may use; empty: all.
+            name: the model or adapter that the request names; empty for the served model.
+            allowed: names that the tenant may use; empty for all.
 
         Raises:
-            ServiceError: it has another name, the tenant may not use that, or no engine has
-                described it yet.
+            ServiceError: the model has another name, the tenant may not use that name, or no
+                engine has described the model yet.
         """
         if name and allowed and name not in allowed:
             raise unknown_model(name, self._model_name, self.adapters, allowed)
         response = inference_pb2.GetModelResponse()
         response.CopyFrom(self.served_model(name, allowed=allowed).description)
+
         if numerics := list(self.numerics().values()):
             common = numerics[0] if num_kinds(numerics) == 1 else UNKNOWN
             response.fingerprint = common.digest
             response.fingerprint_facts.clear()
             response.fingerprint_facts.update(common.facts)
-        if allowed:  # facts name adapters, those of other tenants, too
+        if allowed:  # the facts name adapters of other tenants, too
             response.fingerprint_facts.clear()
         if allowed and response.model not in allowed:
             response.model = ""
+
         del response.adapters[:]
         described = (adapter for engine in self._known() for adapter in engine.described_adapters)
         adapters = {adapter.name: adapter for adapter in described}
@@ -259,76 +292,6 @@ class Engines:
             if not allowed or each in allowed:
                 response.adapters.append(adapters.get(each) or inference_pb2.Adapter(name=each))
         return response
-
-    def declare_adapters(self, names: Iterable[str] | None) -> None:
-        """Says which adapters engines of pools that sleep have, once they are woken; None: those of
-        the last engine of each."""
-        self._declared_adapters = None if names is None else frozenset(names)
-
-    def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
-        """Follows other engines as the canary's from now on; without any there is no canary."""
-        names = {pool.name for pool in self._pools}
-        for pool in pools:
-            if pool.name not in names:  # the file may be newer than this router's configuration
-                log.warning("canary's pool ignored", extra={"pool": pool.name})
-        self._canary = tuple(pool for pool in pools if pool.name in names)
-        self._relist.set()
-
-    def have_all(self, adapter: str) -> bool:
-        """Whether every engine that takes requests has the adapter, or while none does an engine
-        that may come back; an empty one all have."""
-        return not adapter or adapter in self.roster.common_adapters
-
-    def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return the smallest claim on each engine, by key; engines without any are absent.
-
-        Args:
-            claims: bytes by pool and adapter, each on the pool's engines that have the adapter.
-        """
-        sizes: dict[str, int] = {}
-        for (pool, adapter), size in claims.items():
-            for engine in self._engines.values():
-                if engine.pool == pool and adapter in engine.adapters:
-                    sizes[engine.key] = min(size, sizes.get(engine.key, size))
-        return sizes
-
-    def is_ready_on(self, side: Side, adapter: str = "") -> bool:
-        """Whether an engine of that side, with the adapter if one is named, takes requests."""
-        return self.roster.is_ready(side, adapter)
-
-    @property
-    def roster(self) -> Roster:
-        """The engines' present states."""
-        now = time.monotonic()
-        if self._roster is None or now > self._roster.until:
-            self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
-        return self._roster
-
-    def _place(self, engine: Engine) -> tuple[int, str]:
-        """Orders engines by their pools."""
-        order = [pool.name for pool in self._pools]
-        return order.index(engine.pool), engine.key
-
-    def on_state_change(self, engine: Engine) -> None:
-        """Make the next decision read all engines again, if this engine's state has changed."""
-        if self._roster and not self._roster.is_right_about(engine):
-            self._forget_states()
-        if engine.headroom:
-            self._expected_outputs[engine] = engine.expected_output
-
-    def on_load_change(self, engine: Engine) -> None:
-        if self._roster:
-            self._roster.on_load_change(engine)
-
-    def workers_lost(self, side: Side) -> int:
-        """Return the number of workers and servers of that side that ended unexpectedly."""
-        present = (e.order.workers_lost for e in self.all() if e.side is side)
-        return self._lost[side] + sum(present)
-
-    def workers_lost_before(self, side: Side) -> int:
-        """Return the same count for engines of that side that are gone or about to go."""
-        ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
-        return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
     @property
     def max_model_len(self) -> int:
@@ -344,39 +307,92 @@ class Engines:
         present = self._expected_outputs.values()
         return max(present or (e.expected_output for e in self._known()), default=0)
 
-    def _known(self) -> list[Engine]:
-        """Return all engines, and of a pool without any the last it had."""
-        present = {engine.pool for engine in self._engines.values() if engine.model}
-        return self.all() + [e for pool, e in self._last.items() if pool not in present]
-
-    def last(self, pool: str) -> Engine | None:
-        """Return an engine that the pool has or had."""
-        return next((e for e in self._known() if e.pool == pool and e.model), None)
-
     def route(self, pool: str) -> str:
-        """Return the label of a pool: that of an engine that it has or had, else its name."""
+        """Return the label of a pool (`route_of`), or its name where it never had an engine."""
         engine = self.last(pool)
         return engine.route if engine else pool
 
-    def resolve_soon(self) -> None:
-        """Resolve engines as soon as the interval allows."""
-        self._relist.set()
+    def is_awake(self, pool: str) -> bool:
+        """Return whether an engine of the pool takes requests."""
+        return any(
+            engine.pool == pool and engine.model and engine.standing is EngineState.USABLE
+            for engine in self._engines.values()
+        )
+
+    # Their numerics
+
+    def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
+        """Return the fingerprints of numerics, by the names of the engines that serve.
+
+        Args:
+            pool: the engines' pool; empty for all pools.
+        """
+        return {
+            engine.id: engine.numerics
+            for engine in self._engines.values()
+            if engine.has_numerics and pool in ("", engine.pool)
+        }
+
+    def differences(self) -> Differences:
+        """Return the facts by which the numerics of serving engines differ."""
+        return differences(self.numerics())
+
+    # Views for decisions
 
     @property
-    def is_ready(self) -> bool:
-        return bool(self.roster.ready_sides)
+    def roster(self) -> Roster:
+        """The engines by state at present."""
+        now = time.monotonic()
+        if self._roster is None or now > self._roster.until:
+            self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
+        return self._roster
+
+    def _place(self, engine: Engine) -> tuple[int, str]:
+        """Return the sort key that orders engines by their pools."""
+        order = [pool.name for pool in self._pools]
+        return order.index(engine.pool), engine.key
+
+    def _drop_roster(self) -> None:
+        self._roster = None
+        self._max_model_len = None
+
+    def is_ready_on(self, side: Side, adapter: str = "") -> bool:
+        """Return whether an engine of a side takes requests, with the adapter if one is named."""
+        return self.roster.is_ready(side, adapter)
+
+    def have_all(self, adapter: str) -> bool:
+        """Return whether every usable engine has the adapter, so that no request with it is rare.
+
+        While no engine is usable, one that may come back must have it. No adapter is always had.
+        """
+        return not adapter or adapter in self.roster.common_adapters
+
+    def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
+        """Return the smallest claim on each engine, by key. Engines without a claim are absent.
+
+        Args:
+            claims: bytes by pool and adapter. A claim is on the engines of the pool that have the
+                adapter.
+        """
+        sizes: dict[str, int] = {}
+        for (pool, adapter), size in claims.items():
+            for engine in self._engines.values():
+                if engine.pool == pool and adapter in engine.adapters:
+                    sizes[engine.key] = min(size, sizes.get(engine.key, size))
+        return sizes
 
     def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
-        """Return every engine that described its model, in order of the pools.
+        """Return every engine that has described its model, in the order of the pools.
 
-        Those without the adapter that a request names cannot be used, nor those of the other side,
-        unless no engine of this one is ready.
+        Engines that a request cannot use are unusable in their view: those with another model,
+        without the adapter, held back, or of the other side while one of this side is ready.
         """
         now = time.monotonic()
         roster = self.roster
         held = self.held_back()
         has_choice = roster.is_ready(side, adapter)
         views = []
+
         for engine in roster.engines:
             view = engine.view(now)
             if view is None:
@@ -391,13 +407,15 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Return a few usable engines of the first pool and, if there is one, of the large pool:
-        the preferred engine and random ones.
+        """Return a few usable engines of the first pool and, if there is one, of the large pool.
+
+        They are the preferred engine and random ones. A large pool without a usable engine is
+        represented by an unusable one.
 
         Args:
-            number: random.
-            preferred: key of an engine; empty where there is none.
-            adapter: engines without it are left out; empty: none are.
+            number: a random number.
+            preferred: key of the preferred engine; empty where there is none.
+            adapter: the adapter that engines must have; empty for none.
         """
         roster = self.roster
         now = time.monotonic()
@@ -407,6 +425,7 @@ class Engines:
         if self._large_pool and first != self._large_pool:
             keys.append((side, self._large_pool, model.fingerprint))
         favourite = self._engines.get(preferred) if preferred else None
+
         views: list[EngineView] = []
         for key in keys:
             drawn = roster.draw(key, number)
@@ -417,34 +436,38 @@ class Engines:
             for engine in drawn:
                 if engine.key not in held and (view := engine.view(now)):
                     views.append(view)
+
         if len(keys) > 1 and not any(view.pool == self._large_pool for view in views):
             views += self._unusable(self._large_pool, now)
         return views
 
+    def _unusable(self, pool: str, now: float) -> list[EngineView]:
+        """Return one engine of a pool as unusable, if any of them has described its model."""
+        views = (e.view(now) for e in self.roster.engines if e.pool == pool)
+        first = next((view for view in views if view), None)
+        return [replace(first, standing=EngineState.UNUSABLE)] if first else []
+
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Return the two usable engines of the first pool that requests of that place on the ring
-        go to, or as many as there are."""
+        """Return the two usable engines of the first pool that are next on the hash ring.
+
+        Args:
+            point: the request's point on the ring.
+        """
         model = self.model_of(side)
         if model is None:
             return []
         key = (side, self._pools[0].name, model.fingerprint)
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
-    def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return one engine of a pool of which none can be used, if one has described its
-        model."""
-        views = (e.view(now) for e in self.roster.engines if e.pool == pool)
-        first = next((view for view in views if view), None)
-        return [replace(first, standing=EngineState.UNUSABLE)] if first else []
-
     def held_back(self) -> frozenset[str]:
-        """Return keys of engines that get nothing because requests failed on them."""
+        """Return the keys of engines that get no requests because requests failed on them."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
         now = time.monotonic()
         roster = self.roster
         held = NONE
+
         for side, pool in {(engine.side, engine.pool) for engine in self._ejected}:
             ejected = [e for e in self._ejected if (e.side, e.pool) == (side, pool)]
             breakers = [(e.key, e.breaker) for e in ejected if e.state == "ready"]
@@ -452,62 +475,104 @@ class Engines:
             held |= held_back(breakers, most, now)
         return held
 
-    def on_ejected(self, engine: Engine) -> None:
-        self._ejected.add(engine)
+    # Counts for metrics
+
+    def workers_lost(self, side: Side) -> int:
+        """Return the number of workers and servers of that side that ended unexpectedly."""
+        present = (e.order.workers_lost for e in self.all() if e.side is side)
+        return self._lost[side] + sum(present)
+
+    def workers_lost_before(self, side: Side) -> int:
+        """Return the same count for engines of that side that are gone or draining."""
+        ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
+        return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
     @property
     def ejections(self) -> int:
-        """Number of times that a breaker opened, those of forgotten engines included."""
+        """Number of times that a breaker opened, on engines that are gone too."""
         return self._ejections + sum(e.breaker.openings for e in self.all())
 
     @property
     def missed(self) -> int:
-        """Number of reports that never came, those of forgotten engines included."""
+        """Number of reports that never came, of engines that are gone too."""
         return self._missed + sum(e.order.missed for e in self.all())
+
+    # Callbacks of engines (`EngineOwner`)
 
     @property
     def is_secure(self) -> bool:
+        """Whether the router speaks TLS to engines."""
         return self._dialer is not None
 
     @property
     def is_mixed(self) -> bool:
+        """Whether some engines may speak TLS and others plaintext."""
         return self.is_secure and self._accepts_plaintext
 
     def dial(self, address: str, is_plaintext: bool = False) -> grpc.aio.Channel:
+        """Open a channel to an engine, with the present credentials."""
         if self._dialer is None or (is_plaintext and self._accepts_plaintext):
             return open_channel(address)
         return self._dialer(address)
 
-    def reconnect(self, grace_s: float) -> None:
-        """Open all channels anew; answer on the old ones have the grace to end."""
-        for engine in self._engines.values():
-            engine.reconnect(grace_s)
+    async def load(self, described: inference_pb2.GetModelResponse) -> Model:
+        """Build the model that an engine described, once for all engines.
+
+        Raises:
+            ValueError: the model cannot be used.
+        """
+        return await self._models.load(described)
+
+    def _fingerprints(self) -> set[str]:
+        """Return the fingerprints of the models that engines have."""
+        return {engine.model.fingerprint for engine in self._known() if engine.model}
+
+    def has_another(self, engine: Engine) -> bool:
+        """Return whether another engine is ready."""
+        return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
     def on_change(self) -> None:
-        """Wake what waits, since an engine's memory or state may have changed."""
+        """Pass on that an engine's memory or state may have changed."""
         self._on_change()
 
     def on_loss(self, engine: Engine) -> None:
-        """Resolve engines at once: one that comes back may have another address."""
+        """Look for engines soon: one that comes back may have another address."""
         self._relist.set()
 
     def on_restart(self, engine: Engine) -> None:
+        """Pass on that the engine's caches are gone."""
         self.on_forgotten(engine.key)
 
-    @property
-    def num_engines(self) -> int:
-        return len(self._engines)
+    def on_state_change(self, engine: Engine) -> None:
+        """Drop the roster if the engine's state has changed."""
+        if self._roster and not self._roster.is_right_about(engine):
+            self._drop_roster()
+        if engine.headroom:
+            self._expected_outputs[engine] = engine.expected_output
 
-    def has_another(self, engine: Engine) -> bool:
-        return any(e.state == "ready" for e in self._engines.values() if e is not engine)
+    def on_load_change(self, engine: Engine) -> None:
+        """Update the engine in the roster."""
+        if self._roster:
+            self._roster.on_load_change(engine)
 
-    def at(self, key: str) -> Engine:
-        """Return the engine of a view."""
-        return self._engines[key]
+    def on_ejected(self, engine: Engine) -> None:
+        """Hold the engine back while its breaker is open."""
+        self._ejected.add(engine)
 
-    def get(self, key: str) -> Engine | None:
-        """Return the engine with a key; None when it is gone."""
-        return self._engines.get(key)
+    def on_numerics_change(self) -> None:
+        """Log how the numerics of engines differ, once a change."""
+        differing = self.differences()
+        values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
+        if values == self._logged_values:
+            return
+        self._logged_values = values
+        if differing:
+            extra = {"reason": describe(differing), "facts": sorted(differing)}
+            log.warning("engines differ in their numerics", extra=extra)
+        else:
+            log.info("engines have the same numerics again")
+
+    # Discovery
 
     async def _keep_resolving(self) -> None:
         while True:
@@ -517,45 +582,31 @@ class Engines:
                 log.exception("cannot look for engines; trying again")
             self.on_numerics_change()  # engines may have come or gone
             self._resolved.set()
+
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_INTERVAL_S):
                     await self._relist.wait()
                     await asyncio.sleep(LEAST_RESOLVE_INTERVAL_S)
             self._relist.clear()
 
-    def _sides(self) -> list[tuple[Side, PoolSection]]:
-        stable = [(Side.STABLE, pool) for pool in self._pools]
-        return stable + [(Side.CANARY, pool) for pool in self._canary]
-
     async def _resolve(self) -> None:
-        """Resolve all pools, without waiting for those whose name server is slow: what it says is
-        read in a later round."""
-        for side, pool in self._sides():
-            if (side, pool) not in self._lookups:
-                self._lookups[side, pool] = asyncio.create_task(_resolve_all(pool.targets))
-        await asyncio.wait(self._lookups.values(), timeout=SLOW_RESOLVE_S)
-        for (side, pool), lookup in list(self._lookups.items()):
-            if not lookup.done():
-                continue
-            del self._lookups[side, pool]
-            if (side, pool) not in self._sides():  # a canary that is over
-                continue
-            addresses, is_complete = await lookup
+        """Add the engines that DNS has, and close those that are gone."""
+        async for side, pool, addresses, is_complete in self._lookups.answers():
+            # A name server in trouble must not cost a working engine.
             if is_complete:
-                self._update(side, pool.name, addresses)
-            else:  # a name server in trouble must not cost a working engine
-                self._add(side, pool.name, addresses)
-        canaries = {pool.name for pool in self._canary}
-        for engine in self._engines.values():
-            if engine.side is Side.CANARY and engine.pool not in canaries:
-                engine.is_listed = False
-        await self._forget()
+                self._set_listed(side, pool, addresses)
+            self._add(side, pool, addresses)
 
-    def _update(self, side: Side, pool: str, addresses: set[str]) -> None:
+        canary_pools = self._lookups.canary_pools
+        for engine in self._engines.values():
+            if engine.side is Side.CANARY and engine.pool not in canary_pools:
+                engine.is_listed = False
+        await self._close_gone()
+
+    def _set_listed(self, side: Side, pool: str, addresses: set[str]) -> None:
         for engine in self._engines.values():
             if (engine.side, engine.pool) == (side, pool):
                 engine.is_listed = engine.address in addresses
-        self._add(side, pool, addresses)
 
     def _add(self, side: Side, pool: str, addresses: set[str]) -> None:
         for address in sorted(addresses):
@@ -564,68 +615,24 @@ class Engines:
                 self._engines[key] = Engine(
                     address, pool, self._model_name, self._breaker, self, side
                 )
-                self._forget_states()
+                self._drop_roster()
 
-    def _forget_states(self) -> None:
-        self._roster = self._max_model_len = None
-
-    async def _forget(self) -> None:
+    async def _close_gone(self) -> None:
         """Close engines that left DNS and fell silent."""
         for key, engine in list(self._engines.items()):
-            if engine.is_over:
-                del self._engines[key]
-                self._expected_outputs.pop(engine, None)
-                self._ejected.discard(engine)
-                self._forget_states()
-                if engine.model:
-                    self._last[engine.pool] = engine
-                self.on_forgotten(engine.key)
-                self._ejections += engine.breaker.openings
-                self._missed += engine.order.missed
-                self._lost[engine.side] += engine.order.workers_lost
-                await engine.close()
-                self._on_change()
+            if not engine.is_over:
+                continue
+            del self._engines[key]
+            self._expected_outputs.pop(engine, None)
+            self._ejected.discard(engine)
+            self._drop_roster()
+            if engine.model:
+                self._last[engine.pool] = engine
+            self.on_forgotten(engine.key)
 
-    async def load(self, response: inference_pb2.GetModelResponse) -> Model:
-        """Build the model that an engine described, once for all engines."""
-        key = fingerprint(response)
-        async with self._loading:
-            model = self._models.pop(key, None)
-            if model is None:
-                model = await asyncio.to_thread(load_model, response, self._trusts_special_tokens)
-            self._models[key] = model  # the newest is last
-            self._drop_models()
-        return model
+            self._ejections += engine.breaker.openings
+            self._missed += engine.order.missed
+            self._lost[engine.side] += engine.order.workers_lost
 
-    def _drop_models(self) -> None:
-        announced = {engine.model.fingerprint for engine in self._known() if engine.model}
-        idle = [key for key in self._models if key not in announced]
-        for key in idle[:-MAX_IDLE_MODELS]:
-            del self._models[key]
-
-
-async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
-    """Return the addresses of all targets, and whether every name server answered."""
-    answers = await asyncio.gather(*(resolve(target) for target in targets))
-    addresses = {address for answer in answers if answer for address in answer}
-    return addresses, all(answer is not None for answer in answers)
-
-
-async def resolve(target: str) -> set[str] | None:
-    """Return `ip:port` of every A record of a target, or `[ip]:port` of every AAAA record where
-    there is no A record; None if the name server does not answer.
-
-    An engine that has both is one engine, whose address of the first kind is taken.
-    """
-    host, _, port = target.rpartition(":")
-    if is_address(host):
-        return {target}
-    loop = asyncio.get_running_loop()
-    try:
-        records = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        if error.errno in NO_RECORDS:
-            return set()
-        log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
-        return None
-    return addresses(records, port)
+            await engine.close()
+            self._on_change()

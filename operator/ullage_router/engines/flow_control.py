@@ -1,8 +1,8 @@
-"""What is between an engine that sends and a client that reads: bounded, coalesced, paced.
+"""Flow control between an engine that sends and a client that reads.
 
-A source may be `window` tokens ahead of the reader and no further. Tokens that come faster than
-a client needs them leave together: the source waits for others (`ullage_common.wire.flow_control`),
-and a reader gets what is there at once, as much of it as may leave together, unless it is paced.
+An engine may be at most `window` tokens ahead of the reader. Tokens that come fast are coalesced:
+the engine waits for more of them (`ullage_common.wire.flow_control`), and a reader gets all
+buffered tokens at once, up to `coalesce_tokens`. A paced reader gets them later.
 
 A watchdog ends the streams of an engine that has fallen silent.
 """
@@ -19,7 +19,12 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import merge_deltas
 
 WHOLE_WINDOW_S = 0.1
+"""Seconds for which tokens of an answer that is sent whole wait for others."""
 SHORT_ANSWER = 4
+"""Responses of a short answer: its acceptance, its first token, the others, and its end."""
+CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks of a watchdog."""
+
 Event = inference_pb2.GenerateResponse
 
 
@@ -28,31 +33,33 @@ class FlowControl:
     """Window and pace of one answer's tokens."""
 
     window: int = 64
-    """Tokens that a source may be ahead of the reader."""
+    """Tokens that the engine may be ahead of the reader."""
     coalesce_tokens: int = 4
-    """Most tokens that leave together, unless the engine sent more in one."""
+    """Most tokens that are sent together, unless the engine sent more in one response."""
     coalesce_s: float = 0.02
-    """Seconds for which tokens wait for others at their source; 0: not at all."""
+    """Seconds for which tokens wait for others on the engine; 0 for no wait."""
     pace: float = 0.0
-    """Most tokens a second; 0: as fast as they come."""
+    """Most tokens a second; 0 for no limit."""
     stall_s: float = math.inf
     """Longest time in seconds that a reader waits for the next response."""
 
     @property
     def together(self) -> int:
-        """Most tokens that a source joins: so many that a short answer, which is its acceptance,
-        its first token, the others and its end, fits into the window."""
+        """Most tokens that the engine joins, so few that a short answer fits into the window."""
         return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
 
     @property
     def responses(self) -> int:
-        """The window of a source that joins tokens."""
+        """Window of an engine that joins tokens, in responses."""
         return max(1, self.window // self.together)
 
 
 def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowControl:
-    """Return the flow control of the configuration, for engines that may send nothing for
-    `stall_s` seconds."""
+    """Return the flow control of the configuration.
+
+    Args:
+        stall_s: longest time in seconds for which an engine may send nothing.
+    """
     return FlowControl(
         window=streaming.buffer_tokens,
         coalesce_tokens=streaming.coalesce_tokens,
@@ -63,8 +70,7 @@ def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowContr
 
 
 def for_unary(flow: FlowControl) -> FlowControl:
-    """Return the flow control of an answer that a client gets in one piece: tokens come as few
-    larger pieces."""
+    """Return the flow control of an answer that is sent whole: few and large responses, no pace."""
     if flow.coalesce_tokens == 1:
         return replace(flow, pace=0.0)
     most = max(flow.coalesce_tokens, flow.window // 2)
@@ -72,12 +78,12 @@ def for_unary(flow: FlowControl) -> FlowControl:
 
 
 def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
-    """The flow at a tenant's pace, tokens a second, where that is the slower one."""
+    """Return the flow with at most a tenant's pace, in tokens a second; None for no limit."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
 def without_stalls(flow: FlowControl) -> FlowControl:
-    """The flow of an answer of which nothing comes before its end."""
+    """Return the flow of an answer whose first response is its end."""
     return replace(flow, stall_s=math.inf)
 
 
@@ -85,26 +91,26 @@ class Source(Protocol):
     """An answer as it comes from an engine."""
 
     async def read(self) -> Event | None:
-        """The next response; None when there is no more.
+        """Return the next response; None after the last.
 
         Raises:
             ServiceError: the call failed.
         """
 
     def end(self, error: ServiceError) -> None:
-        """Nothing more is expected: reads what came and then raises the error."""
+        """Expect no more responses. Those that came are read, then the error is raised."""
 
     def cancel(self) -> None:
-        """End the engine's work; harmless when it has ended."""
+        """End the engine's work. Does nothing when it has ended."""
 
 
 class ReceiveBuffer:
     """The responses of one call that its reader has not taken.
 
     Args:
-        flow: its bounds.
-        window: responses that may be here before more are granted.
-        grant: called with how many more responses may come.
+        flow: the flow control of the answer.
+        window: most responses that may be buffered.
+        grant: called with the number of further responses that the engine may send.
     """
 
     def __init__(self, flow: FlowControl, window: int, grant: Callable[[int], None]) -> None:
@@ -115,24 +121,26 @@ class ReceiveBuffer:
         self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
         """Buffered events, each with its delta if it is one."""
         self._taken = 0
+        """Number of responses that were taken since the last grant."""
         self._error: ServiceError | None = None
         self._has_ended = False
         self._due = 0.0
         """Time at which tokens of a paced answer may leave, on the event loop's clock."""
+
         self._reader: asyncio.Future[None] | None = None
-        """The reader that waits for a response; None once it was woken."""
+        """The reader that waits for a response; None after it was woken."""
         self._waiting_since = math.inf
-        """Time on the event loop's clock at which the reader began to wait for a response that has
-        not come; infinite while it does not."""
+        """Time on the event loop's clock at which the reader found the buffer empty; infinite
+        while a response is there or nobody waits."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_events(self) -> int:
-        """Number of responses that came and were not read."""
+        """Number of buffered responses."""
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """The next response, which has the field `kind`."""
+        """Add a response, whose `event` is of this kind."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -143,16 +151,16 @@ class ReceiveBuffer:
             self._wake()
 
     def end(self, error: ServiceError | None = None) -> None:
-        """No more responses come; those that came are still read."""
+        """Expect no more responses. Those that came are still read."""
         self._has_ended = True
         self._error = self._error or error
         self._wake()
 
     async def read(self) -> Event | None:
-        """The next response, tokens merged; None after the last.
+        """Return the next response, with tokens merged; None after the last.
 
         Raises:
-            ServiceError: the call failed, and everything before was read.
+            ServiceError: the call failed, and all responses before that were read.
         """
         if (wait_s := self._wait_s()) != 0:
             if wait_s is None:
@@ -196,7 +204,7 @@ class ReceiveBuffer:
             reader.set_result(None)
 
     def _wait_s(self) -> float | None:
-        """Seconds until something may be read; None: until something comes."""
+        """Return the seconds until a response may be read; None until one comes."""
         if not self._events:
             return 0.0 if self._has_ended else None
         if self._events[0][1] is None:
@@ -204,17 +212,18 @@ class ReceiveBuffer:
         return max(0.0, self._due - self._loop.time()) if self._flow.pace else 0.0
 
     def _take(self) -> Event:
-        event, delta = self._events.pop(0)  # of a list no longer than the window
+        event, delta = self._events.pop(0)  # cheap: the list is no longer than the window
         self._taken += 1
         if delta is not None:
             event = self._merge(event, delta)
+        # Grant half a window at a time: few grants, early enough for a fast reader.
         if self._taken >= max(1, self._window // 2) and not self._has_ended:
             self._grant(self._taken)
             self._taken = 0
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """The event with what directly follows of the same sample, as far as it may leave now."""
+        """Return the event merged with the deltas of the same sample that directly follow."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:
@@ -228,6 +237,7 @@ class ReceiveBuffer:
             merged.append(following)
             if tokens >= self._flow.coalesce_tokens:
                 break
+
         del self._events[: len(merged) - 1]
         self._taken += len(merged) - 1
         if self._flow.pace:
@@ -235,15 +245,12 @@ class ReceiveBuffer:
         return merge_deltas(merged)
 
 
-CHECK_INTERVAL_S = 1.0
-
-
 class StreamWatchdog:
     """Ends the streams of one engine when it falls silent.
 
     Args:
-        is_silent: whether the engine has missed so many heartbeats that it must be given up.
-        error: what is raised then.
+        is_silent: returns whether the engine must be given up.
+        error: returns the error that the streams then raise.
     """
 
     def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
@@ -258,7 +265,7 @@ class StreamWatchdog:
         self._arm()
 
     def forget(self, stream: Source) -> None:
-        """Stop watching a stream, which has ended or is read no more."""
+        """Stop watching a stream that has ended or is no longer read."""
         self._open.discard(stream)
 
     def _arm(self) -> None:
@@ -272,9 +279,9 @@ class StreamWatchdog:
         if not self._open:
             return
         now = asyncio.get_running_loop().time()
-        # After a pause of this very process the reports of that time are still to be read.
-        was_asleep = now - planned > CHECK_INTERVAL_S
-        if not was_asleep and self._is_silent():
+        # If this process itself was paused, the reports of that time are not read yet.
+        was_paused = now - planned > CHECK_INTERVAL_S
+        if not was_paused and self._is_silent():
             for stream in self._open:
                 stream.end(self._error())
             self._open.clear()

@@ -1,9 +1,9 @@
-"""One stream to an engine that carries all calls to it.
+"""Multiplexes all calls to an engine over one stream.
 
-A gRPC call costs a Python process several hundred microseconds whatever it carries. On one
-stream the requests, cancellations and tokens of many calls that are there at one moment share a
-message. Calls stay apart: each has its tag, its time limit and its window, so that a slow reader
-holds up only itself, and the loss of the stream reaches each as the loss of its own call would.
+A gRPC call costs a Python process several hundred microseconds, regardless of its size. On one
+stream, the requests, cancellations and tokens of many calls share messages. Calls remain
+independent: each has its own tag, time limit and window, so a slow reader holds up only itself. The
+loss of the stream looks to each call like the loss of its own connection.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from ullage_router.engines.flow_control import FlowControl, ReceiveBuffer
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
-# A message is full with so much, or with one request. Its fields take two bytes or more each, so
-# it has no more of them than an engine takes of a message.
 MAX_BATCH_BYTES = 128 << 10
-# A call's share of that beside its request.
+"""Size at which a message is full, unless it has a single request. A field takes at least two
+bytes, so this also keeps within the engine's bound on the fields of a message."""
 CALL_BYTES = 64
+"""Bytes of a call in a message, without its request."""
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamLost(Exception):
-    """A stream to an engine ended; the message says why."""
+    """A stream to an engine ended. The message has the reason."""
 
 
 class StreamLoss:
@@ -48,32 +48,29 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Whether the loss was not counted in this account before; it is then counted."""
+        """Return whether the loss is new to this account, and count it there."""
         is_first = account not in self._counted
         self._counted.add(account)
         return is_first
 
 
 class ConnectionBroken(ServiceError):
-    """The error of each call on a stream that was lost.
-
-    loss
-        the same one for all of them
-    """
+    """The error of each call on a stream that was lost."""
 
     def __init__(self, loss: StreamLoss) -> None:
         message = "the connection to the engine broke"
         super().__init__(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", message)
         self.loss = loss
+        """The loss, which is one object for all calls of the stream."""
 
 
 class Multiplexer:
     """The stream to one engine, opened again whenever it is lost.
 
     Args:
-        stub: of the engine.
-        address: of the engine, for logs.
-        on_change: called whenever the stream was opened or lost.
+        stub: stub of the engine's service.
+        address: address of the engine, for logs.
+        on_change: called when the stream was opened or lost.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Multiplexer:
         self._address = address
         self._on_change = on_change
         self.is_missing = False
-        """Whether the engine serves no such stream, by the last attempt."""
+        """Whether the engine served no Multiplex stream at the last attempt."""
         self._stream: _Stream | None = None
         self._task: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
@@ -94,7 +91,7 @@ class Multiplexer:
 
     @property
     def is_open(self) -> bool:
-        """Calls can be begun."""
+        """Whether calls can begin."""
         return self._stream is not None
 
     def start(self) -> None:
@@ -103,20 +100,21 @@ class Multiplexer:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Begin no more calls and ends with those it has."""
+        """Begin no more calls, and end with the last of those that run."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()
             self._stream = None
 
     async def open(self) -> None:
-        """Return when the stream is open, or the engine turned out to have none."""
+        """Wait until the stream is open, or an attempt has failed; at most OPENING_TIMEOUT_S."""
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPENING_TIMEOUT_S):
                 await self._tried.wait()
 
     async def close(self) -> None:
+        """End the stream and its calls."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -124,7 +122,7 @@ class Multiplexer:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Begin a call; the stream must be open."""
+        """Begin a call on the stream, which must be open."""
         assert self._stream, "the stream is not open"
         return self._stream.call(request, timeout_s, metadata, flow)
 
@@ -145,8 +143,9 @@ class Multiplexer:
                     extra = {"engine": self._address, "reason": reason}
                     log.info("stream to the engine lost", extra=extra)
                 last_reason = reason
-            except Exception:  # a bug here must not end the way to a working engine
+            except Exception:  # a bug here must not cut off a working engine
                 log.exception("stream to the engine lost", extra={"engine": self._address})
+
             self._tried.set()
             backoff_s = FIRST_BACKOFF_S if was_opened else min(2 * backoff_s, MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s)
@@ -161,7 +160,11 @@ class Multiplexer:
         return _Stream(call)
 
     async def _serve(self, stream: "_Stream") -> None:
-        """Raise StreamLost at the stream's end."""
+        """Run the stream until its end.
+
+        Raises:
+            StreamLost: always, with the reason.
+        """
         self._stream = None if self._is_retired else stream
         self._tried.set()
         self._on_change()
@@ -174,7 +177,7 @@ class Multiplexer:
 
 
 class _Stream:
-    """One open stream with its calls by tag and the next message to the engine."""
+    """One open stream, with its calls by tag and the messages that wait to be sent."""
 
     def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
         self._stream = stream
@@ -188,11 +191,13 @@ class _Stream:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
+        """Begin a call with the next message."""
         self._last_tag += 1
         tag = self._last_tag
-        window = flow.responses * max(1, request.samples.n)  # samples are not joined
+        window = flow.responses * max(1, request.samples.n)  # tokens of two samples are not joined
         call = StreamCall(self, tag, timeout_s, flow, window)
         self._calls[tag] = call
+
         size = request.ByteSize() + CALL_BYTES
         self._batch_bytes += size
         if self._outbox and self._batch_bytes > MAX_BATCH_BYTES:
@@ -210,21 +215,23 @@ class _Stream:
         return call
 
     def grant(self, tag: int, responses: int) -> None:
+        """Allow the engine to send more responses of a call."""
         if tag in self._calls:
             self._next_message().grants.add(tag=tag, responses=responses)
 
     def cancel(self, tag: int) -> None:
+        """End a call on the engine, if it runs."""
         if self._calls.pop(tag, None):
             self._next_message().cancelled_tags.append(tag)
             self._close_if_done()
 
     def retire(self) -> None:
-        """Ends with the last of its calls."""
+        """End the stream with the last of its calls."""
         self._is_retired = True
         self._close_if_done()
 
     def break_off(self) -> None:
-        """Every call ends as one whose connection broke."""
+        """End every call as one whose connection broke."""
         self._stream.cancel()
         loss = StreamLoss()
         for call in list(self._calls.values()):
@@ -232,10 +239,15 @@ class _Stream:
         self._calls.clear()
 
     async def run(self) -> None:
-        """Raise StreamLost when the stream ends."""
+        """Send and receive messages until the stream ends.
+
+        Raises:
+            StreamLost: always, with the reason.
+        """
         sending = asyncio.create_task(self._send_all(), name="multiplex sender")
-        # Nothing that is sent would arrive any more: the reading ends as well.
+        # Without sending, reading must end too: the engine would get no grants.
         sending.add_done_callback(lambda _: self._stream.cancel())
+
         try:
             while isinstance(answer := await self._stream.read(), Response):
                 self._deliver(answer)
@@ -246,7 +258,7 @@ class _Stream:
                 raise
             if sending.done() and (failure := sending.exception()):
                 raise StreamLost(f"sending to the engine failed: {failure!r}") from failure
-            # gRPC says both with one exception.
+            # gRPC raises one exception for a cancellation by either side.
             raise StreamLost("the engine cancelled it") from error
         finally:
             sending.cancel()
@@ -257,7 +269,7 @@ class _Stream:
         calls = self._calls
         for event in answer.events:
             tag = event.tag
-            if tag not in calls:  # cancelled while this was under way
+            if tag not in calls:  # cancelled while the event was on its way
                 continue
             response = event.response
             kind = response.WhichOneof("event")
@@ -291,8 +303,7 @@ class _Stream:
 
 
 class StreamCall(ReceiveBuffer):
-    """One Generate call that shares a stream with others: its tag and time limits, and what came
-    and was not read."""
+    """One Generate call on a shared stream, with its time limits and buffered responses."""
 
     def __init__(
         self, stream: _Stream, tag: int, timeout_s: float, flow: FlowControl, window: int
@@ -304,16 +315,21 @@ class StreamCall(ReceiveBuffer):
         self._deadline = self._loop.call_later(min(timeout_s, flow.stall_s), self._check_time)
 
     def cancel(self) -> None:
+        """End the engine's work."""
         self._deadline.cancel()
         self._stream.cancel(self._tag)
 
     def end(self, error: ServiceError | None = None) -> None:
+        """Expect no more responses. Those that came are still read."""
         self._deadline.cancel()
         super().end(error)
 
     def _check_time(self) -> None:
-        """End the call when its time is over or its reader has waited too long; look again when
-        that may be. So a response costs no timer."""
+        """End the call when its time is over or its reader has waited too long.
+
+        Otherwise check again at the next time at which that may be, so that responses need no
+        timers of their own.
+        """
         now = self._loop.time()
         stalls_at = min(self._waiting_since, now) + self._flow.stall_s
         check_at = min(self._ends_at, stalls_at)
@@ -330,7 +346,7 @@ def _is_being_cancelled() -> bool:
 
 
 def _error(status: bytes) -> ServiceError | None:
-    """None: the call ended without a last word and without an error."""
+    """Return the error of a status; None where it is OK."""
     parsed = status_pb2.Status.FromString(status)
     return from_status(parsed) if parsed.code else None
 

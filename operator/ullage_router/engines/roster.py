@@ -1,8 +1,7 @@
-"""The engines that may take requests, kept up to date by their reports, so that a decision about a
-request looks at a few of them instead of all.
+"""An index of the engines that may take requests, so that a decision looks at a few of them.
 
-A roster holds until an engine comes, goes or changes its state; what changes with every request,
-whether an engine has prompts to compute, is changed in place.
+A roster is valid until an engine comes, goes or changes its state. Whether an engine has prompts to
+compute changes with every request, so that is updated in place.
 """
 
 from collections.abc import Iterable
@@ -10,16 +9,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ullage_router.policy.affinity import HashRing
-from ullage_router.policy.decision import EngineState, Side
+from ullage_router.policy.facts import EngineState, Side
 
 if TYPE_CHECKING:
     from ullage_router.engines.engine import Engine
     from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
-"""Number of engines that are drawn for a decision; of so few engines all are."""
+"""Number of engines that are drawn for a decision. Of fewer engines all are."""
 MIXING = 2654435761
-"""Knuth's multiplier, so that which engines are drawn says nothing about the choice among them."""
+"""Knuth's multiplicative hash. It makes the drawn engines independent of the choice among them,
+which uses the same random number."""
+USABLE = EngineState.USABLE
+RECOVERING = EngineState.RECOVERING
 
 
 T = TypeVar("T")
@@ -31,28 +33,30 @@ class DrawGroup(Generic[T]):
 
     usable: list[T] = field(default_factory=list)
     idle: list[T] = field(default_factory=list)
-    """Those of them without prompts to compute, in any order."""
+    """Usable engines without prompts to compute, in any order."""
     places: dict[T, int] = field(default_factory=dict)
-    """Indices in `idle`."""
+    """Index of each engine in `idle`."""
 
     def set_idle(self, engine: T, is_idle: bool) -> None:
+        """Add an engine to the idle ones, or remove it, in O(1)."""
         place = self.places.pop(engine, None)
         if is_idle:
             self.places[engine] = len(self.idle) if place is None else place
             if place is None:
                 self.idle.append(engine)
-        elif place is not None:  # the last one takes its place
+        elif place is not None:  # the last engine takes its place
             last = self.idle.pop()
             if last is not engine:
                 self.idle[place] = last
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Return at most MAX_DRAWN engines, idle ones where there are any; each is as often among
-        the first ones, which a decision takes where they fit.
+        """Return at most MAX_DRAWN engines, only idle ones where there are any.
+
+        A decision prefers the first ones, so every engine is equally often among these.
 
         Args:
-            number: random.
+            number: a random number.
         """
         source = self.idle or self.usable
         count = len(source)
@@ -60,7 +64,8 @@ class DrawGroup(Generic[T]):
         if count <= MAX_DRAWN:
             first = mixed % count if count else 0
             return source[first:] + source[:first]
-        # So far apart that no two of them are the same, and each has many others beside it.
+        # The step is small enough for four different engines, and random, so that the pairs of
+        # neighbours vary.
         step = 1 + mixed // count % ((count - 1) // (MAX_DRAWN - 1))
         return [source[(mixed + i * step) % count] for i in range(MAX_DRAWN)]
 
@@ -70,7 +75,7 @@ class _Group(DrawGroup["Engine"]):
     """The usable engines of one pool, side and model."""
 
     ring: HashRing | None = None
-    """The usable engines by their keys; None until it was asked for."""
+    """The usable engines' keys on a hash ring; None until it is needed."""
 
 
 GroupKey = tuple[Side, str, str]
@@ -81,24 +86,23 @@ class Roster:
     """The states of all engines at one moment, and the usable ones by group.
 
     Args:
-        engines: all of them, in the order in which they are preferred.
-        now: on the monotonic clock.
-
-    until
-        when a state may change without a report, because none came
-    models
-        the model of each side, as far as it was asked for
+        engines: all engines in order of preference.
+        now: the present on the monotonic clock.
     """
 
     def __init__(self, engines: "Iterable[Engine]", now: float) -> None:
         self.engines = tuple(engines)
         self.until = min((engine.state_until(now) for engine in self.engines), default=now)
+        """Time at which the silence of an engine may change its state."""
         self.models: dict[Side, Model | None] = {}
+        """Cache of the model of each side."""
+
         self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
         self._groups: dict[GroupKey, _Group] = {}
         self._group_of: dict[Engine, _Group] = {}
         for engine in self.engines:
             self._add(engine)
+
         self.ready_sides = frozenset(
             engine.side for engine, (state, *_) in self._states.items() if state is USABLE
         )
@@ -109,8 +113,8 @@ class Roster:
             for adapter in adapters
         )
         self.common_adapters = self._common_adapters()
-        """Adapters that all usable engines have; while there is none, those that any has which may
-        come back: nobody runs before it, whatever adapter the request has that waits first."""
+        """Adapters that all usable engines have. While none is usable, the adapters of any engine
+        that may come back: nothing runs before that, so no request need wait apart from others."""
 
     def _add(self, engine: "Engine") -> None:
         state, fingerprint, _ = self._states[engine] = _state_of(engine)
@@ -128,11 +132,11 @@ class Roster:
         return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
-        """Whether the engine is in the state that it was in."""
+        """Return whether the engine's state is still the one in the roster."""
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:
-        """Whether an engine of that side, with the adapter if one is named, takes requests."""
+        """Return whether an engine of a side takes requests, with the adapter if one is named."""
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
@@ -146,17 +150,16 @@ class Roster:
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
     def draw(self, key: GroupKey, number: int) -> "list[Engine]":
-        """Return a few engines of a group.
+        """Return a few usable engines of a group.
 
         Args:
-            number: random.
+            number: a random number.
         """
         group = self._groups.get(key)
         return group.draw(number) if group else []
 
     def nearest_two(self, key: GroupKey, point: int) -> tuple[str, ...]:
-        """Return the keys of two usable engines of a group by a request's place on the ring, or of
-        as many as there are."""
+        """Return the keys of the two usable engines of a group that are next on the hash ring."""
         group = self._groups.get(key)
         if group is None:
             return ()
@@ -165,20 +168,10 @@ class Roster:
         return group.ring.nearest_two(point)
 
     def has(self, key: GroupKey, engine: "Engine") -> bool:
-        """Whether the engine is a usable one of the group."""
+        """Return whether the engine is a usable one of the group."""
         group = self._group_of.get(engine)
         return group is not None and self._groups.get(key) is group
 
 
 def _state_of(engine: "Engine") -> tuple[EngineState, str, frozenset[str]]:
     return engine.standing, engine.fingerprint, engine.adapters
-
-
-def engine_key(side: Side, pool: str, address: str) -> str:
-    """Return the name by which decisions know an engine: one address may be in several pools, and
-    a canary's may become a stable engine's."""
-    return f"{side}/{pool}/{address}"
-
-
-USABLE = EngineState.USABLE
-RECOVERING = EngineState.RECOVERING

@@ -34,8 +34,9 @@ from ullage_common.wire.continuation import (
 )
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
-from ullage_router.admission.admission import Admission, Reservation
+from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
+from ullage_router.admission.prefill_window import Reservation
 from ullage_router.call import (
     Call,
     EngineStream,
@@ -59,8 +60,8 @@ from ullage_router.pipeline.on_engine import (
     engine_request,
     expect,
 )
-from ullage_router.policy.decision import Side
-from ullage_router.prompts.tool_use import read_calls
+from ullage_router.policy.facts import Side
+from ullage_router.prompts.tools.answers import read_calls
 from ullage_router.rollout.stages import Rollout, Send
 from ullage_router.tickets.signing import TicketSigner
 

@@ -11,7 +11,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.process.tracing import Span
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
-from ullage_router.admission.admission import Reservation
+from ullage_router.admission.prefill_window import Reservation
 from ullage_router.call import Call, Event, timed_out
 from ullage_router.engines.flow_control import Source
 

@@ -1,5 +1,6 @@
-"""The router's rules as pure functions of plain data: what fits, who is next, which engine, when to
-come back.
+"""The router's rules as pure functions of plain data.
 
-It knows no I/O: neither asyncio nor gRPC nor a clock, and no room that acts.
+They decide which requests fit, which goes next, to which engine, and when a client should retry.
+The package does no I/O: it imports neither asyncio nor gRPC, reads no clock, and knows no package
+that acts on its decisions.
 """

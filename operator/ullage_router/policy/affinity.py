@@ -1,17 +1,19 @@
-"""Which engine has a request's beginning in its caches: two tables of fixed size, and a hash where
-they know nothing.
+"""Remembers which engine has a request's beginning in its caches.
 
 A session goes to the engine of its last turn. Any other request goes to the engine that computed
-the longest known part of its beginning: prompts are hashed block by block, each block's hash with
-all before it, as the engines' prefix caches do. A wrong guess costs time and nothing else, so
-hashes need not be safe against collisions; what is too long is compared by its first blocks.
+the longest known prefix of its prompt. Prompts are hashed block by block, each block together with
+all before it, as in the engines' prefix caches. Both are kept in LRU tables of fixed size. A wrong
+guess costs time and nothing else, so hashes need not resist collisions, and only the first
+MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
 
-What this process does not remember another one may have placed. All of them draw the same two
-engines for a session, or for a prompt's first block, by a consistent hash (Karger et al., 1997): so
-a session meets its caches whichever process or router its next turn comes to.
+Another router process may have placed a request that this one does not remember. All of them draw
+the same two engines for a session, or for a prompt's first block, by consistent hashing (Karger et
+al., "Consistent Hashing and Random Trees", 1997). So a session meets its caches in whichever
+process its next turn arrives.
 
-Tenants see nothing of one another's entries, and who has more than an equal share of a full table
-makes room in it: what others send, or say with `Pick` that they send, costs nobody his share.
+A tenant's entries are invisible to other tenants. When a table is full, a tenant with more than an
+equal share of it makes room, so no traffic of others, nor `Pick` calls that only announce traffic,
+can take a tenant's share away.
 """
 
 import functools
@@ -25,49 +27,57 @@ import msgspec
 from ullage_common.config.router import AffinitySection
 
 RING_POINTS = 40
-"""Points of each engine on the ring: with more of them shares differ less."""
+"""Points of each engine on the ring. More points make the engines' shares more equal."""
 PREFIX_BLOCK_TOKENS = 64
+"""Tokens of a hashed block."""
 MAX_PREFIX_BLOCKS = 64
+"""Most blocks of a prompt that are hashed."""
 
 
 class CacheKey(msgspec.Struct, frozen=True):
-    """The key by which a request's beginning is found in the tables; hashed once a request."""
+    """The key by which a request's beginning is found in the tables, hashed once a request."""
 
     session: str
     prefixes: tuple[int, ...]
-    """Hashes of its leading blocks, shortest first."""
+    """Hashes of the prompt's prefixes of whole blocks, shortest first."""
     tenant: str = ""
 
     @property
     def session_hashes(self) -> tuple[int, ...]:
+        """Hash of the session; empty where the request has none."""
         return (hash(self.session),) if self.session else ()
 
     @property
     def point(self) -> int | None:
-        """Where the request is on the ring; None where it has neither a session nor a block."""
+        """The request's point on the ring; None where it has neither a session nor a block."""
         if self.session:
             return _point(f"{self.tenant}\0session\0{self.session}")
         return _point(f"{self.tenant}\0block\0{self.prefixes[0]}") if self.prefixes else None
 
 
 class HashRing:
-    """Engines on a ring, each at many points, so that one that comes or goes moves only its own
-    share of the requests."""
+    """A consistent hash ring: an engine that joins or leaves moves only its own share of requests.
+
+    Args:
+        engines: keys of the engines.
+    """
 
     def __init__(self, engines: Iterable[str]) -> None:
         ring = sorted(point for engine in engines for point in _engine_points(engine))
         self._points = [point for point, _ in ring]
         self._nearest: list[tuple[str, ...]] = [()] * len(ring)
-        """The engine at each point, and the next other one if there is one."""
+        """The engine at each point, and the next other engine if there is one."""
+
+        # Go around twice: the last points' next engines are at the ring's beginning.
         nearest: tuple[str, ...] = ()
-        for i in reversed(range(2 * len(ring))):  # once around to know the next one at the end
+        for i in reversed(range(2 * len(ring))):
             engine = ring[i % len(ring)][1]
             if engine not in nearest[:1]:
                 nearest = (engine, *nearest[:1])
             self._nearest[i % len(ring)] = nearest
 
     def nearest_two(self, point: int) -> tuple[str, ...]:
-        """Return the first engine from the point on, and the next other one if there is one."""
+        """Return the first engine from the point on, and the next other engine if there is one."""
         if not self._points:
             return ()
         return self._nearest[bisect_left(self._points, point) % len(self._points)]
@@ -83,8 +93,12 @@ def _engine_points(engine: str) -> tuple[tuple[int, str], ...]:
 
 
 class Table:
-    """Names by tenant and key, at most `size`; of the tenant that makes room, the one used longest
-    ago goes."""
+    """An LRU table of engines by tenant and key.
+
+    Args:
+        size: most entries. When there are more, a tenant with more than an equal share loses the
+            entry that it used longest ago.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -95,7 +109,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Return the engine of the first key that has a usable one; empty where none has."""
+        """Return the first of the keys' engines that is usable; empty where none is."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -107,7 +121,7 @@ class Table:
         return ""
 
     def put(self, tenant: str, keys: Sequence[int], engine: str) -> None:
-        """Give the keys this engine; the last of them is the one used last."""
+        """Set the engine of the keys. The last key becomes the most recently used."""
         if not keys:
             return
         engines = self._tenants.get(tenant)
@@ -119,13 +133,15 @@ class Table:
             else:
                 self._len += 1
             engines[key] = engine
+
         while self._len > self._size:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Of too many entries, one tenant has more than an equal share of those that fit.
+        """Evict an entry of a tenant that has more than an equal share.
 
-        The search goes on from where it ended last: who has too much stays in front.
+        There is one, since the table is too full. Tenants within their share move to the back, so
+        the next search begins with the tenant that had too much.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
@@ -135,8 +151,8 @@ class Table:
         if not self._tenants[tenant]:
             del self._tenants[tenant]
 
-    def forget(self, engine: str) -> None:
-        """Drop an engine that is gone, with its caches."""
+    def remove_engine(self, engine: str) -> None:
+        """Remove all entries of an engine that is gone."""
         for tenant, engines in list(self._tenants.items()):
             for key in [key for key, at in engines.items() if at == engine]:
                 del engines[key]
@@ -145,12 +161,13 @@ class Table:
                 del self._tenants[tenant]
 
     def check_integrity(self) -> None:
+        """Assert that the count agrees with the entries and that no tenant is empty."""
         assert self._len == sum(map(len, self._tenants.values())) <= self._size
         assert all(self._tenants.values())
 
 
 class Affinity:
-    """Remembers where requests ran."""
+    """The tables of sessions and of prefixes."""
 
     def __init__(self, section: AffinitySection) -> None:
         self._section = section
@@ -159,27 +176,32 @@ class Affinity:
 
     @property
     def sessions(self) -> int:
+        """Number of sessions in the table."""
         return len(self._sessions)
 
     @property
     def prefixes(self) -> int:
+        """Number of prefixes in the table."""
         return len(self._prefixes)
 
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str = "", adapter: str = ""
     ) -> CacheKey:
-        """What is remembered of a request; with another adapter the same tokens have other KV."""
+        """Return the key of a request.
+
+        The adapter is part of the key, since the same tokens have other KV with another adapter.
+        """
         if session and adapter:
             session = f"{adapter}\0{session}"
         prefixes = prefix_hashes(token_ids, adapter) if self._section.max_prefixes else ()
         return CacheKey(session if self._section.max_sessions else "", prefixes, tenant)
 
     def find(self, cache_key: CacheKey, is_usable: Callable[[str], bool]) -> str:
-        """The engine that has most of the request's beginning; empty when none is known.
+        """Return the engine with most of the request's beginning; empty when none is known.
 
         Args:
-            is_usable: whether an engine takes requests; one that does not is passed over, and its
-                shorter matches elsewhere count.
+            is_usable: whether an engine takes requests. Unusable engines are skipped, so a shorter
+                match on another engine may be returned.
         """
         tenant = cache_key.tenant
         sessions = cache_key.session_hashes
@@ -187,23 +209,24 @@ class Affinity:
         return engine or self._prefixes.first(tenant, reversed(cache_key.prefixes), is_usable)
 
     def on_placed(self, cache_key: CacheKey, engine: str) -> None:
-        """The request's beginning is now in that engine's caches."""
+        """Record that the request's beginning is now in that engine's caches."""
         self._sessions.put(cache_key.tenant, cache_key.session_hashes, engine)
-        # The shortest is shared by most: newest.
+        # Shortest last, hence evicted last: most requests share the shortest prefix.
         self._prefixes.put(cache_key.tenant, cache_key.prefixes[::-1], engine)
 
-    def forget(self, engine: str) -> None:
-        """The engine lost its caches."""
-        self._sessions.forget(engine)
-        self._prefixes.forget(engine)
+    def remove_engine(self, engine: str) -> None:
+        """Remove an engine that lost its caches."""
+        self._sessions.remove_engine(engine)
+        self._prefixes.remove_engine(engine)
 
     def check_integrity(self) -> None:
+        """Assert that both tables are consistent."""
         self._sessions.check_integrity()
         self._prefixes.check_integrity()
 
 
 def prefix_hashes(token_ids: Sequence[int], adapter: str = "") -> tuple[int, ...]:
-    """A hash of every leading run of whole blocks, shortest first; the same in all processes."""
+    """Return a hash of every prefix of whole blocks, shortest first; the same in all processes."""
     hashes = []
     last = _point(adapter) if adapter else 0
     whole = min(len(token_ids) // PREFIX_BLOCK_TOKENS, MAX_PREFIX_BLOCKS)

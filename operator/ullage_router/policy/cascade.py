@@ -1,8 +1,11 @@
-"""The rules of a cascade: which steps are tried, whether they are judged, what features a request
-has before any model has seen it, and the judgement itself. Pure.
+"""Decides which models of a cascade answer a request.
 
-Only the last turn is searched for code and maths, and only its ends: a long conversation costs no
-more than a short one, and what is asked stands in the last turn.
+A cascade sends a request to a small model first and hands it over to a larger one when the small
+model is unsure. `features` reads a request before any model has seen it, `plan` chooses the first
+step, and `Confidence` judges a step's first tokens.
+
+Only the last turn is searched for code and maths, and only its two ends. The question is usually
+there, and so a long conversation costs no more to read than a short one.
 """
 
 import itertools
@@ -18,11 +21,18 @@ from ullage_common.config.router import CascadeSection, FallbackSection, Heurist
 SEARCHED_CHARACTERS = 4000
 """Number of characters searched at either end of the last turn."""
 CHARACTERS_PER_TOKEN = 4
+"""Average length of a token, for estimates."""
 CODE_LINES = 2
-"""Number of lines that read like code and make a prompt count as code."""
+"""Number of lines that look like code and make a prompt count as code."""
 MATHS_SHARE = 0.12
-"""Share of digits and operators among all but spaces from which a text is maths."""
+"""Share of digits and operators among all characters but spaces that makes a text maths."""
 MATHS_CHARACTERS = 8
+"""Fewest digits and operators that make a text maths."""
+HELD_SHARE = 0.5
+"""Share of the remaining time for which one step may hold a request; the next step needs time
+too."""
+
+Reason = Literal["FIRST", "HARD", "SEVERAL_ANSWERS", "OWN_TOKENS", "PEAK"]
 
 _FENCE = re.compile(r"^\s{0,3}(?:```|~~~)", re.MULTILINE)
 _CODE_LINE = re.compile(
@@ -52,14 +62,14 @@ class Features:
     has_maths: bool = False
     has_tools: bool = False
     has_several_answers: bool = False
-    """Samples or beams: there is no one stream of tokens to judge."""
+    """Whether it asks for samples or beams, so that no single stream of tokens can be judged."""
     is_bound: bool = False
-    """Whether the request has token ids of this service's own model, which no other reads alike."""
+    """Whether it has token ids of this service's own model, which other models read differently."""
     priority: int = 0
 
 
 def features(request: inference_pb2.GenerateRequest) -> Features:
-    """Read a request in time bounded by SEARCHED_CHARACTERS and the number of turns."""
+    """Return a request's features, in time bounded by SEARCHED_CHARACTERS and the turns."""
     texts = [m.content for m in request.messages.messages] or [request.text]
     last = _ends(texts[-1])
     return Features(
@@ -75,13 +85,13 @@ def features(request: inference_pb2.GenerateRequest) -> Features:
 
 
 def estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Estimates the prompt's tokens before they are counted; charged until then."""
+    """Return an estimate of the prompt's tokens, which is charged until they are counted."""
     characters = sum(len(m.content) for m in request.messages.messages) + len(request.text)
     return len(request.token_ids.ids) or 1 + characters // CHARACTERS_PER_TOKEN
 
 
 def has_code(text: str) -> bool:
-    """A fence, or several lines that begin or end as code does."""
+    """Return whether a text has a code fence, or lines that begin or end like code."""
     if _FENCE.search(text):
         return True
     lines = _CODE_LINE.finditer(text)
@@ -89,7 +99,7 @@ def has_code(text: str) -> bool:
 
 
 def has_maths(text: str) -> bool:
-    """A formula, or many digits and operators for its length."""
+    """Return whether a text has a formula, or many digits and operators for its length."""
     if _FORMULA.search(text):
         return True
     signs = sum(character in _MATHS for character in text)
@@ -98,6 +108,7 @@ def has_maths(text: str) -> bool:
 
 
 def _ends(text: str) -> str:
+    """Return the first and the last SEARCHED_CHARACTERS of a text."""
     if len(text) <= 2 * SEARCHED_CHARACTERS:
         return text
     return f"{text[:SEARCHED_CHARACTERS]}\n{text[-SEARCHED_CHARACTERS:]}"
@@ -116,37 +127,32 @@ def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
     )
 
 
-HELD_SHARE = 0.5
-"""Share of the time left that one step may hold a request; the next needs time as well."""
-
-Reason = Literal["FIRST", "HARD", "SEVERAL_ANSWERS", "OWN_TOKENS", "PEAK"]
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceLoad:
     """How busy this service's own engines are."""
 
     pressure_level: int = 0
-    """The mildest of any engine that is ready; 0 when none is."""
+    """Pressure level of the ready engine under the least pressure; 0 when none is ready."""
     queued: int = 0
-    """Requests that wait in this router."""
+    """Number of requests that wait in this router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The way of one request."""
+    """The steps that one request may take."""
 
     steps: tuple[int, ...]
-    """Tried in this order."""
+    """Indices of the steps, in the order in which they are tried."""
     is_judged: bool
-    """Whether the step's first tokens are held back until their confidence is known: all steps but
-    the last."""
+    """Whether the first tokens of every step but the last are held back until their confidence is
+    known."""
     is_parallel: bool
+    """Whether each step begins together with the step before."""
     reason: Reason
 
 
 def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
-    """Chooses the first step; the later ones are there to hand over to."""
+    """Return the steps of a request: the first by its features, then all larger ones."""
     last = len(policy.steps) - 1
     if features.is_bound:
         return Plan((policy.own,), False, False, "OWN_TOKENS")
@@ -160,7 +166,7 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Return the number of signs of a hard prompt; each starts the request a step higher."""
+    """Return the number of signs of a hard prompt. Each starts the request one step higher."""
     signs = (
         0 < policy.prompt_characters < features.characters,
         0 < policy.turns < features.turns,
@@ -172,7 +178,7 @@ def difficulty(features: Features, policy: HeuristicsSection) -> int:
 
 
 def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
-    """Whether a request of this priority makes room for others now."""
+    """Return whether a request of this priority goes to the fallback, to make room for others."""
     if priority > policy.max_priority:
         return False
     return (
@@ -182,10 +188,10 @@ def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
 
 
 class Confidence:
-    """The geometric mean probability of an answer's first tokens, as they come.
+    """The running geometric mean probability of an answer's first tokens.
 
     Args:
-        num_judged: tokens that are judged; an answer that ends before has fewer.
+        num_judged: number of tokens to judge. A shorter answer is judged by all it has.
     """
 
     def __init__(self, num_judged: int) -> None:
@@ -194,11 +200,11 @@ class Confidence:
         self._logprobs: list[float] = []
 
     def add(self, tokens: int, logprobs: Iterable[float]) -> None:
-        """Take what came next.
+        """Add the next tokens of the answer.
 
         Args:
-            tokens: how many, with or without their log-probabilities.
-            logprobs: natural, one a token.
+            tokens: number of tokens that came, with or without log-probabilities.
+            logprobs: natural log-probabilities, at most one a token.
         """
         self._tokens += tokens
         room = self._wanted - len(self._logprobs)
@@ -211,16 +217,17 @@ class Confidence:
 
     @property
     def is_complete(self) -> bool:
+        """Whether all tokens to judge have come."""
         return self._tokens >= self._wanted
 
     @property
     def value(self) -> float | None:
-        """exp(mean log-probability), 0 to 1; None when no token told its own, or told no number."""
+        """exp(mean log-probability), 0 to 1; None when no token has one, or the mean is NaN."""
         mean = sum(self._logprobs) / len(self._logprobs) if self._logprobs else math.nan
         if math.isnan(mean):
             return None
         return math.exp(0.0 if mean > 0 else mean)
 
     def reaches(self, threshold: float) -> bool:
-        """False when nothing is known."""
+        """Return whether the confidence is known and at least the threshold."""
         return self.value is not None and self.value >= threshold

@@ -1,12 +1,12 @@
-"""A circuit breaker for one engine, and which engines of a pool are held back: pure, no clock.
+"""Holds back engines on which requests fail: a circuit breaker for each engine.
 
     closed ──failures in a row──► open ──pause over──► half-open, one probe ──first token──► closed
                                    ▲                        │
                                    └──── failure, twice the pause
 
-Only what an engine did wrong counts (`errors.is_engine_fault`): a request that is invalid,
-cancelled, out of time or too large for the memory that is free says nothing about its engine. An
-answer that has begun and gets no further token for as long as it may be without one does.
+Only faults of the engine count (`errors.is_engine_fault`). A request that is invalid, cancelled,
+out of time or too large for the free memory says nothing about its engine. An answer that stalls
+after its first token does count.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,12 @@ from ullage_common.config.router import BreakerSection
 State = Literal["closed", "open", "half-open"]
 
 
-class Breaker:
-    """One engine's failures in a row and what follows from them. Times are of any steady clock."""
+class CircuitBreaker:
+    """The breaker of one engine. Times are seconds of any steady clock.
+
+    Args:
+        section: failures that open the breaker, and the bounds of the pause.
+    """
 
     def __init__(self, section: BreakerSection) -> None:
         self._section = section
@@ -28,25 +32,26 @@ class Breaker:
         """Time at which the pause ends; None while closed."""
         self._probe: object | None = None
         self.openings = 0
-        """Times it opened since the start."""
+        """Number of times that the breaker opened."""
 
     @property
     def failures(self) -> int:
-        """Number of failures in a row, as far as they count."""
+        """Number of failures in a row, at most as many as open the breaker."""
         return self._failures
 
     @property
     def is_closed(self) -> bool:
-        """Nothing is held back, whatever the time."""
+        """Whether requests pass at any time."""
         return self._until is None
 
     def state(self, now: float) -> State:
+        """Return the state at a time: an open breaker is half-open when its pause is over."""
         if self._until is None:
             return "closed"
         return "open" if now < self._until else "half-open"
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent: half-open admits one at a time."""
+        """Return whether a request may be sent. A half-open breaker admits one at a time."""
         return self.state(now) == "closed" or (self.state(now) == "half-open" and not self._probe)
 
     @property
@@ -55,27 +60,29 @@ class Breaker:
         return float("-inf") if self._until is None else self._until
 
     def on_sent(self, request: object, now: float) -> None:
-        """A request goes to the engine; while half-open the first is the probe."""
+        """Note a request to the engine. While half-open, the first one is the probe."""
         if self.state(now) == "half-open" and self._probe is None:
             self._probe = request
 
     def on_first_token(self, request: object) -> None:
-        """A request got its first token; after the probe's, one failure opens the breaker again."""
+        """Close the breaker if the probe got its first token."""
         if request is self._probe:
             self._until = None
+            # One more failure opens it again: the probe has only begun to be answered.
             self._failures = self._section.failures - 1
 
     def on_success(self, request: object) -> None:
-        """A request was answered to its end."""
+        """Clear the record after a request that was answered to its end."""
         if self._until is None or request is self._probe:
             self._failures = 0
             self._until = None
             self._pause_s = self._section.pause
 
     def on_failure(self, request: object, now: float) -> bool:
-        """The engine failed a request. True when that opened the breaker.
+        """Count a failure of the engine, and return whether it opened the breaker.
 
-        Requests that were under way when it opened change nothing any more; only the probe does.
+        While the breaker is not closed, only the probe's failure counts: other requests were sent
+        before it opened.
         """
         if self._until is not None and request is not self._probe:
             return False
@@ -86,7 +93,7 @@ class Breaker:
         return True
 
     def on_end(self, request: object) -> None:
-        """A request is over, whatever came of it: another may be the probe."""
+        """Note the end of a request in any way. If it was the probe, another may be."""
         if request is self._probe:
             self._probe = None
 
@@ -97,19 +104,22 @@ class Breaker:
         self.openings += 1
 
     def check_integrity(self, now: float) -> None:
+        """Assert that failures, pause and probe are within their bounds."""
         assert 0 <= self._failures <= self._section.failures
         assert self._section.pause <= self._pause_s <= self._section.max_pause
         assert self._until is None or self._until <= now + self._section.max_pause
         assert self._probe is None or self.state(now) != "open"
 
 
-def held_back(breakers: Iterable[tuple[str, Breaker]], most: int, now: float) -> frozenset[str]:
-    """The names of a pool's ready engines that get nothing now.
+def held_back(
+    breakers: Iterable[tuple[str, CircuitBreaker]], most: int, now: float
+) -> frozenset[str]:
+    """Return the keys of a pool's ready engines that get no requests now.
 
     Args:
-        breakers: of the pool's ready engines, at least those that are not closed.
-        most: when all fail, most engines go on being tried: never more are held back, those first
-            whose pause is the longest.
+        breakers: breakers of the pool's ready engines by key; closed ones may be left out.
+        most: largest number of engines to hold back, so that some are tried when all fail. Those
+            whose pause ends last are held back first.
     """
     refusing = [(breaker.until, name) for name, breaker in breakers if not breaker.admits(now)]
     return frozenset(name for _, name in sorted(refusing, reverse=True)[:most])

@@ -1,126 +1,46 @@
-"""Memory that is reserved on engines for requests their reports do not include yet, and prefill
-work that is balanced over engines.
+"""Accounts for requests that an engine's reports do not include yet.
 
-Reservations: bytes are reserved when a request is sent. The engine counts the request from the
-moment it answers Accepted, but a report that is already under way may not. So the reservation ends
-with the second report after Accepted, or when the request ends, whichever comes first: until then
-bytes may count twice, but never not at all.
-
-Balance: a prompt of N tokens multiplies N * (N + 1) / 2 pairs of queries and keys and sends N
-tokens through everything else of a layer. In units of one pair's products that is
-
-    work(N) = N * (N + 1) / 2 + mlp_products * N
-
-`balance` gives prompts, longest first, to the engine with the least work (Graham, "Bounds on
-Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest critical path when engines are
-idle), as far as their memory allows.
+Bytes are reserved when a request is sent. The engine counts the request from the moment it answers
+Accepted, but a report that is already on its way may not. So a reservation ends with the second
+report after Accepted, or when the request ends, whichever comes first. Until then its bytes may be
+counted twice, but never not at all.
 """
 
 import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-def pairs(tokens: int) -> int:
-    """Products of queries and keys that causal attention over a prompt takes."""
-    return tokens * (tokens + 1) // 2
-
-
-def work(tokens: int, mlp_products: int) -> int:
-    """Return the cost of computing a prompt, in products of a query and a key."""
-    return pairs(tokens) + mlp_products * tokens
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """An engine that may get prompts."""
-
-    id: str
-    work: int
-    """Work that the engine has before any of the prompts."""
-    room: int
-    """Bytes available to all of the prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTask:
-    """A prompt to be placed."""
-
-    work: int
-    lane: str
-    """The engine that the prompt is on now, which holds its bytes."""
-    sizes: Mapping[str, int]
-    """Bytes that the prompt takes on each engine that it may go to."""
-
-
-def balance(jobs: Sequence[PrefillTask], lanes: Sequence[EngineLoad]) -> list[str]:
-    """The lane of each job; where they are, unless another way ends sooner.
-
-    What is on lanes that no job may take, such as a canary's, has no say in that.
-    """
-    possible = {lane for job in jobs for lane in (job.lane, *job.sizes)}
-    lanes = [lane for lane in lanes if lane.id in possible]
-    present = [job.lane for job in jobs]
-    balanced = _longest_first(jobs, lanes)
-    if balanced and critical_path(jobs, balanced, lanes) < critical_path(jobs, present, lanes):
-        return balanced
-    return present
-
-
-def critical_path(
-    jobs: Sequence[PrefillTask], places: Sequence[str], lanes: Sequence[EngineLoad]
-) -> int:
-    """Work of the engine that has most to do."""
-    total = {lane.id: lane.work for lane in lanes}
-    for job, place in zip(jobs, places, strict=True):
-        total[place] = total.get(place, 0) + job.work
-    return max(total.values(), default=0)
-
-
-def _longest_first(jobs: Sequence[PrefillTask], lanes: Sequence[EngineLoad]) -> list[str]:
-    """Empty when the memory does not allow it."""
-    total = {lane.id: lane.work for lane in lanes}
-    room = {lane.id: lane.room for lane in lanes}
-    places = [""] * len(jobs)
-    for number, job in sorted(enumerate(jobs), key=lambda item: -item[1].work):
-        fits = [lane for lane, size in job.sizes.items() if size <= room.get(lane, -1)]
-        if not fits:
-            return []
-        best = min(fits, key=lambda lane: (total[lane], lane))
-        places[number] = best
-        total[best] += job.work
-        room[best] -= job.sizes[best]
-    return places
-
+from ullage_router.policy.balance import pairs
 
 REPORTS_AFTER_ACCEPTED = 2
+"""Number of reports after Accepted that end a reservation."""
 SPARE_LIMITS = 64
-"""Number of limits of ended requests, besides as many as are in flight, that are kept at most."""
+"""The heap of limits is cleaned when it exceeds twice the requests in flight by this number."""
 
 
 @dataclass(slots=True, eq=False)
 class Credit:
-    """Credit of one request in flight."""
+    """The reservation of one request in flight."""
 
     size: int
+    """Bytes."""
     tokens: int
     """Tokens of the prompt."""
     step_limit_s: float = math.inf
-    """Longest seconds of a step with which the request would still end in time."""
+    """Longest step, in seconds, with which the request would still end in time."""
     counted_from: int | None = None
-    """Which report must include the request, counted as they arrive; None before Accepted."""
+    """Number of the first report that must include the request; None before Accepted."""
     holder: str = ""
-    """Who reserved it and pays nothing for that; empty where somebody pays, or a request is sent.
-    """
+    """The caller that holds the reservation without paying for it. Empty where the reservation is
+    paid for, or its request was sent."""
 
 
 @dataclass(slots=True)
 class PromptSums:
-    """PromptSums that are not computed yet, summed up."""
+    """Sums over the prompts that are not computed yet."""
 
     tokens: int = 0
     pairs: int = 0
@@ -135,14 +55,16 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Reservations that no report is sure to include."""
+    """Sums over unpaid reservations that no report is sure to include."""
 
     requests: int = 0
     size: int = 0
+    """Bytes."""
     tokens: int = 0
     """Prompt tokens."""
 
     def plus(self, credit: Credit, sign: int = 1) -> "Held":
+        """Return the sums with one more reservation, or with one less for the sign -1."""
         return Held(
             self.requests + sign,
             self.size + sign * credit.size,
@@ -154,27 +76,35 @@ NOTHING_HELD = Held()
 
 
 class CreditBook:
-    """The requests in flight on one engine."""
+    """The credits of one engine's requests in flight.
+
+    A credit is open until a report is sure to include its request. Then it is counted, until the
+    request ends.
+    """
 
     def __init__(self) -> None:
         self._open: set[Credit] = set()
         self._accepted: deque[Credit] = deque()
-        """Accepted credits in the order of the reports that must include them; some may have ended.
-        """
+        """Accepted credits by the report that must include them; some may have ended."""
         self._counted: set[Credit] = set()
         self._step_limits: list[tuple[float, int, Credit]] = []
-        """A heap of all finite limits of requests in flight, and of some that have ended, which
-        leave it when they are the shortest or too many."""
+        """A heap of the finite limits of all requests in flight. Limits of ended requests leave it
+        lazily: when they are the shortest, or when there are too many of them."""
         self._numbers = itertools.count()
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
         """Credits of requests without a first token."""
-        # Sums over prompts by whether a report includes them: every decision asks for them.
-        self._unsure, self._sure = PromptSums(), PromptSums()
+
+        # Every decision asks for these sums, so they are kept instead of computed.
+        self._unsure = PromptSums()
+        """Prompts that no report is sure to include."""
+        self._sure = PromptSums()
+        """Prompts that the last report includes."""
+
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD
-        """Reservations of everybody who pays nothing for them."""
+        """Unpaid reservations of all holders."""
 
     @property
     def reports(self) -> int:
@@ -192,7 +122,7 @@ class CreditBook:
         return self._unsure.tokens
 
     def prefill_pairs(self, reported_tokens: int) -> float:
-        """Products of queries and keys in the prompts that are not computed yet.
+        """Return the pairs of queries and keys in the prompts that are not computed yet.
 
         Args:
             reported_tokens: prompt tokens that the engine has yet to compute, in its last report.
@@ -213,7 +143,7 @@ class CreditBook:
 
     @property
     def step_limit_s(self) -> float:
-        """Longest seconds of a step with which every request in flight would still end in time."""
+        """Longest step, in seconds, with which every request in flight would still end in time."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
@@ -226,6 +156,14 @@ class CreditBook:
     def reserve(
         self, size: int, tokens: int, step_limit_s: float = math.inf, holder: str = ""
     ) -> Credit:
+        """Open a credit for a request that is about to be sent.
+
+        Args:
+            size: bytes.
+            tokens: prompt tokens.
+            step_limit_s: longest step with which the request would still end in time.
+            holder: the caller that does not pay for the reservation; empty where it is paid for.
+        """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)
         if holder:
@@ -239,19 +177,19 @@ class CreditBook:
         return credit
 
     def on_accepted(self, credit: Credit) -> None:
-        """The engine took the request."""
+        """Note that the engine answered Accepted."""
         if credit.counted_from is None:
             credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
             self._accepted.append(credit)
 
     def on_first_token(self, credit: Credit) -> None:
-        """Its first token came."""
+        """Note the first token: the prompt is computed."""
         if credit in self._prompts:
             self._prompts.remove(credit)
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def on_report(self) -> None:
-        """A report arrived; it includes every request accepted long enough before."""
+        """Count every request that this report must include."""
         self._reports += 1
         while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
             credit = self._accepted.popleft()
@@ -264,8 +202,8 @@ class CreditBook:
                 self._sure.add(credit.tokens)
 
     def release(self, credit: Credit) -> None:
-        """The request ended."""
-        self.on_first_token(credit)  # or will not begin
+        """Remove the credit of a request that ended."""
+        self.on_first_token(credit)  # a prompt that was not computed will not be
         if credit in self._open:
             self._leave(credit)
         self._counted.discard(credit)
@@ -290,7 +228,9 @@ class CreditBook:
             heapq.heapify(self._step_limits)
 
     def check_integrity(self) -> None:
+        """Assert that all sums and indices agree with the credits."""
         assert not self._open & self._counted
+
         inflight = self._open | self._counted
         limits = [credit.step_limit_s for credit in inflight]
         assert self.step_limit_s == min(limits, default=math.inf)
@@ -299,10 +239,12 @@ class CreditBook:
         assert {credit for credit in inflight if credit.step_limit_s != math.inf} <= kept
         assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)
+
         of_holders = [credit for credit in self._open if credit.holder]
         assert set(self._held) == {credit.holder for credit in of_holders}
         assert self.held_by_all.requests == len(of_holders)
         assert self.held_by_all.size == sum(credit.size for credit in of_holders)
+
         for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):
             tokens = [credit.tokens for credit in self._prompts & those]
             assert sums == PromptSums(sum(tokens), sum(map(pairs, tokens)))

@@ -1,11 +1,11 @@
-"""Remembers refused requests until the second at which they were told to come back.
+"""Remembers refused requests until their Retry-After is over.
 
-A burst of refusals sees one forecast. If all of it came back at the second at which the first one
-fits, all but a few would be refused again. So those who were refused earlier count as ahead of
-those who are refused later: each is told a second by which memory for all of them was released.
+All refusals of a burst see the same forecast. If all clients came back at the second at which the
+first of them fits, most would be refused again. So earlier refusals count as ahead of later ones:
+each client gets a Retry-After by which memory for all before it has been released too.
 
-Nobody's place is kept. Whoever comes and fits runs, and a request that does not come back is
-forgotten when it is due.
+No place is reserved. A request that comes and fits runs, and one that does not come back is removed
+when it is due.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Deferred(NamedTuple):
-    """A kind of requests: their pool, tenant and priority."""
+    """A class of refused requests: their pool, tenant and priority."""
 
     pool: str
     tenant: str
@@ -22,13 +22,13 @@ class Deferred(NamedTuple):
 
 
 class DeferralBook:
-    """Counts the bytes of refused requests by kind. Times are of any steady clock, in seconds."""
+    """Counts the bytes of refused requests by class. Times are seconds of any steady clock."""
 
     def __init__(self) -> None:
         self._sizes: dict[Deferred, int] = {}
         self._weights: dict[str, float] = {}
         self._due: dict[int, dict[Deferred, int]] = {}
-        """The same bytes by the second by which all of them have come back."""
+        """The same bytes by the second at which they are due."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -37,11 +37,11 @@ class DeferralBook:
         """Remember a refused request.
 
         Args:
-            weight: of its tenant.
+            weight: weight of its tenant.
             size: bytes that it would have taken.
-            due: time at which it was told to come back.
+            due: time at which its Retry-After is over.
         """
-        if size <= 0:  # nothing to wait for, as where a model has no KV
+        if size <= 0:  # a request of a model without KV waits for nothing
             return
         sizes = self._due.setdefault(math.ceil(due), {})
         sizes[kind] = sizes.get(kind, 0) + size
@@ -49,7 +49,7 @@ class DeferralBook:
         self._weights[kind.tenant] = weight
 
     def expire(self, now: float) -> None:
-        """Remove requests that are due: they came back, and are counted there, or will not come."""
+        """Remove requests that are due: those that came back are counted in the queue instead."""
         for second in [second for second in self._due if second <= now]:
             for kind, size in self._due.pop(second).items():
                 self._sizes[kind] -= size
@@ -61,9 +61,9 @@ class DeferralBook:
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
         """Return the bytes before a tenant's next refused request of a pool.
 
-        Higher priorities come first. Within one, tenants take turns by their weights, as in the
-        queue: another tenant's bytes count up to those that the tenant itself was refused, scaled
-        by the ratio of the weights.
+        Higher priorities come first. Within a priority, tenants take turns by their weights, as in
+        the queue. So another tenant's bytes count only up to the tenant's own refused bytes, times
+        the ratio of their weights.
         """
         own = self._sizes.get(Deferred(pool, tenant, priority), 0)
         ahead = 0
@@ -87,7 +87,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """The book as one request sees it; it is read only if the request is refused itself."""
+    """The book as one request sees it, read only if that request is refused too."""
 
     book: DeferralBook
     now: float = 0.0
@@ -100,7 +100,7 @@ class Deferrals(NamedTuple):
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes of all that come back, by whole seconds from now."""
+        """Return the bytes that come back to a pool, by whole seconds from now."""
         return self.book.returns(pool, self.now)
 
 

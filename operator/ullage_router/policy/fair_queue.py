@@ -1,14 +1,14 @@
-"""The order in which one pool's waiting requests are served: pure, no clock, O(log n) a step.
+"""The order in which the waiting requests of one pool are served, in O(log n) a step.
 
-Of the heads of all priority levels the one with the largest
+Three rules apply, from the outside in.
 
-    priority * aging - arrival
-
-goes first: waiting makes up for priority, so no level starves. Within a level tenants share the
-bytes served by their weights (start-time fair queueing: each tenant's tag grows by cost / weight,
-the smallest tag is served, and a tenant that comes anew starts at the tag served last). A tenant's
-own requests go by their deadlines, of which none counts as later than `MAX_LEAD_S` after arrival:
-so a request is overtaken only by what came within that time.
+ * Priority: of the heads of all levels, the one with the largest `priority * aging - arrival` is
+   served first. Waiting makes up for priority, so no level starves.
+ * Fairness: within a level, tenants share the bytes served by their weights, by start-time fair
+   queueing (Goyal, Vin and Cheng, 1996). Each tenant's tag grows by cost / weight, the smallest tag
+   is served, and a tenant that starts to wait begins at the tag served last.
+ * Urgency: a tenant's own requests are ordered by deadline, but no deadline counts as later than
+   MAX_LEAD_S after arrival. So only requests that came within that time can overtake.
 """
 
 import itertools
@@ -22,17 +22,19 @@ MAX_LEAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """A waiting request, as far as its order goes."""
+class FairEntry:
+    """The properties of a waiting request that decide its order. Times are of one clock."""
 
     number: int
-    """Tie-breaker between equal entries: the smaller one came earlier."""
+    """Tie-breaker between equal entries; the smaller one came earlier."""
     tenant: str
     weight: float
+    """Weight of the tenant."""
     priority: int
     arrival: float
+    """Time of arrival, seconds."""
     deadline: float
-    """Both on one clock, seconds."""
+    """Time at which the answer is due, seconds."""
     size: int
     """Bytes that the request waits for."""
     cost: int
@@ -40,7 +42,7 @@ class Entry:
 
     @property
     def due(self) -> float:
-        """The time by which a tenant's requests are ordered."""
+        """The time that orders the requests of a tenant, seconds."""
         return min(self.deadline, self.arrival + MAX_LEAD_S)
 
 
@@ -49,42 +51,49 @@ class _Flow:
     """One tenant's requests at one priority."""
 
     tag: float
-    """Virtual time at which its next request begins."""
+    """Virtual time at which the next request begins."""
     number: int
-    entries: "SortedList[tuple[float, int, Entry]]" = field(default_factory=SortedList)
-    """(due, number, entry)"""
+    """Number of the request with which the tenant last started to wait."""
+    entries: "SortedList[tuple[float, int, FairEntry]]" = field(default_factory=SortedList)
+    """(due, number, entry) of each request."""
 
     @property
-    def head(self) -> Entry:
-        entry: Entry = self.entries[0][2]
+    def head(self) -> FairEntry:
+        """The tenant's next request."""
+        entry: FairEntry = self.entries[0][2]
         return entry
 
 
 class _Level:
-    """The tenants of one priority; forgotten when nobody waits at it."""
+    """The tenants of one priority. A level is removed when nobody waits at it."""
 
     def __init__(self) -> None:
         self.size = 0
+        """Bytes that the level's requests wait for."""
         self._now = 0.0
         """Virtual time: the tag served last."""
         self._flows: dict[str, _Flow] = {}
         self._order: SortedList[tuple[float, int, str]] = SortedList()
-        """(tag, number, tenant) of those that wait."""
+        """(tag, number, tenant) of tenants that wait."""
         self._idle: SortedList[tuple[float, str]] = SortedList()
-        """(tag, tenant) of those that wait no more and had more than their share."""
+        """(tag, tenant) of tenants without requests that have had more than their share."""
 
     @property
     def is_empty(self) -> bool:
+        """Whether nobody waits."""
         return not self._order
 
     @property
-    def head(self) -> Entry:
+    def head(self) -> FairEntry:
+        """The next request of the tenant with the smallest tag."""
         return self._flows[self._order[0][2]].head
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FairEntry) -> None:
+        """Add an entry to its tenant's requests."""
         flow = self._flows.get(entry.tenant)
         if flow is None:
             flow = self._flows[entry.tenant] = _Flow(self._now, entry.number)
+
         if not flow.entries:
             self._idle.discard((flow.tag, entry.tenant))
             flow.number = entry.number
@@ -92,7 +101,8 @@ class _Level:
         flow.entries.add((entry.due, entry.number, entry))
         self.size += entry.size
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: FairEntry) -> None:
+        """Remove an entry, without a charge."""
         flow = self._flows[entry.tenant]
         flow.entries.remove((entry.due, entry.number, entry))
         self.size -= entry.size
@@ -100,35 +110,41 @@ class _Level:
             self._order.remove((flow.tag, flow.number, entry.tenant))
             self._rest(entry.tenant, flow)
 
-    def charge(self, entry: Entry) -> None:
-        """The entry, which is still here, is served."""
+    def charge(self, entry: FairEntry) -> None:
+        """Charge the tenant of an entry that is about to be served and removed."""
         flow = self._flows[entry.tenant]
-        if self._order[0][2] == entry.tenant:  # one that passed others says nothing of the time
+        # Virtual time follows only the smallest tag. An entry that backfills passed other tenants.
+        if self._order[0][2] == entry.tenant:
             self._now = max(self._now, flow.tag)
+
         self._order.remove((flow.tag, flow.number, entry.tenant))
         flow.tag += entry.cost / entry.weight
         self._order.add((flow.tag, flow.number, entry.tenant))
+
+        # Tenants that the others have caught up with start afresh.
         while self._idle and self._idle[0][0] <= self._now:
             del self._flows[self._idle.pop(0)[1]]
 
     def _rest(self, tenant: str, flow: _Flow) -> None:
-        """Remembers a tenant that had more than its share, until the others have caught up."""
+        """Keep the tag of a tenant that had more than its share until the others catch up."""
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))
         else:
             del self._flows[tenant]
 
-    def in_turns(self) -> Iterator[Entry]:
-        """Yield all entries, the tenants taking turns."""
+    def in_turns(self) -> Iterator[FairEntry]:
+        """Yield all entries, one of each tenant in turn."""
         flows = [self._flows[tenant].entries for _, _, tenant in self._order]
         for row in itertools.zip_longest(*flows):
             yield from (item[2] for item in row if item is not None)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[FairEntry]:
+        """Yield all entries in no order."""
         for flow in self._flows.values():
             yield from (entry for _, _, entry in flow.entries)
 
     def check_integrity(self) -> None:
+        """Assert that every tenant either waits or is idle, with the tag that it is sorted by."""
         waiting = {tenant for _, _, tenant in self._order}
         resting = {tenant for _, tenant in self._idle}
         assert waiting | resting == self._flows.keys()
@@ -139,11 +155,11 @@ class _Level:
         assert self.size == sum(entry.size for entry in self.entries())
 
 
-class FairLine:
-    """Entries in the order of service.
+class FairQueue:
+    """The waiting requests of a pool in the order of service.
 
     Args:
-        aging_s: waiting this long makes up for one level of priority, seconds.
+        aging_s: seconds of waiting that make up for one level of priority.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -155,30 +171,31 @@ class FairLine:
         return self._len
 
     @property
-    def head(self) -> Entry | None:
-        """The next to be served."""
+    def head(self) -> FairEntry | None:
+        """The entry to serve next; None when the queue is empty."""
         return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
-    def first(self, count: int) -> list[Entry]:
-        """Return up to so many entries about in the order in which they will be served."""
+    def first(self, count: int) -> list[FairEntry]:
+        """Return up to `count` entries, roughly in the order in which they will be served."""
         levels = sorted(self._levels.values(), key=lambda x: self.claim(x.head), reverse=True)
         entries = itertools.chain.from_iterable(level.in_turns() for level in levels)
         return list(itertools.islice(entries, count))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FairEntry) -> None:
+        """Add an entry."""
         self._levels.setdefault(entry.priority, _Level()).add(entry)
         self._len += 1
 
-    def remove(self, entry: Entry) -> None:
-        """An entry that is in the line leaves it unserved."""
+    def remove(self, entry: FairEntry) -> None:
+        """Remove an entry of the queue that is not served."""
         level = self._levels[entry.priority]
         level.remove(entry)
         self._len -= 1
         if level.is_empty:
             del self._levels[entry.priority]
 
-    def serve(self, entry: Entry) -> None:
-        """An entry that is in the line leaves it for an engine; its tenant is charged."""
+    def serve(self, entry: FairEntry) -> None:
+        """Remove an entry of the queue that goes to an engine, and charge its tenant."""
         self._levels[entry.priority].charge(entry)
         self.remove(entry)
 
@@ -186,11 +203,12 @@ class FairLine:
         """Return the bytes that requests of at least this priority wait for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
-    def claim(self, entry: Entry) -> tuple[float, int]:
-        """Return what is largest for the entry that is served first, of several lines too."""
+    def claim(self, entry: FairEntry) -> tuple[float, int]:
+        """Return the sort key of a head: of several heads, the one with the largest goes first."""
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:
+        """Assert that all levels are consistent and none is empty."""
         for priority, level in self._levels.items():
             level.check_integrity()
             assert not level.is_empty

@@ -1,48 +1,58 @@
-"""Predicts when an engine would give a request its first token and its last, and whether that keeps
-the service's objectives and the request's own limits.
+"""Predicts a request's first and last token on an engine, and whether they come in time.
 
-Engines report the prompt tokens that they have yet to compute, how fast they compute prompts, and
-how long a step takes by the number of sequences in it. A request of p prompt tokens and o expected
-output tokens, on an engine with load L and backlog B:
+In time means within the service's objectives (TTFT and end to end) and the request's own limits.
+Engines report their backlog of prompt tokens, their prefill speed, and the time of a step by the
+number of sequences in it. For p prompt tokens and o expected output tokens on an engine with load L
+and backlog B:
 
     first = max(B / prefill speed, wait for a place in the batch) + p / prefill speed + step(L + 1)
     end = first + (o - 1) * step(L + 1)
 
-A request that is admitted says how long steps may become until it would be late, and nothing is
-added to an engine that makes them longer. A prediction may take SHARE of an objective or a limit.
-Where a request could not keep an objective on an idle engine either, waiting mends nothing, and it
-is held to STRETCH times its time there. An idle engine may always try.
+Predictions miss some delays, so they may take only SHARE of an objective or a limit. Two rules
+soften that. A request that would miss an objective even on an idle engine gains nothing by waiting,
+so it may take STRETCH times its time there. And an idle engine may always try.
+
+Each admitted request bounds the time of a step, so that it will not be late. No request is added to
+an engine if that would make steps longer.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 
-from ullage_router.policy.decision import EngineView, TimeLimits
+from ullage_router.policy.facts import EngineView, TimeLimits
 
 SHARE = 0.8
-"""Share of an objective or a limit that a prediction may take: it cannot see everything."""
+"""Share of an objective or a limit that a prediction may take. The rest covers unseen delays."""
 STRETCH = 2.0
-"""Times as long as on an idle engine that a request may take which misses an objective there."""
+"""Factor on the time on an idle engine that a request may take if it misses an objective there."""
 UNMEASURED_LOAD = 4
-"""Requests at once on an engine that has not measured a step yet."""
+"""Most requests at once on an engine that has not measured a step yet."""
 PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of releases after which is looked whether a request could run."""
+"""Numbers of releases after which `turn_s` checks whether a request could run."""
 PROBED_ENGINES = 4
-"""Number of engines, those with the least load, that are looked at for it."""
+"""Number of engines that `turn_s` checks, those with the least load."""
 
 
 def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> bool:
-    """Whether a request that goes to the engine now would be in time."""
+    """Return whether a request that goes to the engine now would be in time.
+
+    Args:
+        prompt: prompt tokens.
+        output: expected output tokens.
+    """
     if not (engine.load or engine.backlog_tokens):
         return True
     if engine.max_sequences and not engine.decode_speed:
         return engine.load < UNMEASURED_LOAD
+
     wait_s = engine.backlog_s
     if engine.max_sequences and engine.load >= engine.max_sequences:
         wait_s = max(wait_s, _nth_release_s(engine, engine.load - engine.max_sequences + 1))
     step_s = engine.step_s(engine.load + 1)
     if step_s > engine.step_limit_s:
-        return False  # others would be late
+        return False  # it would make the running requests late
+
+    # Nearly every request passes here, without the work of `_slack_s`.
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
     first_s = wait_s + prompt_s + step_s
     end_s = first_s + (output - 1) * step_s
@@ -53,13 +63,16 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
         and first_s <= SHARE * limits.first_token_s
         and end_s <= SHARE * limits.end_s
     ):
-        return True  # nearly always, so what follows is not worked out
+        return True
     return _slack_s(engine, engine.load + 1, wait_s, prompt, output, limits) >= 0.0
 
 
 def end_s(engine: EngineView, prompt: int, output: int) -> float:
-    """Return in how many seconds a request would end that goes to the engine now; infinity when
-    the engine has not measured its speed."""
+    """Return the seconds until the end of a request that goes to the engine now.
+
+    Returns:
+        Infinity when the engine's batch is full, or its speed is not measured yet.
+    """
     step_s = engine.step_s(engine.load + 1)
     is_full = bool(engine.max_sequences) and engine.load >= engine.max_sequences
     if not (step_s and engine.prefill_speed) or is_full:
@@ -68,7 +81,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return how long a step may take at most while a request runs that goes to the engine now."""
+    """Return the longest step, in seconds, with which a request sent now would end in time."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -78,8 +91,7 @@ def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimit
 
 
 def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the seconds for which the request may wait at most: later, the engine could be idle
-    and it would be late."""
+    """Return the longest wait, in seconds, after which an idle engine would still be in time."""
     return _slack_s(engine, 1, 0.0, prompt, output, limits)
 
 
@@ -93,20 +105,23 @@ def turn_s(
     *,
     comes_back: bool = False,
 ) -> float | None:
-    """Return in how many seconds one of the engines could take the request and keep its limits.
+    """Return the seconds until one of the engines could take the request within its time limits.
 
     Args:
-        engines: of one pool, at least one.
+        engines: engines of one pool, at least one.
+        prompt: prompt tokens.
+        output: expected output tokens.
         needed: bytes that the request takes.
         ahead: bytes and number of requests that wait before it for these engines.
-        comes_back: the request comes back then, rather than waiting until then.
+        comes_back: whether the client leaves and returns then, rather than waiting here.
 
     Returns:
-        Infinity: in none, as far as can be seen; None: nothing is known of when work ends.
+        Infinity where no predicted release is soon enough. None where no release is predicted.
     """
     size, number = (-(-part // len(engines)) for part in ahead)
     probed = sorted(engines, key=lambda e: e.load)[:PROBED_ENGINES]
     turns: list[float | None] = []
+
     for engine in probed:
         for after_s, load in _probes(engine, needed + size, number):
             wait_s = max(after_s, engine.backlog_s) - (after_s if comes_back else 0.0)
@@ -115,12 +130,16 @@ def turn_s(
                 break
         else:
             turns.append(math.inf if engine.releases else None)
+
     return min((turn for turn in turns if turn is not None), default=None)
 
 
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
-    """Yield the times at which the engine has the bytes and a place in its batch, with the load
-    that it has then, the request included."""
+    """Yield (seconds, load) at which the engine has the bytes and a place in its batch.
+
+    The load includes the request. Releases are probed in growing strides, so that a long list of
+    them costs little.
+    """
     available = engine.available
     count = 0
     for number in PROBED_RELEASES:
@@ -128,6 +147,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
             return
         available += sum(release.size for release in engine.releases[count:number])
         count = number
+
         load = max(1, engine.load + 1 + ahead - number)
         has_place = not engine.max_sequences or load <= engine.max_sequences
         has_place = has_place and engine.step_s(load) <= engine.step_limit_s
@@ -138,25 +158,28 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 def _slack_s(
     engine: EngineView, load: int, wait_s: float, prompt: int, output: int, limits: TimeLimits
 ) -> float:
-    """Return how much longer the request could wait, negative when it would be late.
+    """Return how much longer the request could wait, in seconds; negative when it would be late.
 
     Args:
         load: requests on the engine then, this one included.
-        wait_s: until its prompt is begun.
+        wait_s: seconds until its prompt is begun.
     """
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
-    step_s = engine.step_s(load)
-    lone_step_s = engine.step_s(1)
-    first_s = wait_s + prompt_s + step_s
-    lone_first_s = prompt_s + lone_step_s
     rest = output - 1
+
+    step_s = engine.step_s(load)
+    first_s = wait_s + prompt_s + step_s
     end_s = first_s + rest * step_s
+
+    lone_step_s = engine.step_s(1)
+    lone_first_s = prompt_s + lone_step_s
     lone_end_s = lone_first_s + rest * lone_step_s
+
     slack_s = min(
         _allowed_s(limits.ttft_s, lone_first_s) - limits.waited_s - first_s,
         _allowed_s(limits.e2e_s, lone_end_s) - limits.waited_s - end_s,
     )
-    if wait_s or load == 1:  # where nothing is before it, it may try
+    if wait_s or load == 1:  # a request whose prompt is begun at once may try
         slack_s = min(slack_s, limits.first_token_s - first_s / SHARE)
     if lone_end_s <= SHARE * limits.end_s:
         slack_s = min(slack_s, limits.end_s - end_s / SHARE)
@@ -164,12 +187,16 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return the seconds that a prediction may take of an objective."""
+    """Return the seconds of an objective that a prediction may take.
+
+    Args:
+        lone_s: seconds that the request takes on an idle engine.
+    """
     allowed_s = SHARE * objective_s
     return allowed_s if lone_s <= allowed_s else STRETCH * lone_s
 
 
 def _nth_release_s(engine: EngineView, number: int) -> float:
-    """Return in how many seconds so many requests will have ended; 0 when it is unknown."""
+    """Return the seconds until the predicted end of `number` requests; 0 when unknown."""
     releases = engine.releases
     return releases[min(number, len(releases)) - 1].after_s if releases else 0.0

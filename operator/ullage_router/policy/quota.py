@@ -1,9 +1,10 @@
-"""What a tenant may use, as a pure state machine: every step returns the next state.
+"""The quota of a tenant as a pure state machine: every step returns the next state.
 
 A limit of N a minute is a token bucket (https://en.wikipedia.org/wiki/Token_bucket) that holds N
-and refills at N / 60 a second: in any t seconds at most N * (1 + t / 60) are let through. Tokens
-are charged before they are known, so their bucket may owe: what was used beyond the charge is taken
-off at the end, and nothing is let in until the debt is refilled.
+and refills at N / 60 a second. So at most N * (1 + t / 60) pass in any t seconds.
+
+Tokens are charged before they are known, so their bucket may go into debt: tokens used beyond the
+charge are taken at the end of a request, and no request enters until the debt is refilled.
 """
 
 import math
@@ -13,44 +14,44 @@ import msgspec
 from msgspec.structs import replace
 
 MINUTE_S = 60.0
-# Refilling adds rounding errors of this order; a bucket short by no more is full enough.
 ROUNDING = 1e-6
+"""Shortage that is ignored, since refilling adds rounding errors of this order."""
 
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 
-class Bucket(msgspec.Struct, frozen=True):
-    """A refilling allowance.
-
-    capacity  amount a minute, and the most that is saved up
-    level     what is left at time `at`; below 0: owed
-    at        seconds on the monotonic clock
-    """
+class TokenBucket(msgspec.Struct, frozen=True):
+    """A token bucket at one moment."""
 
     capacity: float
+    """Amount that the bucket gains in a minute, and the most that it holds."""
     level: float
+    """Amount left at the time `at`; negative when it is in debt."""
     at: float
+    """Time on the monotonic clock, seconds."""
 
     @staticmethod
-    def full(capacity: float, now: float) -> "Bucket":
-        return Bucket(capacity, capacity, now)
+    def full(capacity: float, now: float) -> "TokenBucket":
+        """Return a bucket that holds its capacity."""
+        return TokenBucket(capacity, capacity, now)
 
-    def refilled(self, now: float) -> "Bucket":
+    def refilled(self, now: float) -> "TokenBucket":
+        """Return the bucket at a later time."""
         gained = max(0.0, now - self.at) * self.capacity / MINUTE_S
         return replace(self, level=min(self.capacity, self.level + gained), at=max(now, self.at))
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount`, or all that the bucket can hold, is there; 0: now."""
+        """Return the seconds until the bucket has `amount`, or its capacity if that is less."""
         missing = min(amount, self.capacity) - self.refilled(now).level
         return missing / self.capacity * MINUTE_S if missing > ROUNDING else 0.0
 
     def holds(self, amount: float, now: float) -> int:
-        """Return how many such amounts may be taken at once, as if one after another."""
+        """Return how many times `amount` may be taken at once, as if one after another."""
         whole = math.floor((self.refilled(now).level + ROUNDING) / amount)
         return max(whole, 0 if self.wait_s(amount, now) else 1)
 
-    def take(self, amount: float, now: float) -> "Bucket":
-        """Less of it, whether it is there or not; a negative amount gives back."""
+    def take(self, amount: float, now: float) -> "TokenBucket":
+        """Return the bucket without `amount`, in debt if need be. A negative amount is refunded."""
         refilled = self.refilled(now)
         return replace(refilled, level=min(self.capacity, refilled.level - amount))
 
@@ -61,20 +62,23 @@ class Shortage(msgspec.Struct, frozen=True):
     limit: Limit
     allowed: float
     wait_s: float | None
-    """Seconds until the bucket has enough; None where only the end of another request can tell."""
+    """Seconds until the bucket has enough; None where another request must end first."""
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """A tenant's allowances and what is left of them; None: unlimited."""
+    """A tenant's limits and the amounts left of them. A limit of None is no limit."""
 
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+    requests: TokenBucket | None = None
+    """Requests a minute."""
+    tokens: TokenBucket | None = None
+    """Tokens a minute."""
     concurrency: int | None = None
+    """Most requests at one time."""
     active: int = 0
+    """Number of requests that have entered and not left."""
 
     def room(self, count: int, tokens: float, now: float) -> int:
-        """Return how many of that many equal requests, of that many tokens each, could enter and
-        be charged."""
+        """Return how many of `count` requests, each of `tokens` tokens, could enter and pay."""
         if self.concurrency is not None:
             count = min(count, self.concurrency - self.active)
         for bucket, amount in ((self.requests, 1.0), (self.tokens, tokens)):
@@ -83,7 +87,11 @@ class Quota(msgspec.Struct, frozen=True):
         return max(0, count)
 
     def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
-        """Enters one more request, or as many as there is `room` for; each must `leave`."""
+        """Let `count` requests in, each of which must `leave`; return the limit that forbids it.
+
+        Args:
+            count: at most as many requests as there is `room` for.
+        """
         entered = self.enter_paid(count)
         if self.requests is None or isinstance(entered, Shortage):
             return entered
@@ -92,13 +100,16 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Enters requests that are not counted against their rate; each must `leave`."""
+        """Let requests in without counting them against the rate; each must `leave`."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
 
     def charge(self, tokens: float, now: float) -> "Quota | Shortage":
-        """Tokens in advance; more than a bucket holds need a full one and leave it owing."""
+        """Charge tokens in advance, or return the shortage.
+
+        More tokens than the bucket can hold need a full bucket and leave it in debt.
+        """
         if self.tokens is None:
             return self
         if wait_s := self.tokens.wait_s(tokens, now):
@@ -106,14 +117,14 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, tokens=self.tokens.take(tokens, now))
 
     def give_back(self, count: int, now: float) -> "Quota":
-        """Requests that entered are refused, and are not counted against their rate."""
+        """Refund requests that entered and were refused, so that they do not count."""
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
-        """Count requests against their rate, whether that suffices or not."""
+        """Count requests against the rate, even beyond the limit."""
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Requests have ended: what they used takes the place of what was charged."""
+        """Let requests out that ended, and replace the charged tokens by those they used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

@@ -1,15 +1,16 @@
-"""Two rules for retries: when a client should come back, and how many retries the router may make.
+"""Decides when a client should retry, and how many retries the router itself may make.
 
-Retry-After says when memory is predicted to be free. Engines report when running requests will give
-memory back; requests that wait before take it first, wherever in the pool it is freed, and then one
-engine must have the request's own bytes. After the last release that is known, memory is taken to
-be released as fast as before. Requests that were told to come back take theirs first, too
-(`deferral.py`): so a burst of refusals is spread over the releases. Jitter parts those that would
-come back in one second, here and by the same forecast of other routers.
+Retry-After is the time at which memory is predicted to be free. Engines report when running
+requests will release memory. Requests that wait take it first, wherever in the pool it is released,
+and then one engine must have the request's own bytes. After the last known release, memory is
+assumed to be released at the same rate. Requests that were refused earlier and will come back also
+take theirs first (`deferral.py`), which spreads a burst of refusals over the releases. Jitter
+separates clients that would come back in the same second, here or at another router with the same
+forecast.
 
-The router's own retries are bounded by a token bucket, so that failures cannot multiply load: every
-request adds `share` of a token and every second adds `per_second` tokens, up to `burst`; a retry
-takes one. When engines fail faster than that, clients get the errors at once.
+The router's own retries are bounded by a token bucket, so that failures cannot multiply load. Every
+request adds `share` of a token and every second adds `per_second` tokens, up to `burst`. A retry
+takes one token. When engines fail faster than that, clients get the errors at once.
 """
 
 import math
@@ -17,25 +18,26 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from ullage_common.config.router import RejectSection, RetrySection
-from ullage_router.policy.decision import EngineView, Release
+from ullage_router.policy.facts import EngineView, Release
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
+"""Shortest Retry-After where nothing is predicted."""
 JITTER = 0.2
-"""Share of a forecast by which a client may be told to come back later than that."""
+"""Largest jitter as a share of the forecast."""
 LEAST_SPAN_S = 0.1
-"""Shortest time over which releases make a rate."""
+"""Shortest time over which a release rate is computed."""
 
 _AFTER = operator.attrgetter("after_s")
 
 
 def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | None:
-    """Return seconds until a request may fit; never less for a larger `needed` or `ahead`.
+    """Return the seconds until a request may fit; never less for a larger `needed` or `ahead`.
 
     Args:
-        engines: of one pool, at least one.
+        engines: engines of one pool, at least one.
         needed: bytes of the request.
-        ahead: bytes that others wait for before it.
+        ahead: bytes that other requests wait for before it.
 
     Returns:
         None where no release is known.
@@ -48,13 +50,16 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
-    """Not before the prompts that wait on the engine have been computed, either."""
+    """Return the seconds until one engine has the bytes and has computed its waiting prompts."""
     return max(release_s(engine.available, engine.releases, needed), engine.backlog_s)
 
 
 def release_s(available: int, releases: Iterable[Release], needed: int) -> float:
-    """Return seconds until `needed` bytes are predicted to be available; infinity where no release
-    is known."""
+    """Return the seconds until `needed` bytes are predicted to be available.
+
+    Returns:
+        Infinity where no release is known.
+    """
     if available >= needed:
         return 0.0
 
@@ -87,20 +92,21 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Return Retry-After for a forecast: a whole second, not much later, at which few others come
-    back.
+    """Return Retry-After: the whole second soon after a forecast at which fewest bytes come back.
 
     Args:
-        seconds: of the forecast; None: unknown.
-        returns: bytes of others that come back then, by whole seconds from now.
-        draw: a random number, which decides between seconds that are alike.
+        seconds: the forecast; None where nothing is known.
+        returns: bytes of other requests that come back, by whole seconds from now.
+        draw: a random number that decides between equal seconds.
 
     Returns:
-        Up to JITTER of the forecast later, and up to twice as late where it is unknown. Beyond the
-        upper bound, where nobody will fit in time, clients are spread over its second half.
+        At most JITTER of the forecast later, or twice UNKNOWN_RETRY_AFTER_S without a forecast. A
+        forecast beyond the upper bound cannot be kept, so clients are spread over the second half
+        of the bound.
     """
     low = bounds.min_retry_delay
     high = bounds.max_retry_delay
+
     if seconds is None:
         first = float(UNKNOWN_RETRY_AFTER_S)
         last = 2.0 * UNKNOWN_RETRY_AFTER_S
@@ -111,48 +117,50 @@ def retry_after(
         first = seconds
         last = seconds * (1 + JITTER)
     first, last = (math.ceil(min(high, max(low, limit))) for limit in (first, last))
+
     least = min(returns.get(second, 0) for second in range(first, last + 1))
     alike = [second for second in range(first, last + 1) if returns.get(second, 0) == least]
     return alike[draw % len(alike)]
 
 
 def unknown_retry_after(draw: int) -> int:
-    """Return whole seconds with jitter for a wait that nobody can predict, such as for a first
-    engine."""
+    """Return Retry-After for a wait that nobody can predict, such as for a first engine."""
     return retry_after(None, {}, draw, RejectSection())
 
 
 def earliest_s(available: int, releases: Iterable[Release], needed: int) -> float:
-    """Return the seconds before which `needed` bytes are not available, by the predicted
-    releases."""
+    """Return a lower bound of the seconds until `needed` bytes are available.
+
+    Unlike `release_s` it does not extrapolate beyond the last predicted release.
+    """
     releases = tuple(releases)
     last_s = max((release.after_s for release in releases), default=0.0)
     return min(last_s, release_s(available, releases, needed))
 
 
 class RetryBudget:
-    """The bucket. Times are of any steady clock."""
+    """The token bucket of the router's own retries. Times are seconds of any steady clock."""
 
     def __init__(self, section: RetrySection, now: float) -> None:
         self._section = section
         self._tokens = float(section.burst)
         self._filled_at = now
         self.spent = 0
-        """Retries made."""
+        """Number of retries made."""
         self.refused = 0
-        """Retries not made because the bucket was empty."""
+        """Number of retries not made because the bucket was empty."""
 
     @property
     def tokens(self) -> float:
-        """Retries that were left when it was last used."""
+        """Number of retries that were left when the bucket was last used."""
         return self._tokens
 
     def on_request(self) -> None:
-        """A request arrived."""
+        """Add a request's share of a token."""
         self._tokens = min(self._section.burst, self._tokens + self._section.share)
 
     def take(self, now: float) -> bool:
-        """Whether one more retry may be made; it is then taken out."""
+        """Take a token for one more retry; return whether there was one."""
         self._fill(now)
         if self._tokens < 1.0:
             self.refused += 1

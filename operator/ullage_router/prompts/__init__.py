@@ -1,5 +1,5 @@
-"""What happens to a prompt before it is counted: cleansing, templates, truncation and
-summaries.
+"""Builds prompts: cleansing, chat templates, truncation, summaries and tools.
 
-It knows texts and tokens, and nothing of engines or queues.
+The package knows texts and tokens. Of engines it knows only the longest context, and of queues
+nothing.
 """

@@ -1,9 +1,9 @@
-"""Counts the tokens of a conversation that is far too long without rendering it, which takes up to
-ten times its memory.
+"""Counts the tokens of a conversation that is far too long, without rendering it.
 
-What a template writes of a conversation is its own affair: it may leave thoughts, old turns or
-texts beside calls out. So it renders an outline first, the conversation with a short stand-in for
-each long stretch of text. A stand-in that it writes whole stands for a stretch that it writes.
+Rendering takes up to ten times the conversation's memory. But a template may leave out reasoning,
+old turns, or text next to calls, so not all text counts. Therefore the template first renders an
+outline: the conversation with a short placeholder for each long stretch of text. A placeholder that
+appears whole in the outcome proves that the template writes its stretch.
 """
 
 import json
@@ -13,44 +13,45 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ullage_common.chat.special_tokens import finder
+from ullage_common.chat.token_finder import finder
 from ullage_common.chat.tool_formats import Turn
-from ullage_router.prompts.tool_use import ToolUse
+from ullage_router.prompts.tools.tool_use import ToolUse
 from ullage_router.tokenizer.model import Model, PromptError
 
 LARGEST = 64 << 10
-"""Characters that an outline may always have; beyond, a quarter of the conversation's."""
+"""Characters that every outline may have. A long conversation's may have a quarter of its own."""
 EDGE = 16
-"""Characters of a stretch at its beginning and end that stay."""
+"""Characters at both ends of a stretch that stay."""
 SAMPLE = 'Ab "\\<&>\n \u00e9'
-"""Characters that filters for letters, JSON, HTML and blanks change."""
+"""Characters that filters for letters, JSON, HTML and blanks would change."""
 TEXTS = ("content", "reasoning_content", "thinking")
 """Fields of a turn that may be long and that no other turn refers to."""
 MOST_FILLING = 4096
-"""Characters that a stand-in may have because the template names such a number."""
+"""Most characters by which a placeholder is lengthened for a template that compares lengths."""
 PART = 64 << 10
-"""Characters of a short part."""
+"""Characters of one part of a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of a text that the template writes as it is, but for blanks around it."""
+    """A stretch of a text that the template writes as it is, except for blanks around it."""
 
     text: str
     start: int
     end: int
     turn: int
-    """Place of its turn in the conversation."""
+    """Index of its turn in the conversation."""
     is_json: bool = False
-    """Whether it is written as JSON has it."""
+    """Whether the template writes it in a JSON string."""
 
     @property
     def content(self) -> str:
+        """The stretch as the template writes it."""
         content = self.text[self.start : self.end].strip()
         return _as_json(content) if self.is_json else content
 
     def parts(self) -> Iterator[str]:
-        """Yield short parts of it."""
+        """Yield the stretch in parts of PART characters."""
         content = self.content
         return (content[i : i + PART] for i in range(0, len(content), PART))
 
@@ -64,11 +65,11 @@ class _TooLarge(Exception):
 
 
 class Outline:
-    """A conversation with stand-ins for its long stretches.
+    """A conversation with placeholders for its long stretches.
 
     Args:
-        model: whose template looks for words in texts; they stay.
-        most: characters that it may have.
+        model: the model. Words that its template searches in texts stay.
+        most: most characters of the outline.
     """
 
     def __init__(self, model: Model, most: int) -> None:
@@ -82,15 +83,15 @@ class Outline:
         self._stretches: list[Stretch] = []
 
     def turns(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return the turns with stand-ins.
+        """Return the turns with placeholders.
 
         Raises:
-            _TooLarge: they are too many, or too long.
+            _TooLarge: the outline would have more than `most` characters.
         """
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield the stretches whose stand-ins are in the prompt of the turns, each once."""
+        """Yield the stretches whose placeholders are in the rendered outline, each once."""
         found = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
@@ -101,7 +102,7 @@ class Outline:
             yield replace(self._stretches[place], is_json=is_json)
 
     def _turn(self, turn: Turn, place: int) -> Turn:
-        # Two names may have one text.
+        # Two fields may have the same text, which then needs one placeholder.
         known = dict[int, str]()
         outlined = dict(turn)
         for name in TEXTS:
@@ -156,7 +157,7 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches of a conversation that the template surely writes; it may write others.
+    """Return long stretches that the template certainly writes; it may write more.
 
     Args:
         size: characters of the conversation.
@@ -167,16 +168,16 @@ def written(
     outline = Outline(model, max(LARGEST, size // 4))
     try:
         text = model.write(outline.turns(turns), use.tools, arguments)
-    except (_TooLarge, PromptError):  # the conversation itself is refused in the same words
+    except (_TooLarge, PromptError):  # rendering the conversation itself gives the same error
         return []
     return list(outline.written(text))
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return whether texts surely have more tokens than so many.
+    """Return whether texts certainly have more than `most` tokens.
 
     Raises:
-        PromptError: one of them cannot be tokenised, wherever it stands.
+        PromptError: one of the texts cannot be tokenised.
     """
     left = most
     for text in texts:

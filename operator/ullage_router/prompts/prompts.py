@@ -1,4 +1,4 @@
-"""From the input of a request, whatever its form, to the prompt that engines get."""
+"""Builds the prompt for engines from the input of a request: token ids, text or messages."""
 
 import functools
 from array import array
@@ -9,8 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.chat.template import TURN_CHARACTERS, make_turns, read_arguments, weight
+from ullage_common.chat.template_arguments import read_arguments
 from ullage_common.chat.tool_formats import Turn
+from ullage_common.chat.turns import TURN_CHARACTERS, make_turns, weight
 from ullage_common.config.router import CleanseSection
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
@@ -21,50 +22,50 @@ from ullage_router.prompts.cleanse import cleanse_turns, squeezed
 from ullage_router.prompts.outline import are_more, written
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
-from ullage_router.prompts.tool_use import ToolUse, tool_use
+from ullage_router.prompts.tools.tool_use import ToolUse, tool_use
 from ullage_router.prompts.truncate import droppable
 from ullage_router.tokenizer.model import Model, PromptError
 from ullage_router.tokenizer.segments import TokenIds, TooManyTokens
 
 TOKEN_BYTES = 12
+"""Estimated memory of one token id."""
 CHARACTER_BYTES = 8
-"""Bytes of one character of the turns, which the request has as well: at most 4 each."""
+"""Memory of one character: at most 4 bytes in the turns and 4 in the request."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Sixteen times the usual: the characters that an input may have for each token of the context."""
+"""Most characters of an input for each token of the context, sixteen times the usual number."""
 MAX_CONTEXTS = 16
 """Contexts that a conversation may fill before turns are dropped."""
 COUNTED_CONTEXTS = 4
-"""Contexts up to which the tokens of a text that does not fit are counted, to name their number."""
+"""Contexts up to which the tokens of a text that does not fit are counted, for the error."""
 USUAL_CHARACTERS_PER_TOKEN = 8
-"""Twice the usual: turns with more for each token of the context are counted before they are
-rendered."""
+"""Twice the usual number. Turns with more characters for each token of the context are counted
+before they are rendered."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What is to be continued."""
+    """The tokens that an answer continues, and the conversation from which they were rendered."""
 
     model: Model
     token_ids: Sequence[int]
     turns: tuple[Turn, ...] = ()
-    """Turns of the conversation; empty when it is not one, or when none is ever dropped."""
+    """Turns of the conversation; empty for other inputs, and where no turn is ever dropped."""
     degraded: tuple[str, ...] = ()
-    """What was done to the conversation before anything was decided."""
+    """Changes to the conversation before admission, such as `cleansed_chars=12`."""
     is_spent: bool = False
-    """Shrinking it was tried."""
+    """Whether shrinking was tried."""
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
     weight: int = 0
-    """Characters of the turns as they came (`template.weight`); shorter ones keep the number."""
+    """Characters of the turns as they came (`turns.weight`), also after they were shortened."""
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate from above of the bytes that this process keeps: tokens, turns and the
-        request."""
+        """An upper estimate of the bytes of tokens, turns and request in this process."""
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
-        """Turn other than the newest may be dropped, and that was not tried before."""
+        """Return whether turns may be dropped and that was not tried before."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
@@ -74,16 +75,17 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptBuilder:
-    """Turns the input of requests into prompts: cleansed, summed up where it is long, tokenised.
+    """Turns the input of requests into prompts: cleansed, summed up if long, and tokenised.
 
     Args:
-        section: what is taken out of conversations.
-        summarizer: sums up long ones; None: they stay as they are.
-        engines: where the longest context is known.
-        threads: where long texts are tokenised.
-        intake: where conversations with many or long turns are read.
-        is_cascade: other models may answer as well, so that each takes what it knows.
-        drops_turns: turns may be dropped of conversations that are too long.
+        section: rules of cleansing.
+        summarizer: sums up long conversations; None where they stay as they are.
+        engines: knows the longest context.
+        threads: threads that tokenise long texts.
+        intake: thread that reads conversations with many or long turns.
+        is_cascade: whether other models may answer too, so that each takes the template arguments
+            that it knows.
+        drops_turns: whether turns of too long conversations may be dropped.
     """
 
     def __init__(
@@ -115,11 +117,11 @@ class PromptBuilder:
         """Build the prompt of an input of any form.
 
         Args:
-            tenant: whose request it is.
-            path: cascades that handed the request on to here.
+            tenant: tenant of the request.
+            path: cascades that handed the request on to this service.
 
         Raises:
-            ServiceError: it has none, is far too long, or the chat template refuses it.
+            ServiceError: the input is missing, far too long, or refused by the chat template.
         """
         kind = request.WhichOneof("input")
         if kind == "token_ids":
@@ -143,8 +145,8 @@ class PromptBuilder:
         most = COUNTED_CONTEXTS * self._engines.max_model_len
 
         def checked() -> "TokenIds | ServiceError":
-            # Each access copies the text. Made here, the copy does not wait for a thread, and no
-            # error keeps it alive, since none is raised here.
+            # Each access copies the text. Here the copy exists only while a thread works on it,
+            # and no traceback keeps it alive, since errors are returned and not raised.
             text = request.text
             fewest = model.fewest_tokens(text)
             if fewest > self._engines.max_model_len:
@@ -161,7 +163,7 @@ class PromptBuilder:
             try:
                 raise ids
             finally:
-                del ids  # the error holds this frame, which would hold the error
+                del ids  # breaks the cycle of the error, its traceback and this frame
         check_prompt_tokens(ids, model.vocab_size)
         return Prompt(model, ids)
 
@@ -180,13 +182,13 @@ class PromptBuilder:
         most = self._max_contexts * context
 
         def rendered() -> "TokenIds | ServiceError":
-            # An error that is returned keeps no frames, which hold all forms of the text.
+            # A returned error has no traceback, whose frames would keep all forms of the text.
             try:
                 if size > USUAL_CHARACTERS_PER_TOKEN * context:
                     stretches = written(model, turns, use, arguments, size)
                     if are_more(model, (stretch.content for stretch in stretches), most):
                         return self._too_long("messages", most)
-                    # The last turn stays, whatever else is dropped; it is cleansed before.
+                    # The last turn always stays, so it must fit. It may be cleansed first.
                     last = (
                         part for s in stretches if s.turn == len(turns) - 1 for part in s.parts()
                     )
@@ -203,7 +205,7 @@ class PromptBuilder:
             try:
                 raise ids
             finally:
-                del ids  # the error holds this frame, which would hold the error
+                del ids  # breaks the cycle of the error, its traceback and this frame
         check_prompt_tokens(ids, model.vocab_size, "messages")
         kept = turns if self._keeps_turns else ()
         prompt = Prompt(model, ids, kept, degraded, tool_use=use, arguments=arguments, weight=size)
@@ -212,8 +214,11 @@ class PromptBuilder:
     def _read(
         self, model: Model, request: inference_pb2.GenerateRequest
     ) -> tuple[tuple[Turn, ...], ToolUse, int]:
-        """Read messages, once their sizes are bounded; return the turns, the use of tools, and the
-        number of all their characters."""
+        """Read messages after checking their sizes.
+
+        Returns:
+            The turns, the use of tools, and the number of all their characters.
+        """
         messages = request.messages
         self._check_whole(_num_characters(messages))
         _check_calls(messages)
@@ -250,8 +255,10 @@ class PromptBuilder:
         return tuple(cleansed), (f"cleansed_chars={saved}",) if saved else ()
 
     def _check_whole(self, size: int, field: str = "messages") -> None:
-        """Refuse an input many times the context, or of more turns than it has tokens: tokenising
-        it, or finding what to drop, would take long."""
+        """Refuse an input of many times the context, which would take long to tokenise.
+
+        Each turn counts as TURN_CHARACTERS more, since many turns take long to shorten.
+        """
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:
             counted = (
@@ -264,7 +271,7 @@ class PromptBuilder:
             raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
-        """Refuse more tokens than any engine takes, before they become a list."""
+        """Refuse more tokens than any engine takes, before they are copied."""
         context = self._engines.max_model_len
         if num_tokens > context:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
@@ -279,7 +286,7 @@ class PromptBuilder:
 
 
 def _num_characters(messages: inference_pb2.Messages) -> int:
-    """Count the characters of a conversation, and those that each of its messages counts for."""
+    """Return the characters of a conversation, with TURN_CHARACTERS more for each message."""
     size = TURN_CHARACTERS * len(messages.messages) + len(messages.template_arguments)
     for message in messages.messages:
         size += len(message.content) + len(message.reasoning)
@@ -289,7 +296,7 @@ def _num_characters(messages: inference_pb2.Messages) -> int:
 
 
 def _check_calls(messages: inference_pb2.Messages) -> None:
-    """Refuse arguments of calls that would become too many values."""
+    """Refuse arguments of calls with too many JSON values."""
     counter = JsonCounter("messages", VALUE_LIMITS, "messages: the arguments of all calls: JSON")
     for message in messages.messages:
         for call in message.tool_calls:
@@ -297,7 +304,7 @@ def _check_calls(messages: inference_pb2.Messages) -> None:
 
 
 def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:
-    """Variables for the chat template; without one rendering is refused anyway."""
+    """Return the variables for the chat template; none for a model without a template."""
     if not text or model.template is None:
         return {}
     return read_arguments(text, model.template, "chat_template_kwargs", is_cascade)

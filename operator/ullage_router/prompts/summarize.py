@@ -1,205 +1,28 @@
-"""Sums up the oldest turns of a conversation that fills most of the context.
+"""Replaces the oldest turns of a conversation that fills most of the context by a summary.
 
-One labelled turn of the user and one word of the assistant replace them, so that roles alternate as
-strict templates require. The summary consists of the turns' own sentences. A summary that lost
-facts (numbers with their units, dates, addresses, names, identifiers of code) is not used, and the
-conversation stays as it is.
-
-Sentences are taken greedily by (new facts + weight of new words) per character until the budget is
-full, as maximum coverage is solved to within 1 - 1/e (Nemhauser, Wolsey, Fisher 1978); gains only
-fall, so a heap needs to look again at few of them. They keep their order; a code block is one
-sentence. The time is linear in the text.
+The summary is a labelled turn of the user, followed by one word of the assistant, so that roles
+alternate as strict templates require. It consists of the turns' own sentences (`extract.py`). If it
+would lose facts (`key_facts.py`), the conversation stays as it is.
 """
 
 import hashlib
-import heapq
-import itertools
 import json
 import math
-import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ullage_common.chat.template import num_characters
 from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CompressSection
+from ullage_router.prompts.extract import as_text, extract
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import KEPT_ROLES, droppable
 from ullage_router.tokenizer.model import PromptError
 
-MAX_FACTS = 20_000
-"""Number of facts of one text; what comes after them is not looked at."""
-
-_URL = r"(?:https?|ftp)://[^\s<>\"'`)\]}]++"
-_EMAIL = r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}"
-_NUMBER = r"(?<!\w)[$€£¥#]?\d++(?:[.,:/-]\d++)*+(?:[ ]?[%°€]|[a-zA-Z]{1,3}\b)?"
-_CODE = (
-    r"(?<!\w)(?:[A-Za-z]\w{0,80}(?:\.[A-Za-z_]\w{0,80}){0,6}\(\)"  # call()
-    r"|[A-Za-z]\w{0,80}_\w++|[a-z]{1,80}[A-Z]\w*+)"  # snake_case, camelCase
-)
-_NAME = r"(?<!\w)[A-Z]\w*+(?:[ -][A-Z]\w*+)*+"
-_FACT = re.compile(
-    f"(?P<url>{_URL})|(?P<email>{_EMAIL})|(?P<code>{_CODE})|(?P<number>{_NUMBER})|(?P<name>{_NAME})"
-)
-_ENDS_SENTENCE = re.compile(r"[.!?:\n\"'(*#>|\u2022-]\s*+\Z")
-_INLINE_CODE = re.compile(r"`([^`\n]{1,200})`")
-
-
-def key_facts(text: str) -> frozenset[str]:
-    """The facts of a text, as they are written, numbers and names without surrounding marks."""
-    result: set[str] = {match[1].strip() for match in _INLINE_CODE.finditer(text)} - {""}
-    for match in _FACT.finditer(text):
-        if len(result) >= MAX_FACTS:
-            break
-        fact = match[0].rstrip(".,;:!?-/")
-        # What merely begins a sentence may be any word.
-        if (
-            match.lastgroup != "name"
-            or _is_surely_name(fact)
-            or not _begins_sentence(text, match.start())
-        ):
-            result.add(fact)
-    result.discard("I")
-    return frozenset(result)
-
-
-def share_kept(facts: frozenset[str], text: str) -> float:
-    """The share of the facts that the text has, word for word; 1 when there are none."""
-    if not facts:
-        return 1.0
-    present = key_facts(text)
-    return sum(fact in present or _has(text, fact) for fact in facts) / len(facts)
-
-
-MAX_PLACES = 100
-"""Number of places at which a fact is looked for: a run of digits has it at each of them."""
-
-
-def _has(text: str, fact: str) -> bool:
-    """Return whether the fact occurs as a whole and not inside another word or number; False where
-    it is part of too many of these."""
-    at = text.find(fact)
-    for _ in range(MAX_PLACES):
-        if at < 0:
-            return False
-        end = at + len(fact)
-        before = text[at - 1 : at] if at else ""
-        is_whole = not (before.isalnum() or text[end : end + 1].isalnum())
-        if is_whole and not (text[end : end + 1] in ".,:" and text[end + 1 : end + 2].isdigit()):
-            return True
-        at = text.find(fact, at + 1)
-    return False
-
-
-def _begins_sentence(text: str, start: int) -> bool:
-    before = text[max(0, start - 8) : start]
-    return not before.strip() or bool(_ENDS_SENTENCE.search(before))
-
-
-def _is_surely_name(fact: str) -> bool:
-    """Several words with capitals, or letters and digits in capitals such as NASA or B2B."""
-    return " " in fact or "-" in fact or (len(fact) > 1 and fact.isupper())
-
-
-MAX_SENTENCES = 4000
-FACT_WEIGHT = 4.0
-"""Number of words of the usual weight that a fact is worth."""
-
-_BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[^\n]*$|\Z)", re.DOTALL | re.MULTILINE)
-_END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"')\]]*+\s++|\n++")
-_WORD = re.compile(r"\w++")
-
-
-@dataclass(frozen=True, slots=True)
-class Sentence:
-    """A sentence that may be part of the summary."""
-
-    turn: int
-    text: str
-    facts: frozenset[str]
-    words: frozenset[str]
-
-
-def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
-    """Return at most `budget` characters of the turns, one line a turn such as `user: ...`."""
-    texts = ((i, text) for i, turn in enumerate(turns) for text in _sentences(turn["content"]))
-    sentences = [
-        Sentence(i, text, key_facts(text), frozenset(_words(text)))
-        for i, text in itertools.islice(texts, MAX_SENTENCES)
-    ]
-    lines: dict[int, list[str]] = {}
-    for place in sorted(_chosen(turns, sentences, budget)):
-        lines.setdefault(sentences[place].turn, []).append(sentences[place].text)
-    return "\n".join(f"{_label(turns[i])}{' '.join(taken)}" for i, taken in lines.items())
-
-
-def _label(turn: Turn) -> str:
-    return f"{turn['role']}: "
-
-
-def _sentences(text: str) -> Iterator[str]:
-    at = 0
-    for block in _BLOCK.finditer(text):
-        yield from _prose(text[at : block.start()])
-        yield f"\n{block[0]}\n"
-        at = block.end()
-    yield from _prose(text[at:])
-
-
-def _prose(text: str) -> Iterator[str]:
-    at = 0
-    for match in _END.finditer(text):
-        if sentence := text[at : match.end()].strip():
-            yield sentence
-        at = match.end()
-    if sentence := text[at:].strip():
-        yield sentence
-
-
-def _words(text: str) -> Iterator[str]:
-    """Long enough to mean something, in any language."""
-    return (word for word in _WORD.findall(text.lower()) if len(word) > 3 or word.isdigit())
-
-
-def _chosen(turns: Sequence[Turn], sentences: Sequence[Sentence], budget: int) -> list[int]:
-    counts = Counter(word for sentence in sentences for word in sentence.words)
-    taken_words: set[str] = set()
-    taken_facts: set[str] = set()
-
-    def gain(sentence: Sentence) -> float:
-        words = sum(math.log1p(counts[word]) for word in sentence.words - taken_words)
-        new = FACT_WEIGHT * len(sentence.facts - taken_facts)
-        return (new + words) / (len(sentence.text) + 8)
-
-    heap = [(-gain(sentence), place) for place, sentence in enumerate(sentences)]
-    heapq.heapify(heap)
-    chosen: list[int] = []
-    labelled: set[int] = set()
-    while heap:
-        old, place = heapq.heappop(heap)
-        sentence = sentences[place]
-        now = -gain(sentence)
-        if heap and now > heap[0][0] and now > old:  # it was overtaken since it was weighed
-            heapq.heappush(heap, (now, place))
-            continue
-        label = 0 if sentence.turn in labelled else len(_label(turns[sentence.turn]))
-        cost = len(sentence.text) + 1 + label
-        if now == 0 or cost > budget:
-            continue
-        budget -= cost
-        chosen.append(place)
-        labelled.add(sentence.turn)
-        taken_words |= sentence.words
-        taken_facts |= sentence.facts
-    return chosen
-
-
-LENGTHS = (0.3, 0.5, 0.7)
-"""Lengths of an extract as shares of its turns: the shortest that keeps the facts is taken."""
-"""Summaries that the model writes at once; others are extracted."""
 MAX_KEPT = 256
+"""Most summaries in the cache."""
 MAX_KEPT_CHARACTERS = 4 << 20
+"""Most characters of the summaries in the cache."""
 LABEL = "[Summary of the first {count} messages of this conversation, which were long]\n"
 REPLY = "Understood."
 
@@ -208,7 +31,7 @@ Render = Callable[[Sequence[Turn]], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class SummarizedHistory:
-    """A shorter conversation."""
+    """A conversation with a summary of its oldest turns."""
 
     turns: tuple[Turn, ...]
     token_ids: Sequence[int]
@@ -217,21 +40,21 @@ class SummarizedHistory:
 
 
 def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
-    """Places of the oldest turns to sum up, about this share of all; empty when there are none.
+    """Return the indices of the oldest turns to sum up, about this share of all.
 
     The cut is before a user's turn, so calls stay with their results and roles alternate.
     """
     places = droppable(turns, keep)
     roles = [turn["role"] for turn in turns if turn["role"] not in KEPT_ROLES]
     target = math.ceil(share * len(roles))
-    # What may go is where the conversation begins, so roles[n] follows the first n of it.
+    # Droppable turns are at the beginning, so roles[n] is the role after the first n of them.
     cuts = [n for n in range(1, len(places) + 1) if roles[n : n + 1] == ["user"]]
     fitting = [n for n in cuts if n <= target] or cuts[:1]
     return places[: fitting[-1]] if fitting else []
 
 
 def with_summary(turns: Sequence[Turn], places: Sequence[int], summary: str) -> tuple[Turn, ...]:
-    """The conversation with a summary where these turns were."""
+    """Return the conversation with a summary in the place of these turns."""
     gone = frozenset(places)
     kept = [(i, turn) for i, turn in enumerate(turns) if i not in gone]
     before = [turn for i, turn in kept if i < places[0]]
@@ -244,30 +67,16 @@ def with_summary(turns: Sequence[Turn], places: Sequence[int], summary: str) -> 
     return (*before, *inserted, *after)
 
 
-def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """The shortest extract that keeps this share of the facts; empty when none does."""
-    facts = key_facts(as_text(turns))
-    size = num_characters(turns)
-    for length in LENGTHS:
-        summary = extractive_summary(turns, int(size * length))
-        if summary and share_kept(facts, summary) >= fact_share:
-            return summary
-    return ""
-
-
-def as_text(turns: Sequence[Turn]) -> str:
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-
-
 class HistorySummarizer:
-    """Replaces the oldest turns of long conversations by a summary; keeps its latest summaries,
-    since clients send all turns each time.
+    """Replaces the oldest turns of long conversations by a summary.
+
+    The latest summaries are cached, since clients send all turns each time.
 
     Args:
-        section: when, how much and which facts must be kept.
-        threads: where long texts are worked on.
-        on_done: called with the outcome (extractive, or refused since facts were lost or nothing
-            was gained) and the prompt tokens that were saved.
+        section: the threshold, the share to sum up, and the share of facts to keep.
+        threads: threads that process long texts.
+        on_done: called with the outcome and the prompt tokens that were saved. The outcome is
+            extractive, or refused if facts were lost or nothing was gained.
     """
 
     def __init__(
@@ -284,7 +93,7 @@ class HistorySummarizer:
         self._saved_tokens = 0
 
     def as_json(self) -> dict[str, int]:
-        """Count since the start, for /stats."""
+        """Return the counts since the start, for /stats."""
         outcomes = {name: self._counts[name] for name in ("extractive", "refused")}
         return outcomes | {"saved_tokens": self._saved_tokens}
 
@@ -300,20 +109,23 @@ class HistorySummarizer:
         """Return a shorter conversation; None if it is short enough or cannot be summed up.
 
         Args:
-            num_tokens: of the whole prompt.
-            context: the longest there may be, tokens.
-            tenant: whose conversation it is; tenants share no summaries.
-            size: characters of the conversation (`template.weight`).
+            num_tokens: tokens of the whole prompt.
+            context: length of the longest context, tokens.
+            render: renders turns to token ids.
+            tenant: tenant of the conversation. Tenants share no summaries.
+            size: characters of the conversation (`turns.weight`).
         """
         if num_tokens <= self._section.threshold * context:
             return None
         places, oldest_turns = await self._threads.run(size, lambda: self._oldest(turns), tenant)
         if not places:
             return None
+
         summary = await self._summary(oldest_turns, tenant, size)
         result = None
         if summary:
             result = await self._rendered(turns, places, summary, render, tenant, size)
+
         if result is None or len(result[1]) >= num_tokens:
             self._count("refused", 0)
             return None
@@ -321,7 +133,7 @@ class HistorySummarizer:
         return SummarizedHistory(*result, len(places))
 
     def _oldest(self, turns: Sequence[Turn]) -> tuple[list[int], list[Turn]]:
-        """Places of what is to be summed up, and that as text."""
+        """Return the indices of the turns to sum up, and those turns as plain text."""
         places = oldest(turns, self._section.share, self._section.keep_turns)
         return places, [_plain(turns[i]) for i in places]
 
@@ -342,7 +154,7 @@ class HistorySummarizer:
         shorter = with_summary(turns, places, summary)
         try:
             ids = await self._threads.run(size, lambda: render(shorter), tenant)
-        except PromptError:  # the template refuses it; the conversation itself was fine
+        except PromptError:  # the template takes the conversation, but not with the summary
             return None
         return shorter, ids
 
@@ -363,7 +175,7 @@ def _digest(turns: Sequence[Turn], tenant: str) -> bytes:
 
 
 def _plain(turn: Turn) -> Turn:
-    """The turn as text, with what it called."""
+    """Return a turn as plain text, with its calls."""
     calls = [
         json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())
     ]
@@ -371,7 +183,7 @@ def _plain(turn: Turn) -> Turn:
 
 
 class _SummaryCache:
-    """The summaries that were used last, bounded by count and characters."""
+    """An LRU cache of summaries, bounded by count and characters."""
 
     def __init__(self) -> None:
         self._summaries: OrderedDict[bytes, str] = OrderedDict()

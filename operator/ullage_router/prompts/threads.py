@@ -1,9 +1,9 @@
-"""Threads for long texts, which the tenants share evenly.
+"""Threads that process long texts, shared evenly by the tenants.
 
-Texts are handled in the order in which they would end if every tenant had a thread's equal share
-(start-time fair queueing, Goyal, Vin and Cheng 1996), a tenant's own in the order in which they
-came. One thread takes no long texts, so that others need not wait for these, and long ones take
-memory one after another.
+The order is that of start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants have equal
+shares, and a tenant's own texts are processed in the order of arrival. Long texts are processed one
+at a time. So one thread is always free for short ones, and the memory of long texts is not needed
+twice.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 from ullage_router.errors import texts_full
 
 INLINE_CHARACTERS = 4096
-"""Size up to which a text is handled on the event loop, in about a millisecond."""
+"""Size up to which a text is processed on the event loop, in about a millisecond."""
 LONG_CHARACTERS = 256 << 10
-"""Size from which on a text is long: it may take a second."""
+"""Size from which on a text is long. It may take a second."""
 MAX_WAITING_CHARACTERS = 64 << 20
-"""Characters of the texts that wait; one tenant's take half of them at most."""
+"""Most characters of waiting texts. A single tenant may have half of them."""
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 @dataclass(order=True, slots=True)
 class _Job:
     start: float
-    """Virtual time at which it begins: characters of each tenant's share."""
+    """Virtual time at which the job begins, in characters of each tenant's share."""
     number: int
     size: int = field(compare=False)
     tenant: str = field(compare=False)
@@ -40,24 +40,27 @@ class _Job:
 
 
 class TokenizerThreads:
-    """Keeps long texts off the event loop; the tokenizer releases the interpreter's lock."""
+    """Keeps long texts off the event loop, since the tokenizer releases the GIL."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._short: list[_Job] = []
-        """Heap of jobs, some of which may not wait any more."""
+        """Heap of jobs, including some that no longer wait."""
         self._long: list[_Job] = []
-        """The same of jobs with long texts."""
+        """The same for jobs with long texts."""
         self._numbers = itertools.count()
+
         self._sizes = Counter[str]()
         """Characters of the texts that wait, by tenant."""
         self._total_size = 0
+
         self._now = 0.0
         """Virtual time: the latest beginning of a job."""
         self._ends: dict[str, float] = {}
-        """Virtual time at which a tenant's last job ends, where that is to come."""
+        """Virtual time at which a tenant's last job ends, unless it has passed."""
         self._end_times: list[tuple[float, str]] = []
-        """Heap of the ends of all jobs that are to come, by which tenants are forgotten."""
+        """Heap of the future ends of all jobs, by which tenants are removed from `_ends`."""
+
         self._num_running = 0
         self._is_long_running = False
 
@@ -67,11 +70,11 @@ class TokenizerThreads:
         return self._total_size
 
     async def run(self, num_characters: int, work: Callable[[], T], tenant: str = "") -> T:
-        """Return the result of `work`, done here where it is short.
+        """Return the result of `work`, which runs on the event loop if it is short.
 
         Args:
-            num_characters: about how many characters it handles.
-            tenant: in whose share.
+            num_characters: number of characters that it processes, roughly.
+            tenant: the tenant whose share it uses.
 
         Raises:
             ServiceError: too many texts wait.
@@ -86,6 +89,7 @@ class TokenizerThreads:
             self._leave_queue(job)
 
     def close(self) -> None:
+        """Cancel all jobs that wait."""
         for job in (*self._short, *self._long):
             job.future.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -107,11 +111,11 @@ class TokenizerThreads:
         return job
 
     def _leave_queue(self, job: _Job) -> None:
-        """Remove a job from the count of those that wait, if it waited; it may stay in its heap."""
+        """Stop counting a job as waiting. It may stay in its heap until it reaches the top."""
         if not job.is_waiting:
             return
         job.is_waiting = False
-        job.work = _do_nothing  # the work itself holds the text
+        job.work = _do_nothing  # drops the reference to the text
         self._total_size -= job.size
         self._sizes[job.tenant] -= job.size
         if not self._sizes[job.tenant]:

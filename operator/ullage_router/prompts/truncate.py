@@ -1,6 +1,6 @@
-"""Shortens a conversation to a budget of tokens: cleansing first, then dropping the oldest turns.
+"""Shortens a conversation to a budget of tokens: by cleansing, then by dropping its oldest turns.
 
-System prompts and the last turn always stay. `summarize.py` is about long conversations that would
+System prompts and the last turn always stay. Unlike here, the conversations of `summarize.py` would
 fit as they are.
 """
 
@@ -13,7 +13,7 @@ from ullage_router.prompts.cleanse import cleanse_turns
 
 KEPT_ROLES = frozenset({"system"})
 INVISIBLE = CleanseSection(whitespace=True, zero_width=True)
-"""Removed from every conversation that has to become shorter."""
+"""Rules for every conversation that has to become shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,20 @@ class Truncated:
 
 
 def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
-    """Places of the turns that may go, oldest first: those before the last question.
+    """Return the indices of the turns that may be dropped, oldest first.
 
-    The `keep` newest stay as well. What follows the question, calls and what they returned, is the
-    work on its answer.
+    They are before the user's last question, since calls and results after it are part of the work
+    on its answer.
+
+    Args:
+        keep: number of newest turns that stay in any case.
     """
     end = min(_last_question(turns), len(turns) - keep)
     return [i for i in range(end) if turns[i]["role"] not in KEPT_ROLES]
 
 
 def _last_question(turns: Sequence[Turn]) -> int:
-    """The place of the user's last turn, or of the last one."""
+    """Return the index of the user's last turn, or of the last turn of all."""
     places = range(len(turns) - 1, -1, -1)
     return next((i for i in places if turns[i]["role"] == "user"), max(0, len(turns) - 1))
 
@@ -47,8 +50,15 @@ def truncate(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int = 1,
 ) -> Truncated:
-    """Return the longest shorter conversation of at most `budget` tokens, or the shortest there
-    is."""
+    """Return the conversation with the fewest turns dropped to fit the budget.
+
+    If nothing fits, all droppable turns are dropped.
+
+    Args:
+        budget: tokens.
+        render: renders turns to token ids.
+        keep: see `droppable`.
+    """
     clean, saved = cleanse_turns(turns, INVISIBLE)
     words = (f"cleansed_chars={saved}",) if saved else ()
     ids = render(clean)
@@ -79,8 +89,10 @@ def _fewest_dropped(
 
 
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
-    """Return how many turns may be dropped together, fewest first: what remains begins with a
-    user's turn."""
+    """Return the numbers of turns that may be dropped together, in ascending order.
+
+    The remaining turns begin with a user's turn.
+    """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]
 

@@ -18,7 +18,7 @@ import msgspec
 from ullage_common.config.router import PoolSection
 from ullage_common.process.config_file import ConfigError, Strict, Text, read_file
 from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 
 GOLDEN = 0.6180339887498949
 """(√5 - 1) / 2: its multiples fall into [0, 1) more evenly than those of any other number."""

@@ -18,7 +18,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.call import EngineStream, Event
 from ullage_router.errors import LEAVING, is_failure
 from ullage_router.metric_names import TRIAL
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 
 BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
 """Upper ends of the buckets, 10 ms to 116 s, two for every doubling."""

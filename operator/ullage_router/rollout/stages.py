@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from ullage_common.wire.errors import ServiceError
-from ullage_router.admission.admission import NotOnCanary, Reservation
+from ullage_router.admission.admission import NotOnCanary
+from ullage_router.admission.prefill_window import Reservation
 from ullage_router.call import Call, EngineStream, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import stopped
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.rollout.canary import Canary, RolloutFile, trial
 from ullage_router.rollout.outcomes import ObservedStream, Outcomes

@@ -28,7 +28,7 @@ from ullage_router.pipeline.idempotency import IdempotencyKeys
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
 from ullage_router.pipeline.replace import Replacer
 from ullage_router.policy.cascade import ServiceLoad
-from ullage_router.policy.circuit_breaker import Breaker
+from ullage_router.policy.circuit_breaker import CircuitBreaker
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
@@ -371,7 +371,7 @@ class RouterService:
         count(names.AFFINITY_YIELDED, lambda: balancer.choices["yielded"])
 
 
-def _breaker_json(breaker: Breaker) -> dict[str, object]:
+def _breaker_json(breaker: CircuitBreaker) -> dict[str, object]:
     state = breaker.state(time.monotonic())
     return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ullage_common.config.router import TenantRules
 from ullage_common.wire.limits import MAX_PRIORITY
-from ullage_router.policy.quota import ROUNDING, Bucket, Quota, Shortage
+from ullage_router.policy.quota import ROUNDING, Quota, Shortage, TokenBucket
 
 ANONYMOUS = "anonymous"
 """Name of the tenant of requests without a key."""
@@ -67,8 +67,8 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
     tokens = rules.tokens_per_minute
     most = rules.concurrency
     quota = Quota(
-        requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
-        tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
+        requests=TokenBucket.full(max(1.0, requests * share), now) if requests else None,
+        tokens=TokenBucket.full(max(1.0, tokens * share), now) if tokens else None,
         concurrency=max(1, math.floor(most * share + ROUNDING)) if most else None,
     )
     return Account(name, rules, quota)

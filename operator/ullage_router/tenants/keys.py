@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ullage_common.process.config_file import MAX_KEY, TENANT_NAME, digest, read_entry
+from ullage_common.process.api_keys import MAX_KEY, TENANT_NAME, digest, read_entry
 
 MAX_FILE_BYTES = 1 << 20
 """Size limit of a Secret in Kubernetes."""

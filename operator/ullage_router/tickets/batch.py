@@ -13,17 +13,8 @@ from msgspec.structs import replace
 
 from ullage_common.request_cost import Demand
 from ullage_router.engines.roster import DrawGroup
-from ullage_router.policy.decide import (
-    NextStep,
-    Refuse,
-    Run,
-    ShrinkContext,
-    decide,
-    decide_among,
-    min_output,
-    room_of,
-)
-from ullage_router.policy.decision import (
+from ullage_router.policy.decide import decide, decide_among, min_output
+from ullage_router.policy.facts import (
     WELL,
     EngineState,
     EngineView,
@@ -32,6 +23,8 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.policy.forecast import is_on_time
+from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext
+from ullage_router.policy.placement import room_of
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16

@@ -23,8 +23,8 @@ from ullage_router.call import num_samples
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import CacheKey
-from ullage_router.policy.decide import Refuse, Run
-from ullage_router.policy.decision import EngineView, RoutingPolicy, TimeLimits
+from ullage_router.policy.facts import EngineView, RoutingPolicy, TimeLimits
+from ullage_router.policy.next_step import Refuse, Run
 from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.batch import HELD, Ask, PickBatch, Room
 from ullage_router.tickets.book import OpenTickets, TicketCharge

@@ -10,7 +10,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from ullage_router.policy.credit import Held
-from ullage_router.policy.decision import EngineView
+from ullage_router.policy.facts import EngineView
 from ullage_router.policy.forecast import SHARE
 
 CALLER_SHARE = 0.5

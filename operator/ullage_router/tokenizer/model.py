@@ -14,13 +14,9 @@ from tokenizers import Tokenizer
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.affixes import Affixes, affixes_of
-from ullage_common.chat.special_tokens import (
-    ClearMarks,
-    Piece,
-    SpecialTokenError,
-    SpecialTokenGuard,
-)
+from ullage_common.chat.special_tokens import ClearMarks, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
+from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece
 from ullage_common.chat.tool_formats import ToolFormat, Turn
 from ullage_common.process.memory import freeze_gc, trim_heap
 from ullage_router.text_bounds import TokenBound, UncutText, token_bound
@@ -153,7 +149,7 @@ class Model:
         """
         try:
             if self.guard and self.guard.guarded:
-                ids = self.encoder.encode_pieces([Piece(text)] if text else [], most)
+                ids = self.encoder.encode_pieces([TokenPiece(text)] if text else [], most)
             else:
                 ids = self.encoder.encode(text, most)
         except (SpecialTokenError, UncutText) as error:

@@ -28,7 +28,8 @@ from tokenizers.pre_tokenizers import (
     Sequence as PreTokenizers,
 )
 
-from ullage_common.chat.special_tokens import GuardedTokenizer, Piece, finder, parted
+from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
+from ullage_common.chat.token_finder import TokenPiece, finder, parted
 from ullage_router.text_bounds import TextCutter
 
 MAX_BYTES = 16 << 20
@@ -120,7 +121,7 @@ class SegmentEncoder:
                     return number
         return max(0, number)
 
-    def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
+    def encode_pieces(self, pieces: Iterable[TokenPiece], most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a text in pieces.
 
         A piece that is a token becomes that token. A piece of text never becomes a guarded one.
@@ -136,7 +137,7 @@ class SegmentEncoder:
             return _counted(self._tokenise(guarded.spell(pieces), guarded.encode), most)
         return self._join(pieces, guarded.encode, most)
 
-    def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> TokenIds:
+    def _join(self, pieces: Iterable[TokenPiece], tokenise: Tokenise, most: int) -> TokenIds:
         ids = array("I")
         for piece in pieces:
             if piece.is_token:

@@ -1,5 +1,4 @@
-"""Chat templates, messages, tool formats and the special tokens around raw texts, as the engine and
-the router both apply them.
+"""Chat templates, tool formats and special tokens, as router and engine both apply them.
 
-It knows texts and tokens, and nothing of requests on the wire.
+The package knows texts, tokens and messages. It knows neither channels nor servers.
 """

@@ -1,7 +1,7 @@
-"""Special tokens that a tokenizer puts around a text, kept apart from the text's own tokens.
+"""The special tokens that a tokenizer puts around a text, such as BOS and EOS.
 
-Routers and engines tokenise raw prompts alike: the tokens that the post-processor of tokenizer.json
-adds stand around the prompt once, whether or not the prompt spells them itself.
+Routers and engines tokenise raw prompts alike. The tokens that the post-processor of tokenizer.json
+adds are around the prompt exactly once, even if the prompt spells them itself.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import Protocol
 _PROBE = "a"
 
 
-class Encoding(Protocol):
+class EncodedText(Protocol):
+    """The part of `tokenizers.Encoding` that is needed here."""
+
     @property
     def ids(self) -> list[int]: ...
 
@@ -19,7 +21,7 @@ class Encoding(Protocol):
 class Encoder(Protocol):
     """The part of `tokenizers.Tokenizer` that is needed here."""
 
-    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> Encoding: ...
+    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> EncodedText: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,7 @@ class Affixes:
     suffix: tuple[int, ...] = ()
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with its missing affixes: a text that begins with the prefix, or
-        ends with the suffix, keeps it as it is."""
+        """Return the ids of a text with the affixes that are missing."""
         prefix, suffix = self.missing(ids)
         return [*prefix, *ids, *suffix] if prefix or suffix else ids
 
@@ -44,7 +45,7 @@ class Affixes:
 
 
 def affixes_of(tokenizer: Encoder) -> Affixes:
-    """Return what the tokenizer's post-processor puts around a text."""
+    """Return the tokens that the tokenizer's post-processor puts around a text."""
     if not tokenizer.encode("").ids:
         return Affixes()
     bare = tokenizer.encode(_PROBE, add_special_tokens=False).ids

@@ -1,15 +1,15 @@
-"""Text that clients wrote, kept apart from the words of the chat template through rendering.
+"""Client text that cannot forge special tokens while a chat template renders it.
 
-A special token in a prompt means what the template says: here a turn ends, there one begins. Text
-of clients and tools that spells such a token must not. While a template renders, characters of
-client text that a special token needs are therefore marks: private-use characters, one for one. No
-operation of a template, such as cutting, joining or JSON, turns a mark back into its character, so
-the special tokens that the rendered text spells are the template's own. Once they have been cut
-out, marks become characters again.
+A special token in a prompt begins or ends a turn. Only the template may write one, and not the text
+of clients or tools that spells it. So while a template renders, the characters of client text that
+a special token needs are replaced by marks: private-use characters, one for one. No operation of a
+template, such as slicing, joining or JSON, turns a mark back into its character. So all special
+tokens in the rendered text are the template's own. After these have been cut out, marks become
+characters again.
 
-`ClientText` is a string with marks that answers a template's questions (`in`, `split`, `==`) as the
-text without marks would, so the template renders the same prompt. An operation that is missing
-here works on the marks, which can change the words between special tokens but never forge one.
+`ClientText` is a string with marks that answers a template's questions (`in`, `split`, `==`) like
+the text without marks, so the template renders the same prompt. An operation that is missing here
+works on the marks. It may change the words between special tokens, but it never forges one.
 """
 
 import json
@@ -29,12 +29,12 @@ class Marks:
 
     Args:
         characters: the characters to replace, each once.
-        marks: as many characters that no text around has.
+        marks: as many characters, none of which occurs in the texts.
     """
 
     def __init__(self, characters: str, marks: str) -> None:
         self.others: Marks | None = None
-        """Marks that may be in one text with these."""
+        """Other marks that may occur in the same text."""
         self._pairs = list(zip(characters, marks, strict=True))
         self._marked = str.maketrans(dict(self._pairs))
         self._cleared = str.maketrans(dict(zip(marks, characters, strict=True)))
@@ -43,7 +43,7 @@ class Marks:
         return ord(character) in self._cleared
 
     def mark(self, text: str) -> str:
-        """Return the text with marks; the same object where there is nothing to mark."""
+        """Return the text with marks, or the same object if there is nothing to mark."""
         if len(self._pairs) > _FEW:
             marked = text.translate(self._marked)
             return text if marked == text else marked
@@ -65,7 +65,7 @@ class Marks:
         return self.others.clear(text) if self.others else text
 
     def mark_deep(self, value: Any) -> Any:
-        """Return a JSON value with marks in all its texts, names of members included."""
+        """Return a JSON value with marks in all its strings, keys included."""
         if isinstance(value, str):
             marked = self.mark(value)
             return value if marked is value else ClientText(marked, self)
@@ -82,11 +82,11 @@ def plain_text(value: Any) -> Any:
 
 
 class ClientText(str):
-    """Text with marks; questions about it are answered without them.
+    """A string with marks that compares, searches and splits like the text without marks.
 
     Args:
-        text: the text, which has its marks.
-        marks: the marks; None: questions are answered by the text as it is.
+        text: the text with its marks.
+        marks: the marks; None for a text without any.
     """
 
     __slots__ = ("_marks", "_text")
@@ -101,7 +101,7 @@ class ClientText(str):
 
     @property
     def plain(self) -> str:
-        """The text without marks, each of which stood for one character."""
+        """The text without marks, of the same length."""
         if self._text is None:
             raw = str.__str__(self)
             self._text = self._marks.clear_all(raw) if self._marks else raw
@@ -123,7 +123,7 @@ class ClientText(str):
     def _slice(self, start: int, end: int | None) -> "ClientText":
         return self._kept(str.__getitem__(self, slice(start, end)))
 
-    # Texts of the same characters are equal, whichever of them are marked.
+    # Texts of the same characters are equal, marked or not.
 
     def __hash__(self) -> int:
         return hash(self.plain)
@@ -172,7 +172,7 @@ class ClientText(str):
     def __iter__(self) -> Iterator[str]:
         return map(self._kept, str.__iter__(self))
 
-    # Questions: places in the plain text are places in the text with marks.
+    # Questions. An index into the plain text is an index into the text with marks.
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
         return self.plain.startswith(_plains(prefix), *bounds)
@@ -258,9 +258,9 @@ class ClientText(str):
         return self._slice(0, start), self._slice(start, end), self._slice(end, None)
 
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:
-        """Return the same parts of the text with marks.
+        """Return parts of the plain text as parts of the text with marks.
 
-        Parts come one after another with nothing but the separator, or white space, between them.
+        Only the separator, or white space, is between two parts.
         """
         marked_parts = list[str]()
         start = 0
@@ -270,7 +270,7 @@ class ClientText(str):
             start = place + len(part) + (len(sep) if sep else 0)
         return marked_parts
 
-    # Changed text: characters that a template puts in keep their meaning where they can be told.
+    # Changed text. Characters that a template inserts stay unmarked where they can be told apart.
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> "ClientText":
         if not old:
@@ -305,7 +305,7 @@ def _plains(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join texts; the result is client text if one of them is."""
+    """Join texts. The result is client text if one of them is."""
     listed = list(parts)
     return _of("".join(listed), listed)
 
@@ -332,7 +332,7 @@ def _of(text: str, parts: Iterable[Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Return the text with entities for the characters that have a meaning in HTML."""
+    """Return the text with HTML's special characters as entities."""
     if not isinstance(value, ClientText):
         return markupsafe.escape(value)
     text = str(markupsafe.escape(value.plain))
@@ -340,10 +340,10 @@ def escaped(value: Any) -> str:
 
 
 def ascii_json(value: Any, dump: Callable[[Any], str]) -> str:
-    """Return JSON in ASCII, but for marks, which become characters again.
+    """Return JSON in ASCII, except for marks of ASCII characters, which stay.
 
     Args:
-        dump: makes JSON text with all characters as they are.
+        dump: returns JSON without escapes of non-ASCII characters.
     """
     first = next(_marks_in(value), None)
     kinds = [marks for marks in (first, first and first.others) if marks]

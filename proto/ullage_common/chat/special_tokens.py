@@ -1,35 +1,31 @@
-"""Special tokens of a prompt are those that the chat template writes, whatever its texts spell.
+"""Keeps texts of clients from becoming special tokens of the prompt.
 
-Three kinds of added tokens are told apart. *Controls* end and begin turns: tokens that the
-tokenizer calls special, those with bars such as `<|user|>`, and those that the template writes in
-brackets though the tokenizer does not call them special. *Tags* look like `<think>`: the template
-writes them, the tokenizer does not call them special, and models write them in answers, which
-clients send back. The rest, such as runs of blanks, are words like any other.
+Added tokens are of three kinds. *Controls* begin and end turns: tokens that the tokenizer calls
+special, tokens with bars such as `<|user|>`, and tokens in brackets that the template writes though
+the tokenizer does not call them special. *Tags* look like `<think>`: the template writes them, the
+tokenizer does not call them special, and models write them in answers, which clients send back. All
+others, such as runs of blanks, are ordinary words.
 
-Texts of clients never become controls. They become tags where the assistant or the system speaks.
+Texts of clients never become controls. They become tags only in turns of the assistant and the
+system.
 """
 
 import re
-import secrets
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import Tokenizer, normalizers
 
 from ullage_common.chat.client_text import Marks
+from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece, finder, parted
 from ullage_common.chat.tool_formats import Turn
 
 _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
-"""Code points that marks are taken from: private use, at two bytes a character or at four."""
+"""Private-use code points for marks, in strings of two bytes a character or of four."""
 
-_FIRST_ALIAS = 0x100000
-_LAST_ALIAS = 0x10FFFD
-"""Bounds of the characters that aliases are made of: private use of the last plane."""
-_ALIAS_CHARACTERS = 5
-"""Characters of an alias: 80 bits, which no client guesses."""
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _TAG = re.compile(r"</?\w+>")
@@ -38,73 +34,16 @@ _JSON = frozenset('"\\{}[]:,')
 """Punctuation that a template's JSON writes around client text."""
 
 _COMMON = frozenset("_/()>")
-"""Punctuation that source code has most of."""
+"""The most frequent punctuation of source code."""
 
 _OWN_ROLES = frozenset({"assistant", "system"})
 """Roles whose texts may contain tags."""
 
 _CASED = range(0x80, 0x20000)
-"""Code points among which letters are looked for that a change of case turns into others."""
+"""Code points that are searched for letters which a change of case turns into others."""
 
 _SINGLETONS = range(0x300, 0x3400)
-"""Code points among which those are that NFC turns into punctuation."""
-
-_Tree = dict[str, "_Tree"]
-
-
-class SpecialTokenError(Exception):
-    """A text cannot be kept from becoming a special token; the message is one line."""
-
-
-# --- Finding ---
-
-
-def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern of any of the texts: of those that begin at one place the longest.
-
-    A thousand of them are no slower than one: at each character one branch is left.
-    """
-    tree: _Tree = {}
-    for text in texts:
-        node = tree
-        for character in text:
-            node = node.setdefault(character, {})
-        node[""] = {}
-    return re.compile(_pattern(tree)) if tree else None
-
-
-def _pattern(tree: _Tree) -> str:
-    """Return the pattern of a tree of characters; the key '' stands where a text may end."""
-    branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
-    if "" not in tree and len(branches) == 1:
-        return branches[0]
-    if not branches:
-        return ""
-    return f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
-
-
-class Piece(NamedTuple):
-    """A piece of a prompt."""
-
-    text: str
-    is_token: bool = False
-    """Whether the text is a token's."""
-
-
-def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[Piece]:
-    """Cut a text at the tokens that a pattern finds."""
-    start = 0
-    for match in pattern.finditer(text) if pattern else ():
-        token_start, end = match.span()
-        if start < token_start:
-            yield Piece(text[start:token_start])
-        yield Piece(match.group(), is_token=True)
-        start = end
-    if start < len(text):
-        yield Piece(text[start:])
-
-
-# --- Guarding ---
+"""Code points that are searched for characters which NFC turns into punctuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +54,7 @@ class ClearMarks:
     own: Marks
     """Marks of texts of the assistant and the system."""
 
-    def pieces(self, text: str) -> Iterator[Piece]:
+    def pieces(self, text: str) -> Iterator[TokenPiece]:
         """Cut a rendered text at the template's own tokens; the pieces have no marks."""
         tags = self.guard.tag_finder
         for piece in parted(text, self.guard.finder):
@@ -123,13 +62,13 @@ class ClearMarks:
                 yield piece
                 continue
             part = self.own.clear(piece.text)
-            del piece  # each form of a long text is as long
+            del piece  # every form of a long text is as large as the text
             if tags is None or not tags.search(part):
                 part = self.own.clear_all(part)
-                yield Piece(part)
+                yield TokenPiece(part)
                 continue
             for each in parted(part, tags):
-                yield each if each.is_token else Piece(self.own.clear_all(each.text))
+                yield each if each.is_token else TokenPiece(self.own.clear_all(each.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +80,7 @@ class MarkedRequest:
     arguments: Mapping[str, Any]
     marks: ClearMarks
 
-    def pieces(self, text: str) -> Iterator[Piece]:
+    def pieces(self, text: str) -> Iterator[TokenPiece]:
         """Cut a rendered text at the template's own tokens; the pieces have no marks."""
         return self.marks.pieces(text)
 
@@ -150,7 +89,7 @@ class SpecialTokenGuard:
     """Keeps texts of clients from becoming special tokens of a model.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         literals: texts that the model's chat template writes.
     """
 
@@ -161,7 +100,7 @@ class SpecialTokenGuard:
         self.tag_finder = finder(tags)
 
         self._keys = _hitting_set(self.guarded)
-        """Characters of which every guarded token has one."""
+        """Characters such that every guarded token has one of them."""
         # Without keys the pattern is never used.
         self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
         is_composed = _is_composed(literals, self.guarded, self._keys)
@@ -172,7 +111,7 @@ class SpecialTokenGuard:
             or any(key.isalnum() for key in self._keys)
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
-        """Whether texts without any of the keys could become a part of a guarded token, too."""
+        """Whether even texts without keys could become part of a guarded token."""
         self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
         first = chr(self._code_points[0])
         last = chr(self._code_points[-1])
@@ -188,7 +127,7 @@ class SpecialTokenGuard:
         """Return the request with marks; None where its texts cannot become guarded tokens.
 
         Raises:
-            SpecialTokenError: its texts leave no characters for marks.
+            SpecialTokenError: the texts use too many of the characters for marks.
         """
         if not self.guarded:
             return None
@@ -204,7 +143,7 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
-        """Return marks for the assistant and the system, and marks for others."""
+        """Return marks for the assistant and the system, and marks for all others."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():
@@ -222,6 +161,7 @@ class SpecialTokenGuard:
                 f"U+{last:X}) and {len(self._code_points) - 2 * size} are possible; leave some of "
                 "them out"
             )
+
         own = Marks(self._alphabet, "".join(free[:size]))
         others = Marks(self._alphabet, "".join(free[size : 2 * size]))
         own.others = others
@@ -247,8 +187,10 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a hitting set: few characters of which every text has one, rare ones rather than
-    letters."""
+    """Return few characters such that every text has one of them (a greedy hitting set).
+
+    Rare punctuation is preferred to letters.
+    """
     chosen = set[str]()
     unhit = set(texts)
     while unhit:
@@ -268,8 +210,10 @@ def _rank(character: str) -> tuple[bool, bool]:
 
 
 def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
-    """Return whether a word of the template is a part of a guarded token that has a key, so that a
-    client's text next to it could complete the token."""
+    """Return whether client text next to a word of the template could complete a guarded token.
+
+    That is possible if a word of the template is a part of a token, and the part has a key.
+    """
 
     def has_key(part: str) -> bool:
         return any(key in part for key in keys)
@@ -291,7 +235,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters, and those that a change of case turns into them."""
+    """Return the characters, and all that a change of case turns into one of them."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -305,7 +249,7 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return whether a normalizer writes no key where there was none."""
+    """Return whether a normalizer never writes a key that was not in the text."""
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -323,15 +267,15 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether another character is the key in NFC, as the Greek question mark is `;`."""
+    """Return whether NFC turns another character into the key, such as U+037E into `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 
 
 def _texts(values: list[Any]) -> list[str]:
-    """Return all texts in JSON values, names of members included."""
+    """Return all strings in JSON values, keys included."""
     texts = list[str]()
-    for item in values:  # the list grows meanwhile
+    for item in values:  # the list grows during the loop
         if isinstance(item, str):
             texts.append(item)
         elif isinstance(item, Mapping):
@@ -343,115 +287,11 @@ def _texts(values: list[Any]) -> list[str]:
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
-    """Return a turn with marks. Its role is one of a list, with which templates write tokens."""
+    """Return a turn with marks, except in its role, from which templates compose tokens."""
     marks = own if turn["role"] in _OWN_ROLES else others
     marked = dict[int, Any]()
     for value in turn.values():
-        # Two names may have one text, which may be megabytes.
+        # Two fields may have the same text, of megabytes.
         if id(value) not in marked:
             marked[id(value)] = marks.mark_deep(value)
     return {name: value if name == "role" else marked[id(value)] for name, value in turn.items()}
-
-
-# --- Encoding ---
-
-
-class GuardedTokenizer:
-    """The same tokenizer without its guarded tokens, which it knows by secret aliases alone.
-
-    It shares the vocabulary. A text that spells a guarded token becomes ordinary tokens; a piece
-    that is such a token becomes its id, and parts the text as the token does for the tokenizer.
-
-    May be used by several threads.
-
-    Args:
-        tokenizer: the model's.
-        guarded: texts of tokens that no text becomes.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, guarded: Collection[str]) -> None:
-        self._cut = _alias()
-        self._aliases = {text: _alias() for text in guarded}
-        self._finder = finder(guarded)
-        self._tokenizer = _sharing(tokenizer)
-
-        added = tokenizer.get_added_tokens_decoder()
-        own = [self._renamed(added[token_id]) for token_id in sorted(added)]
-        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        # New tokens get ids above as many as there are, some of which the model may have.
-        gap = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
-        fillers = [AddedToken(_alias(), normalized=False) for _ in range(gap)]
-        self._tokenizer.add_tokens([*fillers, AddedToken(self._cut, normalized=False), *own])
-
-        self._ids = {
-            self._tokenizer.token_to_id(mine.content): token_id
-            for token_id, mine in zip(sorted(added), own, strict=True)
-        }
-        """Ids of the model by the ids that added tokens have here."""
-        self._cut_id = self._tokenizer.token_to_id(self._cut)
-        self._forbidden = frozenset(vocabulary[text] for text in guarded if text in vocabulary)
-        """Ids of guarded tokens that the model itself could make of a text."""
-
-    def spell(self, pieces: Iterable[Piece]) -> str:
-        """Return a text for `encode`, whose only guarded tokens are the pieces that are tokens."""
-        return "".join(
-            self._aliases.get(piece.text, piece.text) if piece.is_token else piece.text
-            for piece in pieces
-        )
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            SpecialTokenError: the model makes a guarded token of ordinary text.
-        """
-        ids = self._encode(text)
-        if ids is None:
-            ids = self._encode(self._broken(text))
-        if ids is None:
-            raise SpecialTokenError(
-                "this tokenizer makes a special token of the text; spell the token in another way"
-            )
-        return ids
-
-    def _encode(self, text: str) -> list[int] | None:
-        """Return token ids; None where the model itself made a guarded token."""
-        # Without offsets, which nobody here reads and which take a fifth of the time.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        if self._forbidden and not self._forbidden.isdisjoint(ids):
-            return None
-        return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._cut_id]
-
-    def _broken(self, text: str) -> str:
-        """Return the text with a boundary within every guarded token that it spells."""
-        assert self._finder
-        return self._finder.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
-
-    def _renamed(self, token: AddedToken) -> AddedToken:
-        alias = self._aliases.get(token.content)
-        normalizer = self._tokenizer.normalizer
-        # A normalizer that takes such characters out would never let the alias be found.
-        is_kept = normalizer is None or (alias or "") in normalizer.normalize_str(alias or "")
-        return AddedToken(
-            alias or token.content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=token.normalized and is_kept,
-            special=token.special and alias is None,
-        )
-
-
-def _alias() -> str:
-    span = _LAST_ALIAS + 1 - _FIRST_ALIAS
-    return "".join(chr(_FIRST_ALIAS + secrets.randbelow(span)) for _ in range(_ALIAS_CHARACTERS))
-
-
-def _sharing(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer of the same model without added tokens."""
-    bare = Tokenizer(tokenizer.model)
-    for name in ("normalizer", "pre_tokenizer"):
-        if (part := getattr(tokenizer, name)) is not None:
-            setattr(bare, name, part)
-    return bare

@@ -1,8 +1,7 @@
 """Chat templates: conversations rendered by the Jinja dialect that Hugging Face models ship.
 
-A template comes with a model, so it is code of a stranger: its sandbox lets it neither reach
-Python's internals nor change what it is given. Messages of the wire become the turns that templates
-expect, and a client may set those variables that the model's template reads, no others.
+A template comes with a model, so it is untrusted code. Its sandbox lets it neither reach Python's
+internals nor change its arguments. A client may set only variables that the template reads.
 """
 
 import contextlib
@@ -26,7 +25,6 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.client_text import ascii_json, escaped, formatted, interposed, joined
 from ullage_common.chat.template_looks import Looks, looks_of
 from ullage_common.chat.tool_formats import (
@@ -39,7 +37,6 @@ from ullage_common.chat.tool_formats import (
     with_short_ids,
     with_tools_as_text,
 )
-from ullage_common.wire.errors import invalid
 
 SPECIAL_TOKENS = (
     "bos_token",
@@ -56,12 +53,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", *S
 _LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
 
 _CHECKS_IDS = re.compile(r"length\s*[!=<>]=?\s*9\b")
-"""Matches how templates of Mistral's kind insist on ids of nine characters."""
-
-
-class ChatTemplateError(Exception):
-    """The template is broken, or refuses these messages; the message is one line."""
-
+"""Matches the check of Mistral's templates that ids have nine characters."""
 
 _WORD = "x"
 _CALL = {"id": "a" * 9, "type": "function", "function": {"name": _WORD, "arguments": {}}}
@@ -76,6 +68,11 @@ _TALKS: Sequence[tuple[Sequence[Turn], Sequence[Mapping[str, Any]]]] = (
     ([_USER, _ASSISTANT, _USER], ()),
     ([_USER, _CALLING, _RESULT], [_TOOL]),
 )
+"""Sample conversations, each with its tools."""
+
+
+class ChatTemplateError(Exception):
+    """The template is broken, or refuses these messages. The message is one line."""
 
 
 class ChatTemplate:
@@ -83,9 +80,9 @@ class ChatTemplate:
 
     Args:
         source: Jinja source text.
-        special_tokens: texts of the model's special tokens by the names that templates have for
-            them; those that it lacks are absent, and undefined in the template.
-        tool_source: source of the template for conversations with tools; empty: it is `source`.
+        special_tokens: texts of the model's special tokens by the names that templates use. Tokens
+            that the model lacks are absent here and undefined in the template.
+        tool_source: source of the template for conversations with tools; empty for `source`.
 
     Raises:
         ChatTemplateError: the source is empty or not valid Jinja.
@@ -118,7 +115,7 @@ class ChatTemplate:
             | {*special_tokens.values()}
             | {*self._samples()}
         )
-        """Texts that the template writes or looks for, and prompts that it makes."""
+        """Texts that the template writes or searches for, and prompts of sample conversations."""
 
     def render(
         self,
@@ -127,14 +124,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render the prompt text of a conversation; special tokens appear in it as text.
+        """Render the prompt text of a conversation, with special tokens as text.
 
-        A template that knows no tools, or no calls, is given them as words of the conversation.
+        Tools and calls become text of the conversation for a template that does not know them.
 
         Args:
             messages: turns, oldest first.
-            add_generation_prompt: end with the opening of the assistant's turn.
-            tools: functions that the model may call, as OpenAI has them.
+            add_generation_prompt: whether to end with the opening of the assistant's turn.
+            tools: functions that the model may call, in OpenAI's form.
             arguments: values of `variables`.
 
         Raises:
@@ -150,7 +147,7 @@ class ChatTemplate:
 
         if not compiled.knows_tools:
             messages = with_tools_as_text(messages, tools)
-            # A template that writes calls writes their results, too.
+            # A template that writes calls also writes their results.
             if not compiled.knows_calls:
                 messages = with_results_as_text(messages)
 
@@ -159,17 +156,19 @@ class ChatTemplate:
                 **arguments,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                # Templates ask `tools is not none`, which an undefined variable is not either.
+                # None and not undefined, since templates ask `tools is not none`.
                 tools=described(tools, self.tool_format) or None,
                 **self._given,
             )
-            return str.__str__(text)  # not as text of a client
-        except Exception as error:  # a stranger's code may raise anything
+            return str.__str__(text)  # a plain string, even if it is ClientText
+        except Exception as error:  # untrusted code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
 
     def _samples(self) -> Iterator[str]:
-        """Yield prompts of short conversations, with the words that a template composes, such as
-        `'<|' + role + '|>'`."""
+        """Yield prompts of short conversations.
+
+        They have the words that a template composes, such as `'<|' + role + '|>'`.
+        """
         for turns, tools in _TALKS:
             with contextlib.suppress(ChatTemplateError):  # it may refuse an order of roles
                 yield self.render(turns, tools=tools)
@@ -177,19 +176,22 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """One compiled template, and the facts that its source shows."""
+    """One compiled template, and facts of its source."""
 
     render: Callable[..., str]
     names: frozenset[str]
     """Variables that it reads."""
     literals: frozenset[str]
+    """Texts in its source."""
     knows_calls: bool
+    """Whether it writes tool calls."""
     checks_ids: bool
     """Whether it refuses calls whose ids are longer than nine characters."""
     looks: Looks
 
     @property
     def knows_tools(self) -> bool:
+        """Whether it writes tools."""
         return "tools" in self.names
 
 
@@ -202,7 +204,8 @@ def _compiled(environment: jinja2.Environment, source: str) -> _Compiled:
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
     except (SyntaxError, RecursionError) as error:  # of the Python that Jinja makes of it
         raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
-    # Copied for every prompt: a plain dictionary takes a third of Jinja's chain of them.
+
+    # Copied for every prompt: a plain dictionary takes a third of the time of Jinja's ChainMap.
     template.globals = dict(template.globals)
     return _Compiled(
         render=template.render,
@@ -225,7 +228,7 @@ def _literals(parsed: nodes.Template) -> Iterator[str]:
 class _GenerationTag(Extension):
     """Renders the body of `{% generation %}`, which marks the assistant's words for training.
 
-    The body is a block that is called, as in transformers: names that are set in it end with it.
+    The body is a call block, as in transformers, so it is a scope of its own.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
@@ -240,7 +243,7 @@ class _GenerationTag(Extension):
 
 
 class _Generator(CodeGenerator):
-    """Makes `~` join texts as the environment does."""
+    """Makes `~` join texts by the environment's `concat`."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(map(str, (")
@@ -251,8 +254,10 @@ class _Generator(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without its checks of a loop's own attributes, which cost as much as any
-    other's, and with texts of clients that stay such when they are joined."""
+    """Jinja's sandbox, in which joined client text remains `ClientText`.
+
+    The attributes of a loop are not checked, to save time.
+    """
 
     code_generator_class = _Generator
     concat = staticmethod(joined)
@@ -282,9 +287,9 @@ class _Dictionaries:
 
 
 class _Namespace(Namespace):
-    """A namespace that keeps no underscored name, through which Python's internals are reached."""
+    """A namespace without underscored names, which would lead to Python's internals."""
 
-    # No parameter has a name here, for `namespace(self=...)` is valid.
+    # No parameter has a name, since `namespace(self=...)` is valid.
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *positional = args
         values = dict(*positional, **kwargs)
@@ -309,7 +314,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = _to_json
     environment.filters["join"] = _join
     environment.filters["escape"] = environment.filters["e"] = escaped
-    # It turns entities into characters, which would then be the template's own words.
+    # striptags turns entities into characters, which would then count as the template's own.
     del environment.filters["striptags"]
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
@@ -337,7 +342,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Render plain JSON; jinja2's own filter escapes for HTML, which no model was trained on."""
+    """Render plain JSON. Jinja's own filter escapes for HTML, which no model was trained on."""
     dump = functools.partial(
         json.dumps,
         ensure_ascii=False,
@@ -358,117 +363,3 @@ def _raise(message: str) -> None:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-MAX_BYTES = 16 << 10
-
-# What asks for what models do anyway is no error where it cannot be asked for.
-_USUAL = {"reasoning_effort": "medium"}
-
-
-def read_arguments(
-    text: str, template: ChatTemplate, field: str, drops_others: bool = False
-) -> dict[str, Any]:
-    """The variables by name.
-
-    Args:
-        text: of a JSON object; empty for none.
-        field: where it stands in the request, for errors.
-        drops_others: whether what the template does not read is left out and not refused.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT, it is no such text or names what the template does not read.
-    """
-    arguments = _parsed(text, field) if text else {}
-    for name, value in list(arguments.items()):
-        if name in template.variables:
-            continue
-        if not drops_others and _USUAL.get(name) != value:
-            where = name if name in _USUAL else f"{field}.{name}"
-            raise invalid(where, f"{where}: {_reads(template)}; leave it out")
-        del arguments[name]
-    return arguments
-
-
-def _parsed(text: str, field: str) -> dict[str, Any]:
-    if len(text.encode()) > MAX_BYTES:
-        raise invalid(field, f"{field} has more than {MAX_BYTES} bytes; send less")
-    try:
-        parsed = json.loads(text)
-        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
-    except (ValueError, RecursionError) as error:
-        raise invalid(field, f"{field} is not valid JSON; send one object") from error
-    if not isinstance(parsed, dict):
-        raise invalid(field, f"{field} is no JSON object; send one")
-    return parsed
-
-
-def _reads(template: ChatTemplate) -> str:
-    names = ", ".join(sorted(template.variables))
-    return f"the model's chat template does not read it{f', but {names}' if names else ''}"
-
-
-TURN_CHARACTERS = 64
-"""Characters that are handled in the time that a turn takes beside its own."""
-
-# Newer OpenAI clients say developer where templates say system.
-_ROLES = {"developer": "system"}
-
-
-def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
-    """Make one turn a message, with the fields that the message has."""
-    names: dict[str, str] = {}
-    turns = []
-    for message in messages:
-        names.update({call.id: call.name for call in message.tool_calls})
-        turns.append(_turn(message, message.name or names.get(message.tool_call_id, "")))
-    return turns
-
-
-def num_characters(turns: Iterable[Turn]) -> int:
-    """Count the characters of all turns, calls included."""
-    return sum(map(_num_characters, turns))
-
-
-def weight(turns: Sequence[Turn]) -> int:
-    """Estimates the work of handling turns, in characters: turns without any are no less work."""
-    return num_characters(turns) + TURN_CHARACTERS * len(turns)
-
-
-def _num_characters(turn: Turn) -> int:
-    calls = turn.get("tool_calls", ())
-    size = len(turn["content"]) + len(turn.get("reasoning_content", ""))
-    return size + (len(json.dumps(calls)) if calls else 0)
-
-
-def _turn(message: inference_pb2.Message, name: str) -> Turn:
-    role = _ROLES.get(message.role, message.role)
-    turn: Turn = {"role": role, "content": message.content}
-    if message.tool_calls:
-        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.tool_call_id:
-        turn["tool_call_id"] = message.tool_call_id
-    if name:
-        turn["name"] = name
-    reasoning = message.reasoning  # each access copies it
-    if reasoning:
-        turn["reasoning_content"] = reasoning
-    # Templates that say `thinking` take it or content before a call, not both.
-    if reasoning and not (message.tool_calls and message.content):
-        turn["thinking"] = reasoning
-    return turn
-
-
-def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _arguments(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _arguments(text: str) -> object:
-    """Parse arguments, which templates print as a mapping; malformed ones stay as they are."""
-    try:
-        parsed = json.loads(text or "{}")
-        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
-    except (ValueError, RecursionError):
-        return text
-    return parsed if isinstance(parsed, dict) else text

@@ -1,6 +1,6 @@
-"""Facts of a chat template's source: the words that it looks for in texts.
+"""Finds the words that a chat template searches for in texts, from its source.
 
-A text that keeps these words, and is as long as the template can tell, takes the same way through
+A text with these words that is longer than any number in the template takes the same branches of
 the template as a longer one.
 """
 
@@ -13,23 +13,23 @@ _SEEKING = frozenset(
     {"split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "replace"}
     | {"count", "splitlines"}
 )
-"""Methods and filters that look within a text."""
+"""Methods and filters that search within a text."""
 _WRITING = frozenset({"d", "default", "format", "indent", "join", "tojson"})
-"""Methods and filters that write their arguments, or write with them."""
+"""Methods and filters that write their arguments, or format with them."""
 _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
 """Filters whose result depends on a whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """How a template looks at texts."""
+    """The ways in which a template inspects texts."""
 
     words: frozenset[str] = frozenset()
-    """Words that it may look for within a text."""
+    """Words that it may search for within a text."""
     size: int = 0
-    """The largest number that it names, at which it may cut a text."""
+    """The largest number in its source, at which it may cut a text."""
     is_known: bool = True
-    """False where it looks at every character, so that no shorter text stands for a long one."""
+    """False where it inspects every character, so that no shorter text can stand for a long one."""
 
     def __or__(self, other: "Looks") -> "Looks":
         return Looks(
@@ -40,7 +40,7 @@ class Looks:
 
 
 def looks_of(parsed: nodes.Template) -> Looks:
-    """Return how a template looks at texts."""
+    """Return the ways in which a template inspects texts."""
     words = frozenset(word for word in _words(parsed, False) if len(word) > 1 and word.strip())
     numbers = (
         abs(constant.value)
@@ -51,7 +51,10 @@ def looks_of(parsed: nodes.Template) -> Looks:
 
 
 def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
-    """Yield constants other than those that are only written, compared as wholes, or are names."""
+    """Yield string constants that may be searched for within a text.
+
+    Constants that are only written, compared with whole texts, or used as names are left out.
+    """
     if isinstance(node, nodes.Const):
         if isinstance(node.value, str) and not is_written:
             yield node.value
@@ -69,7 +72,7 @@ def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
     if isinstance(node, nodes.Compare | nodes.Getitem):
         yield from _compared(node)
         return
-    # Jinja has joined constants with one another already.
+    # Jinja has already folded concatenations of constants.
     joins = isinstance(node, nodes.Add | nodes.Concat | nodes.Output)
     joins = joins or (isinstance(node, nodes.CondExpr) and is_written)
     for child in node.iter_child_nodes():
@@ -77,7 +80,7 @@ def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
 
 
 def _compared(node: nodes.Compare | nodes.Getitem) -> Iterator[str]:
-    """Yield constants without those that are compared with wholes, or are names of members."""
+    """Yield constants, except those that are compared with whole texts or name members."""
     if isinstance(node, nodes.Getitem):
         parts = [node.node] if isinstance(node.arg, nodes.Const) else [node.node, node.arg]
     else:
@@ -107,7 +110,7 @@ def _looks_closely(parsed: nodes.Template) -> bool:
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Return whether it is a text that any text may have many of."""
+    """Return whether a node is a text that may occur often in any text."""
     if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
         return False
     return len(node.value) == 1 or node.value.isspace()

@@ -1,4 +1,4 @@
-"""How models write function calls: one of a few formats, recognised by the chat template's text."""
+"""The formats in which models write function calls, recognised by the chat template's text."""
 
 import json
 import re
@@ -14,22 +14,22 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHANUMERICS = string.digits + string.ascii_letters
 
 Turn = dict[str, Any]
-"""`role` and `content`, both text; where there are any: `tool_calls` (each {"id", "type":
+"""A turn has `role` and `content`, both text. It may have `tool_calls` (each {"id", "type":
 "function", "function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and
-`thinking`, which are one text under the two names that templates use."""
+`thinking`. The last two are one text under the two names that templates use."""
 
 
 class ToolFormat(Enum):
     """A model's way to write function calls."""
 
     HERMES = "hermes"
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen too."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, also used by Qwen."""
     LLAMA = "llama"
-    """The whole answer is {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>."""
+    """The whole answer is {"name": ..., "parameters": {...}}, possibly after <|python_tag|>."""
     LFM2 = "lfm2"
     """<|tool_call_start|>[name(argument=value), ...]<|tool_call_end|>, in Python's syntax."""
     HARMONY = "harmony"
-    """Channels: a message on `commentary` to=functions.name is a call, `analysis` is thought."""
+    """A message on the channel `commentary` to=functions.name is a call, `analysis` reasoning."""
     PLAIN = "plain"
     """The whole answer is {"name": ..., "arguments": {...}}."""
 
@@ -43,7 +43,7 @@ _MARKS = (
 
 
 def tool_format(template: str) -> ToolFormat:
-    """The format that the source of a chat template tells the model to write."""
+    """Return the format that the source of a chat template asks the model for."""
     for tool_format, marks in _MARKS:
         if any(mark in template for mark in marks):
             return tool_format
@@ -54,27 +54,27 @@ _ONE_CALL_A_TURN = frozenset({ToolFormat.LLAMA, ToolFormat.HARMONY})
 
 
 def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
-    """The same conversation with no more calls in a turn than templates of the format write."""
+    """Return the conversation with no more calls in a turn than the format's templates take."""
     if form not in _ONE_CALL_A_TURN:
         return list(turns)
     return [each for turn in _with_results(turns) for each in _one_by_one(*turn)]
 
 
 def described(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Mapping[str, Any]]:
-    """The same tools; with a description each where templates of the format fail without."""
+    """Return the tools, each with a description where templates of the format need one."""
     return [_described(tool) if form is ToolFormat.HARMONY else tool for tool in tools]
 
 
 def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
-    """The same conversation for templates that do not write calls: they become content."""
+    """Return the conversation with calls as content, for templates that do not write calls."""
     return [_as_text(turn, form) if turn.get("tool_calls") else turn for turn in turns]
 
 
 def with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the same conversation with ids of calls that are nine letters and digits.
+    """Return the conversation with ids of calls that are nine letters and digits.
 
-    Templates of Mistral's kind take no others. An id that is longer, such as OpenAI's, becomes one
-    that depends on it alone, so that calls keep their results and prompts their beginnings.
+    Mistral's templates accept no others. A longer id, such as OpenAI's, is replaced by a hash of
+    it, so that calls keep their results, and prompts their prefixes.
     """
     return [_with_short_ids(turn) for turn in turns]
 
@@ -101,8 +101,7 @@ def _short_id(call_id: str) -> str:
 
 
 def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """Return the same conversation for templates that know no tools: the system's turn lists the
-    functions."""
+    """Return the conversation for templates without tools: the system's turn lists functions."""
     if not tools:
         return list(turns)
     text = _instruction(tools)
@@ -112,8 +111,10 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]
 
 
 def with_results_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the same conversation for templates that know neither tools nor calls: the user's
-    turns say what functions returned."""
+    """Return the conversation with results as the user's turns.
+
+    This is for templates that know neither tools nor calls.
+    """
     return [_as_result(turn) for turn in _joined_results(turns)]
 
 
@@ -174,7 +175,7 @@ def _python_call(call: Mapping[str, Any]) -> str:
 
 
 def _joined_results(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Groups of one turn; results that follow one another are one group."""
+    """Group consecutive results. Any other turn is a group of its own."""
     groups: list[list[Turn]] = []
     for turn in turns:
         if turn["role"] == "tool" and groups and groups[-1][0]["role"] == "tool":

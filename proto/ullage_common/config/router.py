@@ -7,8 +7,8 @@ import msgspec
 
 from ullage_common.config.engine import MemoryBudget, RequestLimits, TicketFolder
 from ullage_common.process import addresses
+from ullage_common.process.api_keys import TENANT_NAME
 from ullage_common.process.config_file import (
-    TENANT_NAME,
     Bytes,
     Count,
     LogLevel,

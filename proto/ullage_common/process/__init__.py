@@ -1,5 +1,4 @@
-"""What every process here needs: configuration files, logs, metrics, memory limits and watched
-files.
+"""The basics of every process: configuration files, logs, metrics, memory limits, watched files.
 
-It knows no message and no service.
+The package knows no message and no service.
 """

@@ -1,27 +1,35 @@
-"""Addresses with ports: how they are written, and where a process listens.
+"""Network addresses: how they are written, what DNS answers, and where a process listens.
 
-A process that is told no address listens at all of them, of IPv4 and of IPv6, so that the same
-configuration serves clusters of either kind and of both.
+A process without a configured address listens on all addresses of IPv4 and IPv6, so the same
+configuration serves clusters of either family, or of both.
 """
 
 import ipaddress
 import socket
+from collections.abc import Iterable
+from typing import Any
 
 EVERY_IPV6 = "::"
 _EVERY_IPV4 = "0.0.0.0"
 _BACKLOG = 128
 
+NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""Errors of getaddrinfo that are answers: a headless Service without pods has no records."""
+
 
 def host_of(host: str | None) -> str:
-    """Return the address to listen at: `host`, or the wildcard address, of IPv4 if the kernel has
-    no IPv6."""
+    """Return the address to listen on.
+
+    Args:
+        host: None for the wildcard address, of IPv6 where its sockets take IPv4 as well.
+    """
     if host is not None:
         return host.removeprefix("[").removesuffix("]")
     return EVERY_IPV6 if socket.has_dualstack_ipv6() else _EVERY_IPV4
 
 
 def joined(host: str, port: int | str) -> str:
-    """Return `host:port`, with brackets around an address of IPv6."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -29,7 +37,7 @@ def split(target: str) -> tuple[str, int]:
     """Return the host, without brackets, and the port of `host:port` or `[ip]:port`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the target is neither.
     """
     host, _, port = target.rpartition(":")
     inner = host.removeprefix("[").removesuffix("]")
@@ -50,6 +58,29 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
+def is_ip(host: str) -> bool:
+    """Return whether a host, with or without brackets, is an IP address and not a name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def by_best_family(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
+    """Return the addresses of one family in an answer of getaddrinfo.
+
+    A process with both an A and an AAAA record is one process, so only one of them may count.
+
+    Returns:
+        `ip:port` for every A record, or `[ip]:port` for every AAAA record where there is none.
+    """
+    by_family: dict[int, set[str]] = {}
+    for family, *_, (ip, *_) in records:
+        by_family.setdefault(family, set()).add(joined(str(ip), port))
+    return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
+
+
 def listen(host: str | None, port: int) -> socket.socket:
     """Return a listening socket.
 
@@ -62,6 +93,7 @@ def listen(host: str | None, port: int) -> socket.socket:
     address = host_of(host)
     is_ipv6 = ":" in address
     listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_ipv6:

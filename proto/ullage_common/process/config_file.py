@@ -1,14 +1,6 @@
-"""A process's configuration file, and the API keys that such files list.
+"""Reads and checks the configuration file of a process, which is YAML or JSON."""
 
-A file is YAML or JSON, read once and never changed. A key has 256 random bits, so its plain SHA-256
-cannot be searched for; a slow hash would only slow every request down. What is stored is an
-*entry*: `sha256:` and 64 hexadecimal digits.
-"""
-
-import hashlib
 import logging
-import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,9 +18,9 @@ Percent = Annotated[float, msgspec.Meta(ge=0, le=100)]
 SomePercent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Bytes = Annotated[int, msgspec.Meta(extra={"unit": "bytes"})]
-"""Number of bytes; a quantity such as 2Gi in the API."""
+"""Number of bytes. In the API it is a quantity such as 2Gi."""
 Seconds = Annotated[float, msgspec.Meta(extra={"unit": "seconds"})]
-"""Number of seconds; a duration such as 10s in the API."""
+"""Number of seconds. In the API it is a duration such as 10s."""
 SomeBytes = Annotated[Bytes, msgspec.Meta(ge=0)]
 SomeSeconds = Annotated[Seconds, msgspec.Meta(gt=0)]
 
@@ -36,15 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field, the value and the remedy."""
+    """The configuration cannot be used. The message names the field, the value and the remedy."""
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all sections: immutable, and a value of another type or out of bounds is an
-    error.
+    """The base of all sections: immutable, with types and bounds that are checked.
 
-    A field that this version does not know is passed over: an operator writes for images that are
-    older than itself. What people misspell is refused before, where they write it.
+    Unknown fields are ignored, because an operator writes files for older images too. Misspelt
+    fields are refused earlier, by the API in which people write them.
     """
 
 
@@ -52,10 +43,10 @@ Config = TypeVar("Config", bound=Strict)
 
 
 def read_file(path: Path, kind: type[Config]) -> Config:
-    """Reads and checks a configuration file.
+    """Read and check a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a field is missing or wrong.
+        ConfigError: the file is missing, is not YAML, or a field is missing or invalid.
     """
     data = _load(path)
     try:
@@ -65,7 +56,7 @@ def read_file(path: Path, kind: type[Config]) -> Config:
 
 
 def warn_unknown(path: Path, config: Strict) -> None:
-    """Names the fields of a file that were passed over when it was read."""
+    """Log the fields of a file that were ignored when it was read."""
     if fields := list(_beyond(_load(path), msgspec.to_builtins(config), "$")):
         log.warning(
             "fields of the configuration that this version does not know",
@@ -74,7 +65,7 @@ def warn_unknown(path: Path, config: Strict) -> None:
 
 
 def _beyond(given: Any, parsed: Any, at: str) -> Iterator[str]:
-    """Paths of what only `given` has."""
+    """Yield the paths of fields that only `given` has."""
     match given, parsed:
         case dict(), dict():
             for name, value in given.items():
@@ -95,51 +86,3 @@ def _load(path: Path) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"{path}: not YAML: {message}") from error
-
-
-PREFIX = "sk-ullage-"
-MIN_KEY = 16
-"""Characters: shorter keys of one's own making can be guessed."""
-MAX_KEY = 512
-HASH_PREFIX = "sha256:"
-
-TENANT_NAME = re.compile(r"[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?")
-"""Names that are a Secret's key, a file and a metric's label alike."""
-
-_HASH = re.compile(r"sha256:[0-9a-f]{64}")
-_KEY = re.compile(r"[!-~]+")
-
-
-def new_key() -> str:
-    """Generate a random key."""
-    return PREFIX + secrets.token_urlsafe(32)
-
-
-def digest(key: str) -> bytes:
-    """The 32 bytes that stand for a key."""
-    return hashlib.sha256(key.encode()).digest()
-
-
-def entry(key: str) -> str:
-    """The line of a Secret that lets a key in."""
-    return HASH_PREFIX + digest(key).hex()
-
-
-def read_entry(line: str) -> bytes:
-    """The digest that a line of a Secret means: an entry, or a key as it is.
-
-    Raises:
-        ValueError: it is neither; the message does not repeat it.
-    """
-    if line.startswith(HASH_PREFIX):
-        if not _HASH.fullmatch(line):
-            raise ValueError("sha256: is not followed by 64 lower-case hexadecimal digits")
-        return bytes.fromhex(line.removeprefix(HASH_PREFIX))
-    if not _KEY.fullmatch(line):
-        raise ValueError("a key has spaces or characters that are not printable ASCII")
-    if not MIN_KEY <= len(line) <= MAX_KEY:
-        raise ValueError(
-            f"a key has {len(line)} characters, not {MIN_KEY} to {MAX_KEY}; "
-            "make one with `ullage key new`"
-        )
-    return digest(line)

@@ -1,4 +1,4 @@
-"""CPU cores of a process: how many it may keep busy, and whether they are chosen for it."""
+"""The CPU cores of a process: how many it may use, and pinning."""
 
 import math
 import os
@@ -13,9 +13,9 @@ _THREADS = ("core_cpus_list", "thread_siblings_list")
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores of its affinity, and no more than its cgroup's quota pays for, rounded up.
+    """Return the number of cores by the process's affinity and its cgroup's quota, rounded up.
 
-    With more threads than that the kernel stops all of them for the rest of every period.
+    With more busy threads, the kernel would throttle all of them for the rest of every period.
     """
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup_root)
@@ -25,8 +25,10 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 def physical_cores(
     cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")
 ) -> list[list[int]]:
-    """Group logical cores by the physical core whose threads they are, a package's together; each
-    stands alone where the kernel says nothing."""
+    """Group logical cores by physical core, ordered by package.
+
+    A core is a group of its own where the kernel does not tell its siblings.
+    """
     groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):
         topology = root / f"cpu{core}/topology"
@@ -34,7 +36,7 @@ def physical_cores(
         package = _read(topology, ["physical_package_id"])
         place = (int(package) if package else sys.maxsize, threads)
         groups.setdefault(place, []).append(core)
-    # By the first thread within a package, since numbers of cores are unique within a die only.
+    # Within a package, order by the first thread: numbers of cores are unique only within a die.
     return [groups[place] for place in sorted(groups, key=lambda place: place[0])]
 
 
@@ -49,15 +51,15 @@ def _read(folder: Path, names: Sequence[str]) -> str:
 
 
 def is_pinned() -> bool:
-    """Whether the process may use only some of the machine's cores, as exclusive ones of a pod."""
+    """Return whether the process may use only some of the machine's cores."""
     return len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Make the process, and those that it starts, run on these cores alone.
+    """Pin the process and its children to these cores.
 
     Raises:
-        ConfigError: it may not use one of them.
+        ConfigError: the process may not use one of them.
     """
     allowed = os.sched_getaffinity(0)
     if others := sorted(set(cores) - allowed):
@@ -69,7 +71,10 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def _quota(root: Path) -> float | None:
-    """Cores; cgroup v2 says `quota period` or `max period`, v1 has a file each and -1 for none."""
+    """Return the quota in cores; None without one.
+
+    cgroup v2 has `quota period` or `max period` in one file; v1 has two files, and -1 for no quota.
+    """
     try:
         quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Notices that mounted files changed, by looking once a second.
+"""Notices changes of mounted files by polling once a second.
 
-Kubernetes replaces a mounted Secret by pointing the link `..data` at a new folder. Notification
-through inotify misses that on some file systems; a handful of `stat` calls a second misses nothing.
+Kubernetes replaces a mounted Secret by pointing the link `..data` to a new folder. inotify misses
+that on some file systems. A handful of `stat` calls a second misses nothing.
 """
 
 import asyncio
@@ -19,7 +19,10 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 def fingerprint(folders: Sequence[Path]) -> Fingerprint:
-    """Change whenever a file in one of the folders does; links are followed, folders are not."""
+    """Return a value that changes with any file in the folders.
+
+    Links are followed. Files of subfolders do not count.
+    """
     return tuple(item for folder in folders for item in _files(folder))
 
 
@@ -33,7 +36,7 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
         path = folder / name
         try:
             status = path.stat()
-        except OSError:  # a link that points nowhere, or a file removed just now
+        except OSError:  # a dangling link, or a file that was just removed
             continue
         if path.is_file():
             files.append((str(path), status.st_ino, status.st_mtime_ns, status.st_size))
@@ -43,10 +46,10 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
 async def follow(
     folders: Sequence[Path], seen: Fingerprint, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """Call `reload` after every change, for ever; one that fails is tried again.
+    """Call `reload` after every change, forever. A failed reload is tried again.
 
     Args:
-        seen: the fingerprint before what is in use was read, so that no change is missed.
+        seen: the fingerprint from before the files in use were read, so that no change is missed.
     """
     while True:
         await asyncio.sleep(INTERVAL_S)
@@ -55,7 +58,7 @@ async def follow(
             continue
         try:
             await reload()
-        except Exception:  # the next change must be noticed all the same
+        except Exception:  # the loop must live on to notice the next change
             log.exception("changed files cannot be taken up; trying again")
         else:
             seen = current

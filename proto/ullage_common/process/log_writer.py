@@ -1,9 +1,9 @@
-"""Writes log lines without waiting for whoever reads them.
+"""Writes log lines without waiting for their reader.
 
-A pipe whose reader stands still takes nothing any more, and a write to it waits for ever: one
-`kubectl logs`, a stopped terminal or a full disk of the node would stop every request. So lines are
-written at once where that cannot wait, and by a thread where it could. Those that find too many
-before them are dropped and counted, and the count is a line of its own.
+A write to a full pipe blocks until the reader goes on. One stalled `kubectl logs`, a stopped
+terminal or a full disk of the node would stop every request. So lines are written directly where
+that cannot block, and otherwise by a thread. When too many lines wait, further ones are dropped and
+counted, and the count is logged.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from collections import deque
 from typing import TextIO
 
 MAX_WAITING_BYTES = 1 << 20
-"""Bytes of lines that wait for their reader; later ones are dropped."""
+"""Most bytes of waiting lines. Further lines are dropped."""
 FLUSH_S = 2.0
-"""Seconds that the end of the process waits for a reader."""
+"""Longest time for which the end of the process waits for a reader, seconds."""
 _AT_ONCE_BYTES = select.PIPE_BUF
-"""Bytes that a pipe takes as a whole or not at all."""
+"""Most bytes that a pipe takes atomically."""
 DROPPED = "log lines were dropped, since nobody read them"
 
 
@@ -29,26 +29,27 @@ class LineWriter(logging.Handler):
     """Writes formatted records to a file descriptor without waiting.
 
     Args:
-        fd: stays open and its own; what else is written to it may come between two lines.
+        fd: file descriptor, which stays open. Other writes to it may come between two lines.
     """
 
     def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
         self._direct_fd = _unblocked(fd)
-        self._start_anew()
-        os.register_at_fork(after_in_child=self._start_anew)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _start_anew(self) -> None:
-        """Start with an empty queue after a fork: its lines are the parent's."""
+    def _reset(self) -> None:
+        """Start with an empty queue and no thread, as after a fork: the lines are the parent's."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        """With the line that is being written."""
+        """Bytes of the queue and of the line that is being written."""
         self._num_dropped = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or queue it where that could block."""
         try:
             line = self.format(record).encode(errors="backslashreplace") + b"\n"
             if not self._write_now(line):
@@ -67,14 +68,14 @@ class LineWriter(logging.Handler):
                 self._changed.wait(until - time.monotonic())
 
     def _write_now(self, line: bytes) -> bool:
-        """Write a line whose turn it is, if the write does not block."""
+        """Write a line if none waits before it and the write does not block."""
         if self._direct_fd is None or self._waiting_bytes or len(line) > _AT_ONCE_BYTES:
             return False
         try:
             written = os.write(self._direct_fd, line)
         except BlockingIOError:
             return False
-        except OSError:  # its reader has gone
+        except OSError:  # the reader has gone
             return True
         if written < len(line):
             self._enqueue(line[written:])
@@ -82,9 +83,9 @@ class LineWriter(logging.Handler):
 
     def _enqueue(self, line: bytes) -> None:
         with self._changed:
-            # The first one may have any length, or it could never be written.
+            # A line may have any length if nothing waits, or it could never be written.
             is_full = self._waiting_bytes and self._waiting_bytes + len(line) > MAX_WAITING_BYTES
-            # After a gap there is nothing before the line that tells of it.
+            # After a dropped line, drop all until the notice of the gap is written.
             if is_full or self._num_dropped:
                 self._num_dropped += 1
                 return
@@ -96,7 +97,7 @@ class LineWriter(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self) -> None:
-        """Write queued lines for ever."""
+        """Write queued lines forever."""
         while True:
             with self._changed:
                 while not self._waiting:
@@ -130,10 +131,10 @@ def new_handler(stream: TextIO) -> logging.Handler:
 
 
 def _unblocked(fd: int) -> int | None:
-    """Return a non-blocking descriptor of the same file; None if there is none.
+    """Return a non-blocking descriptor of the same file; None if there can be none.
 
-    The one that is given may be shared with other programs, whose writes would fail. A regular file
-    takes everything, and a socket cannot be opened again.
+    The given descriptor may be shared with other programs, whose writes would fail if it did not
+    block. A regular file never blocks, and a socket cannot be opened again.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -146,6 +147,6 @@ def _unblocked(fd: int) -> int | None:
 
 
 def _write_whole(fd: int, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # its reader has gone
+    with contextlib.suppress(OSError):  # the reader has gone
         while line:
             line = line[os.write(fd, line) :]

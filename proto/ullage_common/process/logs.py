@@ -1,25 +1,19 @@
-"""JSON logs, one object a line, and the Prometheus endpoint that every process serves.
+"""JSON logs, one object a line.
 
-A line holds time, level, logger, message and the fields of `extra`; where `extra` has a mapping
-`MORE_FIELDS`, also what is in that, which costs a third where there are many.
+A line has time, level, logger, message and the fields of `extra`. If `extra` has a mapping
+`MORE_FIELDS`, its fields are added too, which for many fields costs a third of the time.
 """
 
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
-from wsgiref.simple_server import WSGIRequestHandler
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-from prometheus_client.exposition import ThreadingWSGIServer
 
-from ullage_common.process.addresses import listen
 from ullage_common.process.log_writer import new_handler
-from ullage_common.process.metrics import exposition
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 MORE_FIELDS = "more_fields"
@@ -27,8 +21,10 @@ _ENCODER = msgspec.json.Encoder(enc_hook=repr)
 
 
 class _LeanRecord(logging.LogRecord):
-    """A log record without the names made of a path, which no line shows and which cost as much as
-    the rest."""
+    """A log record without file and module names.
+
+    No line shows these, and they cost as much as the rest of the record.
+    """
 
     def __init__(
         self,
@@ -43,14 +39,16 @@ class _LeanRecord(logging.LogRecord):
         sinfo: str | None = None,
         **_: object,
     ) -> None:
-        self.name, self.levelno, self.levelname = name, level, logging.getLevelName(level)
+        self.name = name
+        self.levelno = level
+        self.levelname = logging.getLevelName(level)
         self.pathname = self.filename = self.module = pathname
         self.lineno = lineno
         self.funcName = func or ""
         self.msg = msg
         self.args = args
         if args and len(args) == 1 and isinstance(args[0], Mapping) and args[0]:
-            self.args = args[0]  # `%(name)s`, as logging has it
+            self.args = args[0]  # for `%(name)s`, like logging's own records
         self.exc_info = exc_info
         self.exc_text = None
         self.stack_info = sinfo
@@ -61,16 +59,20 @@ class _LeanRecord(logging.LogRecord):
 
 
 class JsonFormatter(logging.Formatter):
-    """Renders a record with its extra fields; values that JSON lacks are rendered by repr."""
+    """Renders a record with its extra fields. Values without JSON are rendered by repr.
+
+    Args:
+        fields: fields of every line.
+    """
 
     def __init__(self, fields: Mapping[str, object] = MappingProxyType({})) -> None:
-        """`fields` are part of every line."""
         super().__init__()
         self._fields = fields
         self._second = 0
         self._second_text = ""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line of JSON."""
         line = {
             "time": self._time(record.created),
             "level": record.levelname.lower(),
@@ -87,7 +89,7 @@ class JsonFormatter(logging.Formatter):
         return _ENCODER.encode(line).decode()
 
     def _time(self, seconds: float) -> str:
-        """RFC 3339, UTC; the whole seconds' text serves all lines of a second."""
+        """Return a time in RFC 3339, UTC. The text of a second is cached."""
         whole = int(seconds)
         if whole != self._second:
             self._second_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
@@ -102,9 +104,9 @@ def configure(
 ) -> None:
     """Send every log record of this process to `stream` as JSON, with `fields` in each line.
 
-    A slow reader of the stream delays nobody (`log_writer`).
+    A slow reader of the stream does not delay the process (`log_writer`).
     """
-    # What no line here shows is not looked up for each (logging's own advice).
+    # Values that no line shows are not computed, as the documentation of logging advises.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     vars(logging)["logAsyncioTasks"] = False  # from Python 3.12 on
@@ -112,63 +114,3 @@ def configure(
     handler = new_handler(stream)
     handler.setFormatter(JsonFormatter(fields))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: Prometheus and the kubelet ask every few seconds."""
-
-
-_NOT_READY = "503 Service Unavailable"
-
-
-def serve_metrics(
-    registry: CollectorRegistry,
-    port: int,
-    host: str | None,
-    is_ready: Callable[[], bool] | None = None,
-) -> Callable[[], None]:
-    """Serve `registry` at http://host:port/metrics from a thread; return the function that stops
-    it.
-
-    With `is_ready` also /readyz, 200 or 503.
-
-    Args:
-        host: None: every address.
-
-    Raises:
-        OSError: the port cannot be used.
-    """
-    listener = listen(host, port)
-    address, number = listener.getsockname()[:2]
-    server = ThreadingWSGIServer((address, number), _QuietHandler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listener
-    server.server_name = address
-    server.server_port = number
-    server.setup_environ()
-    server.set_app(_pages(registry, is_ready))
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return stop
-
-
-def _pages(registry: CollectorRegistry, is_ready: Callable[[], bool] | None) -> Any:
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        status = "200 OK"
-        kind = CONTENT_TYPE_LATEST
-        if environ["PATH_INFO"] != "/readyz" or is_ready is None:
-            body = exposition(registry)
-        else:
-            kind = "text/plain"
-            status, body = ("200 OK", b"ready\n") if is_ready() else (_NOT_READY, b"not ready\n")
-        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [body]
-
-    return answer

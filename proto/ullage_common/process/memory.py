@@ -1,4 +1,4 @@
-"""Memory of a process: how much it may still take, and how it returns what it freed."""
+"""Memory of a process: its limits, kills by the kernel, and the return of freed memory."""
 
 import contextlib
 import ctypes
@@ -10,19 +10,29 @@ CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_V2 = Path("memory.max")
 _CGROUP_V1 = Path("memory/memory.limit_in_bytes")
 
+RECENT_LOOKS = 20
+"""Number of calls of `OomKills.look` for which a kill is recent. Where memory is short, a killed
+process may take seconds to end."""
+YOUNG_OBJECTS = 20_000
+"""New objects after which the garbage collector searches the young generation. Python's 700 are a
+few requests, and 50,000 objects of garbage would stop the process for too long."""
+_M_MMAP_THRESHOLD = -3
+"""Number of glibc's parameter."""
+_LARGE_BYTES = 1 << 20
+
 
 def usable_bytes(cgroup_root: Path = CGROUP) -> int:
-    """The container's limit, or what the machine has free if that is less."""
-    import psutil  # routers' and the operator's image lack it and ask for no memory
+    """Return the container's limit, or the machine's free memory if that is less, in bytes."""
+    import psutil  # absent from the images of router and operator, which do not call this
 
-    # What others hold is not ours to promise.
+    # Memory of other processes cannot be promised.
     available = int(psutil.virtual_memory().available)
     limit = container_limit(cgroup_root)
     return available if limit is None else min(limit, available)
 
 
 def free_bytes(cgroup_root: Path = CGROUP) -> int:
-    """Bytes that this container may still take: of its limit, and of what the machine has free."""
+    """Return the bytes that this container may still take, by its limit and the free memory."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -34,8 +44,7 @@ def free_bytes(cgroup_root: Path = CGROUP) -> int:
 
 
 def _container_used(root: Path) -> int | None:
-    """Bytes of the container without the cached files that the kernel drops when it needs room;
-    None where there is no cgroup."""
+    """Return the container's bytes without droppable file caches; None without a cgroup."""
     for current, stat, cached in (
         (root / "memory.current", root / "memory.stat", "inactive_file"),
         (
@@ -49,13 +58,14 @@ def _container_used(root: Path) -> int | None:
             lines = stat.read_text(encoding="ascii").splitlines()
         except (OSError, ValueError):
             continue
+
         stats = dict(line.split() for line in lines)
         return used - int(stats.get(cached, 0))
     return None
 
 
 def container_limit(cgroup_root: Path = CGROUP) -> int | None:
-    """Bytes above which the kernel kills; None without a limit."""
+    """Return the bytes above which the kernel kills; None without a limit."""
     for path in (cgroup_root / _CGROUP_V2, cgroup_root / _CGROUP_V1):
         try:
             text = path.read_text(encoding="ascii").strip()
@@ -66,16 +76,14 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
     return None
 
 
-RECENT_LOOKS = 20
-"""Looks at a count for which a kill is recent: where memory is short, a killed process may take
-seconds to end."""
-
-
 class OomKills:
-    """Counts the processes beside one, itself included, that the kernel killed to free memory.
+    """Counts the processes in one process's cgroup that the kernel killed to free memory.
 
-    The kernel counts for each cgroup. A process that has ended is in none any more, so its cgroup
-    is remembered: call `look` regularly.
+    The kernel counts kills by cgroup. A process that has ended is in none, so its cgroup must be
+    read before: call `look` regularly.
+
+    Args:
+        pid: the process.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class OomKills:
             is_ending = self._sizes.read_text().startswith("0 ")
         except OSError:
             return
-        # Until somebody waits for a process that has ended, v1 shows the root as its cgroup.
+        # In v1 the cgroup of a zombie is the root.
         if is_ending:
             return
 
@@ -106,11 +114,15 @@ class OomKills:
         self._looks.append(self.count())
 
     def recent(self) -> int:
-        """Return how many were killed since the oldest of the recent looks."""
+        """Return the number of kills since the oldest of the recent looks."""
         return self.count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:
-        """Return the file in which the kernel counts, by the lines of a process's cgroups."""
+        """Return the file with the kernel's count.
+
+        Args:
+            lines: lines of the process's `/proc/PID/cgroup`.
+        """
         for line in lines:
             _, controllers, path = line.split(":", 2)
             folder = path.lstrip("/")
@@ -122,14 +134,14 @@ class OomKills:
                 files = [self._root / each / "memory.events" for each in (folder, "")]
             else:
                 continue
-            # Inside a container its own cgroup may be mounted as the root.
+            # Inside a container, its own cgroup may be mounted as the root.
             for file in files:
                 if file.is_file():
                     return file
         return None
 
     def count(self) -> int:
-        """Return how many were killed so far; 0 where the kernel does not say."""
+        """Return the number of kills so far; 0 where the kernel does not count."""
         if self._path is None:
             return 0
         with contextlib.suppress(OSError, ValueError):
@@ -138,20 +150,10 @@ class OomKills:
         return self._looks[-1] if self._looks else 0
 
 
-# Objects that come before the young ones are searched for cycles; Python's 700 is a few requests,
-# and 50,000 that are garbage take longer than others may wait.
-YOUNG_OBJECTS = 20_000
-
-
-_M_MMAP_THRESHOLD = -3
-"""Number of the parameter of glibc."""
-_LARGE_BYTES = 1 << 20
-
-
 def trim_heap() -> None:
-    """Return freed heap pages to the kernel; worth it once, after loading something large.
+    """Return freed heap pages to the kernel, after loading something large.
 
-    Does nothing where the C library is not glibc.
+    Do nothing where the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -159,10 +161,10 @@ def trim_heap() -> None:
 
 
 def return_large_blocks() -> None:
-    """Have blocks of a megabyte and more returned to the kernel as soon as they are freed.
+    """Make glibc return blocks of a megabyte and more to the kernel as soon as they are freed.
 
-    glibc learns to keep blocks of such sizes, up to 32 MiB each in the heap of each thread, once
-    some were freed; a server whose requests may be megabytes would keep all of them.
+    After such a block was freed, glibc raises its threshold and keeps blocks of up to 32 MiB in the
+    heap of each thread. A server whose requests may be megabytes would keep all of them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -170,10 +172,10 @@ def return_large_blocks() -> None:
 
 
 def freeze_gc() -> None:
-    """Take what lives now out of every later search for garbage, and searches less often.
+    """Exclude all present objects from garbage collection, and collect less often.
 
-    For a server that has loaded what it keeps: its requests leave next to no cycles, and a search
-    walks over all that is alive.
+    Call it when a server has loaded everything that it keeps. Its requests leave hardly any cycles,
+    and each collection would visit all live objects.
     """
     gc.collect()
     gc.freeze()

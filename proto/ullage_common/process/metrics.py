@@ -1,7 +1,7 @@
-"""What a metric is before anything is measured: name, kind, meaning, labels and buckets.
+"""Declares metrics: name, kind, meaning, labels and buckets.
 
-Each process keeps its metrics' in one module, `metric_names.py`; its code registers metrics from
-them, and `scripts/metrics_reference.py` writes docs/metrics.md from them.
+Each process declares its metrics in one module, `metric_names.py`. Its code registers them, and
+`scripts/metrics_reference.py` writes docs/metrics.md from them.
 """
 
 from bisect import bisect_left
@@ -33,9 +33,9 @@ SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
     *(120.0, 300.0),
 )
-"""Bounds of the routers' histograms of time, which rules about objectives read, too."""
+"""Buckets of the routers' histograms of time. Rules about objectives read them too."""
 
-# Gauges beside all counters and histograms that say when they began, which Prometheus ignores.
+# Without the `_created` gauges of counters and histograms, which Prometheus ignores.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -43,13 +43,17 @@ class Tally(msgspec.Struct, array_like=True):
     """Observations by bucket, which one process may send to another."""
 
     counts: list[int] = []
-    """Observations up to each bound and above the one before, those above all bounds last; empty
-    before the first."""
+    """Number of observations in each bucket, with those above all bounds last; empty before the
+    first."""
     total: float = 0.0
     """Sum of all observations."""
 
     def observe(self, bounds: tuple[float, ...], value: float, times: int = 1) -> None:
-        """Count a value so many times, always with the same bounds."""
+        """Count a value a number of times.
+
+        Args:
+            bounds: upper bounds of the buckets, the same for every value.
+        """
         if not self.counts:
             self.counts = [0] * (len(bounds) + 1)
         self.counts[bisect_left(bounds, value)] += times
@@ -60,7 +64,7 @@ class Tally(msgspec.Struct, array_like=True):
         return Tally(self.counts.copy(), self.total)
 
     def __add__(self, other: "Tally") -> "Tally":
-        """Return the observations of both."""
+        """Return the observations of both tallies."""
         if not (self.counts and other.counts):
             return self if self.counts else other
         counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
@@ -69,11 +73,11 @@ class Tally(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """The base class of all kinds."""
+    """The declaration of a metric, the base class of all kinds."""
 
     kind: ClassVar[str]
     name: str
-    """Full name, without what Prometheus appends for the kind."""
+    """Full name, without the suffix that Prometheus appends for the kind."""
     text: str
     """Meaning in one sentence without its full stop."""
     labels: tuple[str, ...] = ()
@@ -85,6 +89,8 @@ class MetricName:
 
 
 class CounterName(MetricName):
+    """The declaration of a counter."""
+
     kind = "counter"
 
     @property
@@ -96,7 +102,7 @@ class CounterName(MetricName):
         return Counter(self.name, self.text, self.labels, registry=registry)
 
     def counts(self, registry: CollectorRegistry, *first: str) -> "Counts":
-        """Register counts that cost hardly anything; `first`: as of `Counts`."""
+        """Register cheap counts (see `Counts`)."""
         return Counts(self, registry, first)
 
     def family(self) -> CounterMetricFamily:
@@ -105,6 +111,8 @@ class CounterName(MetricName):
 
 
 class GaugeName(MetricName):
+    """The declaration of a gauge."""
+
     kind = "gauge"
 
     def register(self, registry: CollectorRegistry) -> Gauge:
@@ -117,6 +125,8 @@ class GaugeName(MetricName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramName(MetricName):
+    """The declaration of a histogram."""
+
     kind = "histogram"
     buckets: tuple[float, ...]
     """Upper bounds, ascending, without infinity."""
@@ -125,11 +135,11 @@ class HistogramName(MetricName):
         return Histogram(self.name, self.text, self.labels, buckets=self.buckets, registry=registry)
 
     def tallies(self, registry: CollectorRegistry, *first: str) -> "Tallies":
-        """Register tallies that cost hardly anything; `first`: as of `Tallies`."""
+        """Register cheap tallies (see `Tallies`)."""
         return Tallies(self, registry, first)
 
     def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:
-        """Return the family of these tallies by values of labels."""
+        """Return the family of tallies that are given by values of labels."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         bounds = (*map(floatToGoString, self.buckets), "+Inf")
         for values, tally in tallies.items():
@@ -140,7 +150,7 @@ class HistogramName(MetricName):
 
 
 class AtScrape(Collector):
-    """A collector of what a function returns."""
+    """A collector that calls a function at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -155,13 +165,16 @@ class AtScrape(Collector):
 class Counts(dict[str | tuple[str, ...], float]):
     """Counts by the values of a counter's labels, where Prometheus' own class costs too much.
 
-    Use: `counts[value] += 1`, or with a tuple for several labels.
+    Use `counts[value] += 1`, with a tuple for several labels.
+
+    Args:
+        name: the counter.
+        first: values of the first labels, the same for all counts.
     """
 
     def __init__(
         self, name: CounterName, registry: CollectorRegistry, first: tuple[str, ...] = ()
     ) -> None:
-        """`first`: values of the first labels, the same for all counts."""
         super().__init__()
         self._name = name
         self._first = first
@@ -181,12 +194,16 @@ class Counts(dict[str | tuple[str, ...], float]):
 
 
 class Tallies:
-    """A histogram by the values of its labels, where Prometheus' own class costs too much."""
+    """A histogram by the values of its labels, where Prometheus' own class costs too much.
+
+    Args:
+        name: the histogram.
+        first: values of the first labels, the same for all series.
+    """
 
     def __init__(
         self, name: HistogramName, registry: CollectorRegistry, first: tuple[str, ...] = ()
     ) -> None:
-        """`first`: values of the first labels, the same for all series."""
         self._name = name
         self._bounds = name.buckets
         self._first = first
@@ -196,7 +213,7 @@ class Tallies:
         registry.register(AtScrape(self._families))
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """Count a value so many times, in the series that has these values of labels."""
+        """Count a value a number of times in the series with these values of labels."""
         self._tallies[labels].observe(self._bounds, value, times)
 
     def _families(self) -> Iterable[Metric]:
@@ -205,7 +222,7 @@ class Tallies:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """Return what Prometheus scrapes, in its text format; in half the client's own time."""
+    """Return the registry in Prometheus's text format, in half the time of its own client."""
     parts: list[str] = []
     for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -230,7 +247,7 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def metric_names(module: object) -> list[MetricName]:
-    """List all metrics that a module names, those in its tables too, by name."""
+    """Return all metrics that a module declares, also those in its tables, sorted by name."""
     names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)

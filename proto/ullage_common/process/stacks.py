@@ -1,8 +1,8 @@
-"""The stacks of a running process on its standard error, when it gets SIGUSR1: where it is busy, or
-what it waits for. It goes on as before.
+"""Dumps the stacks of a running process to its standard error at SIGUSR1.
 
-Threads are dumped by faulthandler, from inside the signal, also of a process that hangs in a
-library. Tasks of an event loop are dumped by the loop, so only while that turns.
+Threads are dumped by faulthandler from inside the signal, even if the process hangs in a library.
+Tasks of an event loop are dumped by the loop itself, so only while it runs. The process goes on as
+before.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def dump_on_signal() -> None:
-    """Dump all threads at each SIGUSR1, which would end the process otherwise."""
+    """Dump all threads at each SIGUSR1, which otherwise would end the process."""
     with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
@@ -24,7 +24,8 @@ def dump_on_signal() -> None:
 def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
     """Dump all threads and the tasks of the running loop at each SIGUSR1.
 
-    `others`: returns processes that get the signal, too; each must dump at it.
+    Args:
+        others: returns processes to which the signal is passed on. Each must handle it.
     """
     loop = asyncio.get_running_loop()
 
@@ -42,8 +43,10 @@ def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
 
 
 def _stack(task: "asyncio.Task[Any]") -> str:
-    """Return a task's name and what it waits in, outermost first. Its own `print_stack` shows one
-    frame only: those of awaited coroutines hang on these and not on the frame."""
+    """Return a task's name and the frames in which it waits, outermost first.
+
+    `Task.print_stack` shows only one frame, since it does not follow awaited coroutines.
+    """
     lines = [f"Task {task.get_name()} (most recent call last):"]
     awaited: Any = task.get_coro()
     while awaited is not None:

@@ -1,10 +1,9 @@
-"""Spans of requests: OpenTelemetry's SDK, whose spans a collector gets by OTLP.
+"""Tracing with OpenTelemetry's SDK, which exports spans to a collector by OTLP.
 
-Without a `TracingSection` there is no tracer, no package of OpenTelemetry's is imported, and a
-request pays for nothing. With one, a span is made for what takes time; most are made when the
-request is over, from times that were written down, so that nobody waits for them. A collector that
-is slow or gone costs spans and one line in the log, never a request: spans wait in a bounded queue
-that a thread sends.
+Without a `TracingSection` there is no tracer, OpenTelemetry is not imported, and requests cost
+nothing extra. With one, most spans are made when a request is over, from recorded times, so that no
+request waits for them. Spans wait in a bounded queue that a thread sends. So a slow or absent
+collector costs spans and one line in the log, but never a request.
 
 Names of spans and of their attributes follow OpenTelemetry's conventions for generative AI
 (semantic-conventions-genai, in development; `gen_ai.*` as of July 2026) and W3C's trace context
@@ -45,16 +44,16 @@ SpanKind = Literal["internal", "server", "client"]
 Value = str | bool | int | float | Sequence[str]
 
 MAX_VALUE = 1024
-"""Characters of an attribute, which clients may choose; a longer one is cut off there."""
+"""Most characters of an attribute, which clients may choose. A longer one is cut off."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-"""Longest time that spans may still take to leave when a process ends."""
+"""Longest time for which the end of a process waits for spans to be sent, seconds."""
 
 log = logging.getLogger(__name__)
 
 
 def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Return the fields that have a value, as OpenTelemetry takes them."""
+    """Return the fields whose values are valid attributes for OpenTelemetry."""
     return {
         name: value
         for name, value in fields.items()
@@ -63,15 +62,15 @@ def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
 
 
 class TracingSection(Strict, frozen=True, kw_only=True):
-    """Where spans go."""
+    """The collector of spans, and the share of traces that are sampled."""
 
     endpoint: Text
     """URL of the collector, such as http://collector:4317."""
     protocol: Literal["grpc", "http"] = "grpc"
-    """OTLP over gRPC (mostly port 4317), or over HTTP (mostly port 4318)."""
+    """OTLP over gRPC (usually port 4317), or over HTTP (usually port 4318)."""
     sample_percent: Percent = 100.0
-    """Percent of the traces that begin here whose spans are sent. A client's `traceparent` decides
-    for its own."""
+    """Percentage of traces that are sampled, of those that begin here. For others the client's
+    `traceparent` decides."""
 
     def __post_init__(self) -> None:
         url = urlsplit(self.endpoint)
@@ -82,7 +81,7 @@ class TracingSection(Strict, frozen=True, kw_only=True):
 
 
 class Span:
-    """A span that has begun; its methods do nothing where its trace is not sampled."""
+    """A span that has begun. Its methods do nothing if its trace is not sampled."""
 
     __slots__ = ("_span", "_tracer")
 
@@ -92,7 +91,7 @@ class Span:
 
     @property
     def is_recording(self) -> bool:
-        """Whether it is sampled and not ended, so that attributes are worth making."""
+        """Whether the span is sampled and not ended, so that attributes are worth computing."""
         return bool(self._span.is_recording())
 
     @property
@@ -116,13 +115,13 @@ class Span:
         start_unix_s: float | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> "Span":
-        """Begin a span inside of this one; see `Tracer.span`."""
+        """Begin a child of this span (see `Tracer.span`)."""
         return self._tracer.span(
             name, parent=self, kind=kind, start_unix_s=start_unix_s, attributes=attributes
         )
 
     def rename(self, name: str) -> None:
-        """Give it another name, as where that is known only at the end."""
+        """Change the name, such as when it is known only at the end."""
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -135,11 +134,16 @@ class Span:
         attributes: Mapping[str, Value] | None = None,
         at_unix_s: float | None = None,
     ) -> None:
-        """Add something that happened at one moment, by default now."""
+        """Add an event, by default at the present time."""
         self._span.add_event(name, attributes, _nanoseconds(at_unix_s))
 
     def end(self, at_unix_s: float | None = None, error: str = "") -> None:
-        """End the span, by default now; `error` is the kind of failure, empty where it is none."""
+        """End the span.
+
+        Args:
+            at_unix_s: Unix time of the end; None for now.
+            error: kind of the failure; empty for none.
+        """
         if error and self._span.is_recording():
             from opentelemetry.trace import Status, StatusCode
 
@@ -176,9 +180,9 @@ class Tracer:
         """Begin a span.
 
         Args:
-            parent: a span of this process, or what another one sent: its `traceparent`, or headers
-                with that and `tracestate`. Without a usable one a new trace begins.
-            start_unix_s: when it began; now by default.
+            parent: a span of this process, the `traceparent` of another process, or headers with
+                `traceparent` and `tracestate`. Without a valid parent a new trace begins.
+            start_unix_s: Unix time of the beginning; None for now.
         """
         return Span(
             self,
@@ -200,8 +204,8 @@ class Tracer:
         return self._extract(headers, self._no_parent)
 
     def close(self, within_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what is waiting, and blocks for at most so long."""
-        # Both of the SDK's calls may wait for a collector for longer than they are told.
+        """Send the waiting spans, within a time limit in seconds."""
+        # The SDK may wait for a collector for longer than its own time limits.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(within_s)
@@ -212,8 +216,11 @@ def start_tracing(
 ) -> Tracer | None:
     """Start tracing this process; return None if no collector is configured.
 
-    `attributes`: of the process, such as `service.instance.id`; OTEL_RESOURCE_ATTRIBUTES adds to
-    them, and OTEL_EXPORTER_OTLP_HEADERS has what the collector wants of its clients.
+    The environment may add to the settings: OTEL_RESOURCE_ATTRIBUTES has further attributes, and
+    OTEL_EXPORTER_OTLP_HEADERS headers for the collector.
+
+    Args:
+        attributes: attributes of the process, such as `service.instance.id`.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -265,8 +272,7 @@ def _exporter(section: TracingSection) -> "SpanExporter":
 
 
 def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Return the exporter, saying once when the collector stops to take spans, and once when it
-    does again."""
+    """Wrap the exporter, so that each loss and return of the collector is logged once."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Watched(SpanExporter):
@@ -275,7 +281,7 @@ def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
         def export(self, spans: Any) -> SpanExportResult:
             try:
                 result = exporter.export(spans)
-            except Exception:  # whatever it is, requests go on
+            except Exception:  # no failure of tracing may affect requests
                 result = SpanExportResult.FAILURE
             is_lost = result is not SpanExportResult.SUCCESS
             if is_lost is not self.is_lost:
@@ -293,7 +299,7 @@ def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
 
 
 def _silence_libraries() -> None:
-    """The exporters' own loggers write a line for each failed try; `_watched` says it once."""
+    """Silence the exporters' loggers, which log each failed attempt. `_watched` logs it once."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     logging.getLogger("urllib3").setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""The gRPC wire kit: channels, errors, health, size limits, flow control, multiplexing and TLS.
+"""The gRPC toolkit: channels, servers, errors, size limits, flow control, multiplexing and TLS.
 
-It carries messages and decides nothing about them.
+The package carries messages and decides nothing about them.
 """

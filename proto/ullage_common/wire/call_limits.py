@@ -1,7 +1,7 @@
-"""Places of a server's calls, and of their requests that arrive, shared by those who call.
+"""Bounds a server's calls, and the requests that arrive on them, fairly between their owners.
 
-The owner of a place is a tenant, or a peer's address where nobody knows whose a call is. A call
-that sends nothing costs its client nothing, so a place is never held long while others need it.
+The owner of a place is a tenant, or a peer's address where the tenant is unknown. An idle call
+costs its client nothing, so no owner keeps a place for long while others need it.
 """
 
 import asyncio
@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A place that may be lost: its holder's timeout passes then.
-
-    since
-        when it was taken, on the event loop's clock
-    """
+    """A place that its holder may lose to others."""
 
     owner: str
     timeout: asyncio.Timeout
+    """Expires when the place is lost."""
     since: float
+    """Time on the event loop's clock at which the place was taken."""
     is_lost: bool = False
 
     def lose(self) -> None:
@@ -32,7 +30,7 @@ class Place:
 
 
 class _Held:
-    """Places that may be lost, by owner, the oldest first."""
+    """Places that may be lost, by owner, oldest first."""
 
     def __init__(self) -> None:
         self._by_owner: dict[str, dict[Place, None]] = {}
@@ -53,14 +51,16 @@ class _Held:
         return True
 
     def oldest_of_greediest(self) -> Place | None:
-        """Return the oldest place of the owner with most."""
+        """Return the oldest place of the owner with the most places."""
         most = max(self._by_owner.values(), key=len, default=None)
         return next(iter(most)) if most else None
 
 
 class OpenPlaces:
-    """Places for everybody: a newcomer always has one, and where they are too many, the owner of
-    most loses its oldest."""
+    """Places for public calls. A newcomer always gets one.
+
+    When there are too many, the owner with the most places loses its oldest.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -69,7 +69,7 @@ class OpenPlaces:
 
     @contextlib.contextmanager
     def place(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Hold a place within the block, which the timeout ends once the place is lost."""
+        """Hold a place within the block. The timeout ends the block when the place is lost."""
         place = self._held.add(owner, timeout)
         self._num_held += 1
         if self._num_held > self._count and (oldest := self._held.oldest_of_greediest()):
@@ -86,7 +86,7 @@ class OpenPlaces:
 
 
 class CallCount:
-    """The calls of a server; one owner has at most half."""
+    """Counts the calls of a server. One owner has at most half of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -102,6 +102,7 @@ class CallCount:
         return True
 
     def remove(self, owner: str) -> None:
+        """Remove a call from the count."""
         self._total -= 1
         self._by_owner[owner] -= 1
         if not self._by_owner[owner]:
@@ -109,15 +110,15 @@ class CallCount:
 
 
 class ReceiveRoom:
-    """Places for requests that arrive or are parsed; one owner has at most half.
+    """Places for requests that arrive or are parsed. One owner has at most half of them.
 
-    Owners who wait have their turns one after the other. One that has more places than who waits
-    loses the oldest whose request has not come for `grace_s`.
+    Owners that wait take turns. If an owner has more places than one that waits, it loses its
+    oldest place whose request has not come within `grace_s`.
 
     Args:
         count: number of places.
-        grace_s: seconds for which no place is lost.
-        wait_s: longest wait in seconds for a place.
+        grace_s: seconds for which a place cannot be lost.
+        wait_s: longest wait for a place, seconds.
     """
 
     def __init__(self, count: int, grace_s: float, wait_s: float) -> None:
@@ -128,7 +129,7 @@ class ReceiveRoom:
         self._total = 0
         self._arriving = _Held()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Turns by owner; the first one that may have a place is next."""
+        """Waiters by owner, in the order of the owners' turns."""
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
@@ -136,7 +137,7 @@ class ReceiveRoom:
         """Wait for a place and hold it within the block.
 
         Raises:
-            TimeoutError: there was none in time.
+            TimeoutError: no place became free in time.
         """
         await self._take(owner)
         try:
@@ -146,7 +147,10 @@ class ReceiveRoom:
 
     @contextlib.contextmanager
     def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Hold a place, within the block, as one whose request has not come: it may be lost."""
+        """Mark a held place, within the block, as one whose request has not come.
+
+        Such a place may be lost to others.
+        """
         place = self._arriving.add(owner, timeout)
         self._make_room()
         try:
@@ -165,7 +169,7 @@ class ReceiveRoom:
             async with asyncio.timeout(self._wait_s):
                 await asyncio.shield(turn)
         except BaseException:
-            if not turn.cancel():  # the place came at this moment
+            if not turn.cancel():  # the place was given at this very moment
                 self._give_back(owner)
             raise
 
@@ -198,8 +202,10 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Take a place for the first waiter that needs one of others, or schedule that for the time
-        when it is due."""
+        """Take a place from the greediest owner for the first waiter that may have one.
+
+        While the place is within its grace period, do so when that is over.
+        """
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -208,6 +214,7 @@ class ReceiveRoom:
         place = self._arriving.oldest_of_greediest() if waiting is not None else None
         if place is None or self._num_held[place.owner] <= self._num_held[waiting or ""]:
             return
+
         loop = asyncio.get_running_loop()
         if (due := place.since + self._grace_s) > loop.time():
             self._timer = loop.call_at(due, self._make_room)

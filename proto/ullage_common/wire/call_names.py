@@ -1,9 +1,9 @@
-"""A gRPC server that no name of a method can end.
+"""A gRPC server that survives method names which are not UTF-8.
 
-gRPC's asyncio server decodes the name of a method that nobody has registered, outside of all that
-handles calls: one that is not UTF-8, which anybody may send, ends the loop that accepts calls, and
-with it the server and all its streams (seen with grpcio 1.85.1 and 1.85.3). Here such calls end
-before: every method is registered, so what no method has asked for is unknown, whatever its name.
+gRPC's asyncio server decodes the names of unregistered methods outside of its error handling. A
+name that is not UTF-8, which anybody may send, ends the loop that accepts calls, and with it the
+server and all its streams (seen with grpcio 1.85.1 and 1.85.3). Here every method is registered, so
+calls of unregistered methods are refused before their names are decoded.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ UNKNOWN_METHOD = "there is no such method; see reflection for those that there a
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """Accepts the calls of methods that are registered, and refuses all others."""
+    """Accepts the calls of registered methods, and refuses all others."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._refusals = set[asyncio.Task[None]]()
 
     async def _request_call(self) -> Any:
-        """Refuse call after call that is for no registered method."""
+        """Refuse all calls that are for no registered method."""
         while True:
             call = await super()._request_call()
             refusal = asyncio.create_task(_refuse(call), name="unknown method")
@@ -41,12 +41,12 @@ async def _refuse(call: Any) -> None:
 
 
 class Server(_server.Server):
-    """A server all of whose methods are registered, as those of generated code are.
+    """A server whose methods are all registered, as generated code does.
 
     Args:
-        interceptors: asked before each call.
-        options: of gRPC.
-        max_calls: number of calls that it has at one time.
+        interceptors: interceptors of each call.
+        options: options of gRPC.
+        max_calls: most calls at one time.
     """
 
     def __init__(

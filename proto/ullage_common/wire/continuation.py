@@ -1,8 +1,8 @@
-"""What was received of an answer, so that another engine can go on with it.
+"""Keeps the tokens of an answer that were received, so that another engine can go on with it.
 
-Whoever reads an answer from an engine, a router or a client with tickets, keeps this beside it. A
-beam search and the best of several answers are known only at their end: nothing of them is kept,
-and one that is lost begins anew.
+A reader of an engine's answer, which is a router or a client with tickets, keeps a `Progress` for
+it. Beam searches and the best of several answers are known only at their end. So nothing of them is
+kept, and a lost one starts from the beginning.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +14,14 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
-"""Losses in a row without a new token between them at which a request is given up: it is their
-likely cause."""
+"""Losses without a new token between them after which a request is given up as their likely
+cause."""
 MAX_LOSSES = 16
-"""Losses altogether at which a request is given up."""
+"""Losses in total after which a request is given up."""
 MAX_BREAKAGES = 2
-"""Engines whose own verdict is that the request breaks them: one more is not tried."""
+"""Engines that reported to break over the request, after which it is given up."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
+"""Reasons with which engines report that."""
 
 
 @dataclass(slots=True)
@@ -37,24 +38,25 @@ class Progress:
     """The output of one request so far.
 
     Args:
-        request: as it came; its continuation, if it has one, is where it begins.
+        request: the request as it came. If it has a continuation, the output begins with that.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self.num_tokens = 0
         """Output tokens of all answers."""
         self.has_begun = False
-        """Whether an engine accepted the request, this one's or one before its continuation."""
+        """Whether an engine accepted the request, here or before its continuation."""
         self.is_accepted = False
-        """Whether an engine accepted the request as it came here."""
+        """Whether an engine accepted the request here."""
         self.max_tokens = 0
-        """Output limit of each answer that was granted; 0 before the request is accepted."""
+        """Granted output limit of each answer; 0 before the request is accepted."""
         self.fingerprints: tuple[str, ...] = ()
-        """Fingerprints of the engines that generated tokens, in their order."""
+        """Fingerprints of the engines that generated tokens, in order."""
         self._fingerprint = ""
         """Fingerprint of the engine that accepted the request last."""
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
+
         self._is_growing = is_growing(request)
         num = num_answers(request.samples) if request.HasField("samples") else 1
         self._answers = [_Answer() for _ in range(num)]
@@ -70,7 +72,7 @@ class Progress:
         self.num_tokens = sum(len(answer.token_ids) for answer in self._answers)
         self._seed = request.sampling.seed
         self._degraded = tuple(continuation.degraded)
-        # Of tokens from a server that sent no fingerprints, the fingerprint is unknown.
+        # The tokens of a server that sent no fingerprints have an unknown one.
         self.fingerprints = tuple(continuation.fingerprints) or ("",)
         self.max_tokens = request.stop.max_tokens
         self.has_begun = True
@@ -82,29 +84,28 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token is known by its id, so that another engine can go on."""
+        """Whether the ids of all tokens are known, so that another engine can go on."""
         num_ids = sum(len(answer.token_ids) for answer in self._answers)
         return not self._is_growing or self.num_tokens == num_ids
 
     @property
     def is_inexact(self) -> bool:
-        """Whether tokens come from engines whose fingerprints differ."""
+        """Whether the tokens come from engines with different fingerprints."""
         return len(self.fingerprints) > 1
 
     @property
     def goes_on_inexactly(self) -> bool:
-        """Whether the engine that accepted the request last computes otherwise than those that
-        generated the tokens so far."""
+        """Whether the last engine's numerics differ from those of the tokens so far."""
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
-        """Keep what the first engine granted.
+        """Keep the limits and the seed that the first engine granted.
 
         Args:
-            max_tokens: the output limit that it was sent.
+            max_tokens: the output limit in the request to the engine.
 
         Raises:
-            ServiceError: UNIMPLEMENTED, a later one would begin anew.
+            ServiceError: UNIMPLEMENTED, a later engine would start from the beginning.
         """
         if self.has_begun and accepted.continued_tokens != self.num_tokens:
             raise _begins_anew(accepted.engine)
@@ -117,6 +118,7 @@ class Progress:
             self.max_tokens = min(max_tokens, accepted.max_tokens or max_tokens)
 
     def on_delta(self, delta: pb.Delta) -> None:
+        """Keep new tokens."""
         self.num_tokens += delta.num_tokens
         if delta.num_tokens and self._fingerprint not in self.fingerprints:
             self.fingerprints += (self._fingerprint,)
@@ -126,17 +128,18 @@ class Progress:
             answer.text_length += len(delta.text)
 
     def on_sample_finished(self, finished: pb.SampleFinished) -> None:
+        """Keep the end of one answer."""
         if self._is_growing:
             self._answers[finished.sample].reason = finished.reason
 
     def on_loss(self) -> None:
-        """Forget what cannot be gone on with: it comes again from its beginning."""
+        """Drop an answer that cannot be continued: it will come again from the beginning."""
         if not self._is_growing:
             self.num_tokens = 0
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
-        """Make the request go on with the answer, with what the first engine granted."""
+        """Make the request continue the answer, with the limits that the first engine granted."""
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens
@@ -157,7 +160,9 @@ class Losses:
 
     def __init__(self) -> None:
         self.total = 0
+        """Number of losses."""
         self._stalled = 0
+        """Number of losses since the last new token."""
         self._num_breakages = 0
         self._num_tokens = 0
 
@@ -171,7 +176,7 @@ class Losses:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether engines may break over the request; it then runs its next prompt alone."""
+        """Whether engines may break over the request. It should then run its next prompt alone."""
         return self._stalled >= MAX_STALLED_LOSSES - 1
 
     @property
@@ -182,8 +187,10 @@ class Losses:
 
 
 def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
-    """Write which prompt tokens an answer's first engine reused: a later one would count those of
-    a prompt that the tokens so far are a part of."""
+    """Write the cached prompt tokens as the answer's first engine counted them.
+
+    For a later engine the tokens so far are part of the prompt.
+    """
     usage.cached_tokens = accepted.cached_tokens
     del usage.cached_by_tier[:]
     usage.cached_by_tier.extend(accepted.cached_by_tier)

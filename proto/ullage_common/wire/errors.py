@@ -1,12 +1,4 @@
-"""The one error that crosses the wire, with google.rpc details, and its way back.
-
-ServiceError
-    code      gRPC status code
-    reason    UPPER_SNAKE_CASE, stable, for programs (google.rpc.ErrorInfo.reason)
-    message   one sentence for people: what, the value, what to do
-    metadata  facts as strings, such as field, needed_bytes, available_bytes
-    retry_after_s  when to come back; None when coming back cannot help
-"""
+"""The one error that crosses the wire, and its conversion to and from google.rpc details."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Never
@@ -21,7 +13,15 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ServiceError(Exception):
-    """A refusal or failure that is reported to the client."""
+    """A refusal or failure that is reported to the client.
+
+    Args:
+        code: gRPC status code.
+        reason: stable name in UPPER_SNAKE_CASE for programs (google.rpc.ErrorInfo.reason).
+        message: one sentence for people, with the field, the value and the remedy.
+        metadata: facts as strings, such as field, needed_bytes, available_bytes.
+        retry_after_s: seconds after which to retry; None when retrying cannot help.
+    """
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ServiceError(Exception):
 
 
 def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceError:
-    """Return INVALID_ARGUMENT naming the field at fault."""
+    """Return INVALID_ARGUMENT with the name of the field at fault."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT, reason, message, metadata={"field": field}
     )
@@ -57,7 +57,7 @@ def served_names(model: str, adapters: Iterable[str]) -> str:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo always, RetryInfo when retrying helps."""
+    """Return the google.rpc.Status of an error, with RetryInfo when retrying helps."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details = [_pack(info)]
     if error.retry_after_s is not None:
@@ -70,7 +70,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> Never:
     """End the call with the error, its details and gRPC's own retry pushback."""
     status = rpc_status.to_status(to_status(error))
-    # gRPC's retry logic reads this trailer and not RetryInfo; -1 forbids a retry.
+    # gRPC's retry logic reads this trailer and not RetryInfo. -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
     trailers = (*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback)))
     await context.abort(status.code, status.details, trailers)
@@ -78,13 +78,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> ServiceError:
-    """The ServiceError that the peer raised, or the transport's failure as one."""
+    """Return the ServiceError that the peer raised, or one for the transport's failure."""
     message = error.details() or error.code().name
     return _from_details(error.code(), message, _details(error))
 
 
 def from_status(status: Any) -> ServiceError:
-    """The ServiceError that a google.rpc.Status tells of."""
+    """Return the ServiceError of a google.rpc.Status."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     return _from_details(code, status.message or code.name, status.details)
 

@@ -1,8 +1,7 @@
-"""Fingerprints of engines: a digest of all that decides the bits of their answers.
+"""Fingerprints of engines: a digest of everything that decides the bits of their answers.
 
-Two engines with one digest compute the same numbers from the same tokens, so that they may share KV
-and go on with each other's answers. The facts that the digest is made of say how two engines
-differ.
+Engines with the same digest compute the same numbers from the same tokens. So they may share KV and
+continue each other's answers. The facts behind the digest tell how two engines differ.
 """
 
 import hashlib
@@ -12,8 +11,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 DIGEST_DIGITS = 24
+_KEY_DIGITS = 12
+"""Digits of an adapter's digest in its key."""
 _SHOWN = 3
-"""Number of engines that are named where there are more."""
+"""Most engines that are named of each kind."""
 _UNREPORTED = "fingerprint"
 """Name of the difference between engines that report a fingerprint and those that do not."""
 
@@ -22,9 +23,9 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """A digest with the facts that it is made of."""
 
     digest: str = ""
-    """Hexadecimal digits; empty: unknown, as of an engine of an earlier release."""
+    """Hexadecimal digits; empty where unknown, as for an engine of an earlier release."""
     facts: dict[str, str] = {}
-    """What decides bits, by name."""
+    """Facts that decide bits, by name."""
 
 
 UNKNOWN = Fingerprint()
@@ -34,17 +35,17 @@ Differences = dict[str, dict[str, list[str]]]
 
 
 def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
-    """Return the fingerprint that stands for these facts and nothing else."""
+    """Return the fingerprint of these facts."""
     text = json.dumps(dict(facts), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
     return Fingerprint(digest, dict(sorted(facts.items())))
 
 
 def differences(engines: Mapping[str, Fingerprint]) -> Differences:
-    """Return the facts in which engines differ; none where all compute alike.
+    """Return the facts in which engines differ.
 
     Args:
-        engines: their fingerprints by name.
+        engines: fingerprints by the engines' names.
     """
     if len({each.digest for each in engines.values()}) < 2:
         return {}
@@ -82,19 +83,16 @@ def num_kinds(engines: Iterable[Fingerprint]) -> int:
     return len({each.digest for each in engines})
 
 
-_KEY_DIGITS = 12
-
-
 def adapter_key(name: str, digest: str) -> str:
     """Return the name of one version of a LoRA adapter, by the digest of its files."""
     return f"{name}@{digest[:_KEY_DIGITS]}"
 
 
 def with_adapter(fingerprint: str, key: str) -> str:
-    """Return the fingerprint of answers that an engine computes with a version of an adapter.
+    """Return the fingerprint of an engine's answers with a version of an adapter.
 
     Args:
-        fingerprint: of the engine's answers without one; empty: unknown.
-        key: of `adapter_key`; empty: the answers are without one.
+        fingerprint: the engine's fingerprint without an adapter; empty where unknown.
+        key: the adapter's key (`adapter_key`); empty for no adapter.
     """
     return f"{fingerprint}/{key}" if fingerprint and key else fingerprint

@@ -1,12 +1,13 @@
-"""What one call of a stream sends: never more than its window, and tokens merged.
+"""The sending side of flow control: bounds a call by its window, and merges its tokens.
 
-Each message costs the reader more than the tokens in it. A first token leaves at once, and so does
-any that comes after the tick behind the last one that left. Those that come earlier wait for that
-tick, up to as many as the reader wants together, and leave as one delta. Ticks are a pause apart
-and the same for all calls, so that what many of them have to say shares a message.
+A message costs the reader more than the tokens in it. The first token is sent at once. Later tokens
+wait for the next tick after the last send, or until there are as many as the reader wants together,
+and are sent as one delta. Ticks are at fixed intervals and the same for all calls, so tokens of
+many calls share a message.
 
-`SendWindow` owns this rule: it alone knows what has left. Whoever makes the deltas may wait by the
-same `Pace` before it does, so as not to make any that would be merged; they then find it due.
+`SendWindow` owns this rule, since it alone knows the time of the last send. The producer of deltas
+may wait by the same `SendPace`, so that it makes no deltas that would only be merged. Its deltas
+are then due at once.
 """
 
 import asyncio
@@ -23,11 +24,11 @@ class _Pending:
     responses: list[pb.GenerateResponse] = field(default_factory=list)
     num_tokens: int = 0
     due: float = 0.0
-    """Time on the event loop's clock when the tokens may leave."""
+    """Time on the event loop's clock at which the tokens may be sent."""
     timer: asyncio.TimerHandle | None = None
 
     def take(self) -> list[pb.GenerateResponse]:
-        """Empty it and stop its timer."""
+        """Remove and return the deltas, and stop the timer."""
         responses = self.responses
         self.responses = []
         self.num_tokens = 0
@@ -38,29 +39,29 @@ class _Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How tokens of one sample leave together."""
+class SendPace:
+    """The pace at which tokens of one sample are sent."""
 
     pause_s: float = 0.0
-    """Seconds between two ticks; 0: each token leaves when it comes."""
+    """Seconds between two ticks; 0 to send each token when it comes."""
     max_tokens: int = 1
-    """Tokens that do not wait for the tick."""
+    """Number of tokens that are sent without waiting for a tick."""
 
     def next_tick(self, now: float) -> float:
-        """Return when tokens may leave again after some have, on the clock of `now`."""
+        """Return the time of the next send after one at `now`, on the same clock."""
         return next_tick(now, self.pause_s)
 
 
-AT_ONCE = Pace()
-"""Tokens wait for nothing."""
+AT_ONCE = SendPace()
+"""Tokens are sent when they come."""
 
 
 class SendWindow:
     """Sends the responses of one call, at most as many as its reader granted.
 
     Args:
-        call: its window, its pause and how many tokens may leave together.
-        send: passes a response on, at once.
+        call: has the window, the pause, and the tokens that may be sent together.
+        send: sends a response without waiting.
     """
 
     def __init__(self, call: pb.MultiplexCall, send: Callable[[pb.GenerateResponse], None]) -> None:
@@ -68,13 +69,13 @@ class SendWindow:
         self._loop = asyncio.get_running_loop()
         self._window = max(1, call.window)
         self._opened: asyncio.Future[None] | None = None
-        self.pace = Pace(call.coalesce_ms / 1000, max(1, call.coalesce_tokens))
+        self.pace = SendPace(call.coalesce_ms / 1000, max(1, call.coalesce_tokens))
         self._samples: dict[int, _Pending] = {}
         self.is_finished = False
         """Whether the last response was Finished."""
 
     async def write(self, response: pb.GenerateResponse) -> None:
-        """Send a response or keep it to be merged; waits while the window is shut."""
+        """Send a response, or keep it to be merged. Wait while the window is closed."""
         if response.HasField("delta"):
             await self._write_delta(response)
             return
@@ -83,7 +84,7 @@ class SendWindow:
         await self._send_when_open(response)
 
     def grant(self, responses: int) -> None:
-        """Widens the window by so many responses."""
+        """Widen the window by a number of responses."""
         self._window += responses
         if self._opened and not self._opened.done():
             self._opened.set_result(None)
@@ -93,13 +94,13 @@ class SendWindow:
                 self._send_now(merge_deltas(pending.take()))
 
     def end(self) -> None:
-        """Send what is pending: nothing more comes."""
+        """Send all pending deltas, at the end of the call."""
         for pending in self._samples.values():
             if pending.responses:
                 self._send_now(merge_deltas(pending.take()))
 
     def drop(self) -> None:
-        """Drop what is pending, since the reader has gone."""
+        """Drop all pending deltas, since the reader has gone."""
         for pending in self._samples.values():
             pending.take()
 
@@ -120,7 +121,7 @@ class SendWindow:
 
     def _on_due(self, pending: _Pending) -> None:
         pending.timer = None
-        if pending.responses and self._window > 0:  # else they leave when the window opens
+        if pending.responses and self._window > 0:  # otherwise `grant` sends them
             self._send_now(merge_deltas(pending.take()))
 
     async def _flush(self, pending: _Pending) -> None:
@@ -143,18 +144,19 @@ class SendWindow:
 
 
 def next_tick(now: float, pause_s: float) -> float:
-    """Return the next of the times that are so many seconds apart, on the clock of `now`."""
+    """Return the first multiple of `pause_s` after `now`, on the same clock."""
     if not pause_s:
         return now
     tick = (now // pause_s + 1) * pause_s
-    return tick if tick > now else tick + pause_s  # 1000.0 // 0.01 is 99999.0
+    return tick if tick > now else tick + pause_s  # rounding: 1000.0 // 0.01 is 99999.0
 
 
 def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:
-    """Return one delta with the text, tokens and log probabilities of all, in their order.
+    """Return one delta with the text, tokens and log probabilities of all, in order.
 
-    The responses are deltas of one sample and stay as they are. Only the first may carry reasoning
-    or tool calls.
+    Args:
+        responses: deltas of one sample, which are not changed. Only the first may have reasoning or
+            tool calls.
     """
     if len(responses) == 1:
         return responses[0]

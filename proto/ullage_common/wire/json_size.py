@@ -1,8 +1,8 @@
-"""Bounds the parts of JSON texts before anything is made of them.
+"""Bounds the number of values in JSON texts before they are parsed.
 
-A parser makes an object of every two bytes of `[[],[],...]`, keeps the interpreter's lock until the
-last one, and takes a hundred times the text's memory. The brackets, braces, colons and commas
-outside of strings say from above how many objects there would be.
+A parser makes an object of every two bytes of `[[],[],...]`, holds the GIL until the last one, and
+takes a hundred times the text's memory. The brackets, braces, colons and commas outside of strings
+are an upper bound of the objects.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 BLOCK_BYTES = 64 << 10
-"""Bytes that are looked at while the interpreter's lock is kept."""
+"""Bytes that are scanned while the GIL is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """The most parts of one text, or of several together."""
+    """Limits of the parts of one text, or of several together."""
 
     max_lists: int
     max_entries: int
@@ -26,18 +26,18 @@ class JsonLimits:
 
 
 BODY_LIMITS = JsonLimits(1 << 16, 1 << 18, MAX_PROMPT_TOKENS + (1 << 18))
-"""Limits of a request: 8192 turns with as many calls, parts and results fit three times over."""
+"""Limits of a request: three times 8192 turns with as many calls, parts and results."""
 VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
-"""Limits of values that are parsed whole: tools, and the arguments of all calls together."""
+"""Limits of values that are parsed whole, which are tools, and the arguments of all calls."""
 
 
 class JsonCounter:
     """Counts the parts of texts and refuses too many.
 
     Args:
-        field: of the request, for errors.
-        limits: of all texts together.
-        name: of the texts, for errors; empty: that of the field.
+        field: the request's field, for errors.
+        limits: limits of all texts together.
+        name: name of the texts, for errors; empty for the field's name.
     """
 
     def __init__(self, field: str, limits: JsonLimits, name: str = "") -> None:
@@ -85,7 +85,7 @@ class JsonCounter:
 
 
 def _end_of_block(text: bytes, start: int) -> int:
-    """Return the end of a block, so that neither it nor the next one begins within an escape."""
+    """Return the end of a block, so that no escape is cut."""
     end = min(start + BLOCK_BYTES, len(text))
     last = end - 1
     while last >= start and text[last] == ord("\\"):

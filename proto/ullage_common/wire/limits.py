@@ -1,4 +1,4 @@
-"""What a request may ask for, checked by the router and, for those without one, by the engine."""
+"""Limits of a request, checked by the router, and by the engine for clients without a router."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_SESSION_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_FINGERPRINTS = 32
-"""Different fingerprints of the engines that generated an answer so far."""
+"""Most different fingerprints of the engines that generated an answer so far."""
 MAX_FINGERPRINT_BYTES = 64
 MAX_PRIORITY = 100
 MAX_STOP_STRINGS = 16
@@ -21,27 +21,28 @@ MAX_BEAM_WIDTH = 8
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 20
 MAX_MESSAGES = 8192
-"""Turns of a conversation, and calls in all of them."""
+"""Most turns of a conversation, and most calls in all of them."""
 MAX_CALLS = 128
-"""Calls that one turn of a conversation made."""
+"""Most calls in one turn of a conversation."""
 MAX_PARTS = 8192
-"""Parts of the text of one turn."""
+"""Most parts of the text of one turn."""
 MAX_PROMPT_TOKENS = 1 << 20
-"""Most token ids of a prompt that comes as such."""
+"""Most ids in a prompt of token ids."""
 MAX_BEAM_STOP_TOKENS = 16
-"""Most stop tokens of a beam search: each is a candidate more that every step must look at."""
+"""Most stop tokens of a beam search. Each is one more candidate in every step."""
 MAX_LENGTH_PENALTY = 10
 MAX_LOGIT_BIAS = 1024
-"""Tokens that may have one."""
+"""Most tokens with a bias."""
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
-"""Levels of objects and arrays in a JSON Schema."""
+"""Most levels of objects and arrays in a JSON Schema."""
 
 
 class Range:
-    """An interval that a number must lie in; NaN lies in none.
+    """An interval of numbers. NaN is in none.
 
-    The numbers come as float32, which has about seven digits: 0.01 arrives a little smaller.
+    Numbers arrive as float32 with about seven digits, in which 0.01 is a little smaller. So they
+    are rounded to seven digits first.
     """
 
     def __init__(self, low: float, high: float, low_open: bool = False) -> None:

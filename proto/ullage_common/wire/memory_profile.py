@@ -1,4 +1,4 @@
-"""The memory profile of a model as engines send it and routers read it."""
+"""Converts the memory profile of a model to and from its message."""
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.request_cost import CacheGroup, MemoryProfile

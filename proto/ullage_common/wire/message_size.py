@@ -1,7 +1,7 @@
-"""Bounds the parts of a serialized message before anything is made of it.
+"""Bounds the number of parts of a serialized message before it is parsed.
 
-Protobuf makes an object of every two bytes of empty messages, keeps the interpreter's lock until
-the last one, and takes fifty times the bytes. The walk below makes nothing, and hands the lock on.
+Protobuf makes an object of every two bytes of empty messages, holds the GIL until the last one, and
+takes fifty times the bytes. The walk here makes no objects and lets other threads take the GIL.
 """
 
 from google.protobuf.descriptor import Descriptor
@@ -10,26 +10,29 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 MAX_PARTS = 1 << 17
-"""Fields and entries of all messages within one: 8192 turns with as many calls fit twice."""
+"""Most fields and entries of a message, nested ones included: twice 8192 turns with as many
+calls."""
 LIGHT_PARTS = 1024
-"""The same, of a message that is parsed at once."""
+"""The same for a light message, which is parsed on the event loop."""
 LIGHT_PACKED_BYTES = 1 << 20
-"""Bytes of all its lists of numbers."""
+"""Most bytes of all lists of numbers in a light message."""
 MAX_DEPTH = 32
+"""Most levels of nested messages."""
 _VARINT = 0
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _LAST_BYTES = bytes(range(128, 256))
-"""All but those that end a number."""
+"""Bytes that do not end a varint."""
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_message(data: bytes, descriptor: Descriptor) -> None:
-    """Check a serialized message; the parser refuses one that cannot be read.
+    """Check the size of a serialized message. A malformed one is left to the parser.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, it has too many parts or a list of too many numbers.
+        ServiceError: INVALID_ARGUMENT, the message has too many parts, or a list of too many
+            numbers.
     """
     if excess := _excess(data, descriptor, MAX_PARTS, len(data)):
         message = f"{descriptor.name} has more than {excess}; send fewer"
@@ -37,12 +40,12 @@ def check_message(data: bytes, descriptor: Descriptor) -> None:
 
 
 def is_light(data: bytes, descriptor: Descriptor) -> bool:
-    """Return whether a serialized message is parsed within a few milliseconds."""
+    """Return whether parsing a serialized message takes at most a few milliseconds."""
     return not _excess(data, descriptor, LIGHT_PARTS, LIGHT_PACKED_BYTES)
 
 
 def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_bytes: int) -> str:
-    """Return which bound a message exceeds; empty if it exceeds none."""
+    """Return the bound that a message exceeds, in words; empty if it exceeds none."""
     num_parts = 0
     packed_bytes = 0
     waiting: list[tuple[int, int, Descriptor, int]] = [(0, len(data), descriptor, 0)]
@@ -54,6 +57,7 @@ def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_byte
             num_parts += 1
             if num_parts > max_parts:
                 return f"{max_parts} fields and entries"
+
             tag, at = _varint(data, at, end)
             wire_type = tag & 7
             if wire_type == _VARINT:
@@ -76,21 +80,22 @@ def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_byte
                     list_bytes[field.number] = earlier + size
                     if packed_bytes > max_packed_bytes:
                         return f"{max_packed_bytes} bytes of numbers"
-                    # No serializer splits a list, so the bytes of its pieces count.
+                    # No serializer splits a list. For a split one, bytes count instead of numbers.
                     if earlier + size > MAX_PROMPT_TOKENS and (
                         earlier or _num_numbers(data[at : at + size]) > MAX_PROMPT_TOKENS
                     ):
                         return f"{MAX_PROMPT_TOKENS} numbers in {field.name}"
                 at += size
             else:
-                return ""  # groups, which no message here has
+                return ""  # a group, which no message here has
+
             if at < 0:
                 return ""
     return ""
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a varint and the place behind it; -1 if there is none."""
+    """Return a varint and the index after it; the index is -1 if there is no varint."""
     value = 0
     shift = 0
     while 0 <= at < end and shift < 70:
@@ -104,5 +109,5 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _num_numbers(packed: bytes) -> int:
-    """Count the numbers of a packed list; those of fixed size by an upper bound."""
+    """Return the numbers of a packed list; an upper bound for numbers of fixed size."""
     return len(packed.translate(None, _LAST_BYTES))

@@ -1,14 +1,13 @@
 """The serving end of `InferenceService.Multiplex`: many Generate calls over one stream.
 
-Each call runs as a task of its own, over the same code as Generate, with a context that has what
-such code uses of gRPC's. Responses of all calls that are ready at one moment leave in one message.
-A call may be `window` responses ahead of what the router took; then it waits, and no other does
-(`ullage_common.wire.flow_control`).
+Each call runs as a task of its own, with the same code as Generate and a context with the parts of
+gRPC's context that this code uses. The responses of all calls that are ready at one moment are sent
+in one message. A call may be `window` responses ahead of the router. Then it waits, and no other
+call does (`ullage_common.wire.flow_control`).
 
-Anybody who reaches an engine can open such a stream. So its open calls are bounded, the work of a
-message is done in pieces between which the event loop serves others, and nothing more begins while
-nobody reads the answers. A stream whose calls are refused for their tickets, one after the other,
-ends.
+Anybody who reaches an engine can open a stream. So its open calls are bounded, a message is
+processed in pieces between which the event loop serves others, and no call begins while nobody
+reads the answers. A stream with too many refused tickets in a row ends.
 """
 
 import asyncio
@@ -24,18 +23,18 @@ import grpc
 from google.rpc import code_pb2, status_pb2
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.wire.channels import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 from ullage_common.wire.errors import ServiceError, from_status, invalid, to_status
-from ullage_common.wire.flow_control import Pace, SendWindow
+from ullage_common.wire.flow_control import SendPace, SendWindow
+from ullage_common.wire.request_guard import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 
-# Responses in one message: it stays far below the longest that gRPC takes.
 MAX_BATCH = 256
+"""Most responses in one message, which so stays far below the longest that gRPC takes."""
 MAX_REFUSED_TICKETS = 32
-"""Calls refused for their tickets, none served between them, behind which a stream ends."""
+"""Calls refused in a row for their tickets after which a stream ends."""
 TURN_CALLS = 16
-"""Calls begun or ended at a time, before the event loop serves others."""
+"""Calls that are begun or ended before the event loop serves others."""
 TURN_ENTRIES = 2048
-"""Entries of a message that are looked at, at a time."""
+"""Entries of a message that are read before the event loop serves others."""
 STATUS_KEY = "grpc-status-details-bin"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -47,18 +46,19 @@ log = logging.getLogger(__name__)
 
 
 async def serve_multiplex(generate: Generate, context: Context) -> None:
-    """Serve one stream until the router closes it; then cancel unfinished calls.
+    """Serve one stream until the router closes it, then cancel unfinished calls.
 
     Args:
         generate: the service's method, in either of gRPC's two styles.
+        context: gRPC's context of the stream.
 
     Raises:
-        ServiceError: the stream breaks its bounds.
+        ServiceError: the stream exceeds its bounds.
     """
     stream = _Stream(generate)
     sending = asyncio.create_task(stream.send_all(context), name="multiplex sender")
     try:
-        # What a router waits for to know that this engine has such streams.
+        # By this the router knows that the engine serves the method.
         await context.send_initial_metadata(())
         while isinstance(request := await context.read(), pb.MultiplexRequest):
             await stream.take(request)
@@ -76,26 +76,28 @@ class _Stream:
         self._calls: dict[int, CallContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[tuple[int, pb.GenerateResponse | bytes]] = []
-        """Tags, each with a response or the status that ends its call."""
+        """(tag, response, or the status that ends the call) to send."""
         self._has_news = asyncio.Event()
+        """Set while the outbox has entries."""
         self._has_room = asyncio.Event()
-        """Whether the router took most of what was sent."""
+        """Set while the outbox is short enough for more calls."""
         self._refused: ServiceError | None = None
+        """The last refusal of a ticket."""
         self._num_refused = 0
-        """Calls refused for their tickets since one was served."""
+        """Number of calls refused for their tickets since one was served."""
 
     async def take(self, request: pb.MultiplexRequest) -> None:
-        """Begin, widen and cancel calls.
+        """Begin calls, widen their windows, and cancel them, as a message asks.
 
         Raises:
-            ServiceError: there are too many calls in the message, or the tickets of too many before
-                were refused.
+            ServiceError: the message has too many calls, or too many tickets were refused before.
         """
         await self._wait_for_reader()
         self._check_tickets()
         if len(request.calls) > MAX_CALLS:
             message = f"calls has {len(request.calls)} entries; send at most {MAX_CALLS}"
             raise invalid("calls", message, "BODY_TOO_LARGE")
+
         for num_begun, call in enumerate(request.calls):
             if num_begun and not num_begun % TURN_CALLS:
                 await self._give_turn()
@@ -119,7 +121,7 @@ class _Stream:
                 await self._give_turn()
 
     async def send_all(self, context: Context) -> None:
-        """Send what calls have ready, as long as the stream lives."""
+        """Send the outbox in batches, as long as the stream lives."""
         while True:
             await self._has_news.wait()
             batch = self._outbox[:MAX_BATCH]
@@ -128,6 +130,7 @@ class _Stream:
                 self._has_news.clear()
             if len(self._outbox) <= MAX_CALLS:
                 self._has_room.set()
+
             message = pb.MultiplexResponse()
             for tag, news in batch:
                 if isinstance(news, bytes):
@@ -137,6 +140,7 @@ class _Stream:
             await context.write(message)
 
     async def close(self) -> None:
+        """Cancel all calls."""
         tasks = list(self._tasks)
         for num_ended, task in enumerate(tasks, 1):
             task.cancel()
@@ -145,7 +149,7 @@ class _Stream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_turn(self) -> None:
-        """Let the event loop serve others."""
+        """Let the event loop serve others, and wait while nobody reads the answers."""
         await asyncio.sleep(0)
         await self._wait_for_reader()
 
@@ -159,13 +163,14 @@ class _Stream:
             raise self._refused
 
     def _begin(self, call: pb.MultiplexCall) -> None:
-        if call.tag in self._calls:  # one of the two must not get the other's tokens
+        if call.tag in self._calls:  # otherwise one call would get the other's tokens
             error = invalid("tag", f"tag {call.tag} is in use; give each call its own")
             self._send_status(call.tag, to_status(error))
             return
         if len(self._tasks) >= MAX_CALLS:
             self._send_status(call.tag, to_status(calls_full()))
             return
+
         context = CallContext(call, self._send)
         self._calls[call.tag] = context
         task = asyncio.create_task(self._run(call, context), name=f"call {call.tag}")
@@ -175,7 +180,7 @@ class _Stream:
 
     def _forget(self, context: "CallContext", task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        context.task = None  # the error of one that was cancelled has frames with the context
+        context.task = None  # breaks a cycle: a cancelled task's traceback holds the context
 
     async def _run(self, call: pb.MultiplexCall, context: "CallContext") -> None:
         status = status_pb2.Status(code=code_pb2.CANCELLED, message="the engine cancelled it")
@@ -225,7 +230,7 @@ class _Stream:
 
 
 class Aborted(Exception):
-    """A call was ended with a status."""
+    """A call was aborted with a status."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status.message)
@@ -233,7 +238,7 @@ class Aborted(Exception):
 
 
 class CallContext:
-    """The part of a gRPC context that the code behind Generate uses, for one call of a stream."""
+    """The context of one call of a stream, with the parts of gRPC's that Generate uses."""
 
     def __init__(
         self, call: pb.MultiplexCall, send: Callable[[int, pb.GenerateResponse], None]
@@ -244,25 +249,26 @@ class CallContext:
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def pace(self) -> Pace:
-        """How tokens of one sample leave together: those that come faster need not be written one
-        by one."""
+    def pace(self) -> SendPace:
+        """The pace of sending, so that faster tokens need not be written one by one."""
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
-        """Send a response; wait for a router that has not taken those before."""
+        """Send a response. Wait while the router has not taken those before."""
         return self.send_window.write(response)
 
     def cancel(self) -> None:
+        """End the call, since the router does not want its answer any more."""
         self.send_window.drop()
         if self.task:
             self.task.cancel()
 
     def time_remaining(self) -> float | None:
-        """Seconds; None without a time limit."""
+        """Return the seconds until the time limit; None without a limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of the call."""
         return self._metadata
 
     async def abort(
@@ -271,14 +277,14 @@ class CallContext:
         details: str = "",
         trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Never:
-        """End the call; the details of google.rpc are kept, other trailers are not."""
+        """Abort the call with a status. Of the trailers only the google.rpc details are kept."""
         for status in _statuses(trailing_metadata):
             raise Aborted(status)
         raise Aborted(status_pb2.Status(code=code.value[0], message=details))
 
 
 async def _relay(responses: AsyncGenerator[pb.GenerateResponse], context: CallContext) -> None:
-    async with contextlib.aclosing(responses):  # its clean-up must not wait for the collector
+    async with contextlib.aclosing(responses):  # cleans up now, not at garbage collection
         async for response in responses:
             await context.write(response)
 
@@ -290,7 +296,7 @@ def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
 
 
 def _check_size(request: pb.GenerateRequest) -> None:
-    """Refuse a request as large as a Generate call would refuse."""
+    """Refuse a request that is too large for a Generate call, too."""
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
         raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

@@ -1,7 +1,7 @@
-"""Certificates from a mounted Secret: checked, followed, and used for gRPC and HTTPS.
+"""Certificates from a mounted Secret: checked, reloaded, and used for gRPC and HTTPS.
 
-A folder holds `tls.crt` (the certificate, then its intermediates), `tls.key` and, where peers are
-verified, `ca.crt`: the keys of a `kubernetes.io/tls` Secret as cert-manager writes it.
+A folder has the keys of a `kubernetes.io/tls` Secret as cert-manager writes it: `tls.crt` (the
+certificate, then its intermediates), `tls.key` and, where peers are verified, `ca.crt`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ KEY = "tls.key"
 CA = "ca.crt"
 
 _PROBE_S = 2.0
-"""Seconds within which a server must answer a question for TLS."""
+"""Seconds within which a server must answer a probe for TLS."""
 _TLS_RECORDS = (0x15, 0x16)
 """First bytes of a TLS server's answer: an alert or a handshake."""
 _HTTP2_FRAME = 0x00
@@ -43,26 +43,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """One certificate with its key, and whom it trusts.
-
-    certificate, key, ca  PEM; ca is None where peers need no certificate
-    expires               of the certificate, UTC
-    """
+    """A certificate with its key, and the authority that it trusts, in PEM."""
 
     certificate: bytes
     key: bytes
     ca: bytes | None
+    """None where peers need no certificate."""
     expires: datetime.datetime
+    """Expiry of the certificate, UTC."""
 
 
 def read_material(folder: Path, ca_folder: Path | None, now: datetime.datetime) -> Material:
-    """Reads and checks the files.
+    """Read and check the files.
 
     Args:
-        ca_folder: where `ca.crt` is; None: peers are not verified.
+        folder: the folder of the certificate and its key.
+        ca_folder: the folder of `ca.crt`; None where peers are not verified.
+        now: the present, UTC.
 
     Raises:
-        ConfigError: a file is missing, cannot be read, is not valid now, or does not fit another.
+        ConfigError: a file is missing, cannot be read, or is not valid now, or the key does not fit
+            the certificate.
     """
     path = folder / CERTIFICATE
     certificate = _read(path)
@@ -71,6 +72,7 @@ def read_material(folder: Path, ca_folder: Path | None, now: datetime.datetime) 
     _check_dates(path, leaf, now)
     if _public(_private_key(folder / KEY, key)) != _public(leaf):
         raise ConfigError(f"{folder}: {KEY} is not the key of {CERTIFICATE}; renew both together")
+
     ca = None
     if ca_folder is not None:
         ca = _read(ca_folder / CA)
@@ -113,16 +115,18 @@ def _check_dates(path: Path, certificate: x509.Certificate, now: datetime.dateti
         raise ConfigError(f"{path}: expired at {certificate.not_valid_after_utc}; renew it")
     if now < certificate.not_valid_before_utc:
         raise ConfigError(
-            f"{path}: not valid before {certificate.not_valid_before_utc}; wait, or mend the clock"
+            f"{path}: not valid before {certificate.not_valid_before_utc}; "
+            "wait, or correct the clock"
         )
 
 
 class Certificates:
-    """The material of a folder, followed as it changes; what is broken never replaces what works.
+    """The material of a folder, reloaded when it changes. Broken files never replace valid ones.
 
     Args:
-        folder: with the certificate and its key.
-        ca_folder: with the authority whose certificates peers must have; None: they need none.
+        folder: the folder of the certificate and its key.
+        ca_folder: the folder of the authority that peers' certificates must have; None where peers
+            need no certificate.
         on_change: called when new material is in use.
     """
 
@@ -139,19 +143,25 @@ class Certificates:
         """Reason why the newest files are not used."""
 
     async def start(self) -> None:
-        """Raise ConfigError when there is nothing to begin with."""
+        """Load the files and follow their changes.
+
+        Raises:
+            ConfigError: the files cannot be used.
+        """
         folders = tuple(path for path in (self._folder, self._ca_folder) if path)
         seen = await asyncio.to_thread(fingerprint, folders)
         self._use(self._load())
         self._task = asyncio.create_task(follow(folders, seen, self._reload), name="certificates")
 
     async def close(self) -> None:
+        """Stop following changes."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def material(self) -> Material:
+        """The newest valid material."""
         assert self._material, "not started"
         return self._material
 
@@ -167,7 +177,7 @@ class Certificates:
         }
 
     def server_context(self) -> ssl.SSLContext:
-        """Return an SSL context for HTTPS; every new handshake takes the newest material."""
+        """Return an SSL context for HTTPS, whose handshakes take the newest material."""
         outer = server_context(self.material)
 
         def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
@@ -189,12 +199,12 @@ class Certificates:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(given),
-            fetch,  # type: ignore[arg-type]  # None means no change, which the stubs do not know
+            fetch,  # type: ignore[arg-type]  # None means no change, which the stubs lack
             require_client_authentication=given.ca is not None,
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for new gRPC channels: this certificate and the authority."""
+        """Return credentials for new gRPC channels, with the certificate and the authority."""
         return channel_credentials(self.material)
 
     def _load(self) -> tuple[Material, ssl.SSLContext]:
@@ -204,6 +214,7 @@ class Certificates:
     def _use(self, loaded: tuple[Material, ssl.SSLContext]) -> None:
         self._material, self._context = loaded
         self.problem = ""
+
         expires = self.material.expires.isoformat()
         log.info("certificate read", extra={"folder": str(self._folder), "expires": expires})
 
@@ -242,11 +253,11 @@ async def speaks_tls(address: str) -> bool | None:
 
 
 def _client_hello() -> bytes:
-    """Return the first message of a TLS client, which trusts nobody and goes no further."""
+    """Return a ClientHello, the first message of a TLS client."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     sent = ssl.MemoryBIO()
-    # Names no host, as no certificate is looked at.
+    # Without a host name, since no certificate will be checked.
     context.check_hostname = False
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
@@ -254,12 +265,14 @@ def _client_hello() -> bytes:
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return credentials for gRPC channels that show this certificate."""
+    """Return credentials for gRPC channels with this certificate."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)
 
 
 def server_context(material: Material) -> ssl.SSLContext:
-    """Return TLS 1.2 or newer, without tickets: a resumed session would outlive its authority.
+    """Return an SSL context for servers, of TLS 1.2 or newer.
+
+    Session tickets are off, since a resumed session would outlive its certificate authority.
 
     Raises:
         ConfigError: OpenSSL refuses the files.
@@ -279,10 +292,9 @@ def server_context(material: Material) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, material: Material) -> None:
-    """Load the chain from a file of its own: mounted ones may be swapped between OpenSSL's two
-    reads.
+    """Load the certificate chain from a file in memory.
 
-    It is one in memory, for a key must not reach a disk.
+    The mounted files may be replaced between OpenSSL's two reads, and a key must not reach a disk.
     """
     with os.fdopen(os.memfd_create("ullage-tls"), "wb") as file:
         file.write(material.key + b"\n" + material.certificate)

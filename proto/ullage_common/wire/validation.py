@@ -1,7 +1,7 @@
-"""Checks what a GenerateRequest says, whichever protocol brought it.
+"""Validates a GenerateRequest of any protocol.
 
-Routers and engines refuse the same values in the same words; what depends on the model (its
-vocabulary, its name, what it supports) they check themselves.
+Routers and engines share these checks, so they refuse the same values with the same errors. Checks
+that depend on the model, such as its vocabulary, are their own.
 """
 
 import math
@@ -37,16 +37,22 @@ from ullage_common.wire.limits import (
 
 
 def validate_request(request: inference_pb2.GenerateRequest) -> None:
-    """Raise ServiceError INVALID_ARGUMENT that names the first wrong field."""
+    """Check a request.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, with the first invalid field.
+    """
     _check_identity(request)
     _check_input(request)
     _check_sampling(request.sampling)
     _check_stop(request.stop)
     _check_grammar(request)
     _check_samples(request.samples)
+
     limit_s = request.step_limit_s
     permitted = "a finite number of seconds, at least 0"
     _require(0.0 <= limit_s < math.inf, "step_limit_s", limit_s, permitted)
+
     if request.embed:
         _check_embedding(request)
     if request.samples.HasField("beam"):
@@ -100,7 +106,11 @@ def _check_messages(messages: inference_pb2.Messages) -> None:
 
 
 def check_calls(count: int) -> None:
-    """Raise ServiceError when the turns of a conversation made too many calls."""
+    """Check the number of calls in a conversation.
+
+    Raises:
+        ServiceError: there are too many.
+    """
     if count > MAX_MESSAGES:
         permitted = f"at most {MAX_MESSAGES} calls"
         raise invalid_value("messages", f"a conversation with {count} calls", permitted)
@@ -126,6 +136,7 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
         if sampling.HasField(name):
             value = getattr(sampling, name)
             _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
+
     count = len(sampling.logit_bias)
     permitted = f"at most {MAX_LOGIT_BIAS} tokens"
     _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", permitted)
@@ -140,12 +151,14 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
         _require(most >= 1, "max_tokens", most, "at least 1")
         if stop.min_tokens > most:
             raise invalid_value("min_tokens", stop.min_tokens, f"at most max_tokens, {most}")
+
     if (count := len(stop.stop_token_ids)) > MAX_STOP_TOKENS:
         permitted = f"at most {MAX_STOP_TOKENS} tokens"
         raise invalid_value("stop_token_ids", f"{count} tokens", permitted)
     if (count := len(stop.stop_strings)) > MAX_STOP_STRINGS:
         permitted = f"at most {MAX_STOP_STRINGS} strings"
         raise invalid_value("stop", f"{count} strings", permitted)
+
     for text in stop.stop_strings:
         size = len(text.encode())
         permitted = f"1 to {MAX_STOP_BYTES} bytes a string"
@@ -153,7 +166,10 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
 
 
 def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
-    """Its size, and what it goes with; the engine that compiles it checks the rest."""
+    """Check the size of a grammar and the options that exclude it.
+
+    The engine that compiles the grammar checks the rest.
+    """
     if not request.HasField("grammar"):
         return
     size = request.grammar.ByteSize()
@@ -183,13 +199,16 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
     }
     for field, is_given in steering.items():
         _require(not is_given, field, "set", "nothing in a beam search")
+
     permitted = f"1 to {MAX_BEAM_WIDTH}"
     _require(1 <= beam.width <= MAX_BEAM_WIDTH, "beam.width", beam.width, permitted)
     _require(n <= beam.width, "n", n, f"1 to {beam.width}, the width of the beam search")
+
     penalty = beam.length_penalty
     is_right = math.isfinite(penalty) and abs(penalty) <= MAX_LENGTH_PENALTY
     permitted = f"-{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
     _require(is_right, "length_penalty", penalty, permitted)
+
     count = len(request.stop.stop_token_ids)
     permitted = f"at most {MAX_BEAM_STOP_TOKENS} in a beam search"
     _require(count <= MAX_BEAM_STOP_TOKENS, "stop_token_ids", f"{count} tokens", permitted)
@@ -201,15 +220,18 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
     is_known = request.WhichOneof("input") == "token_ids"
     _require(is_known, field, "set", "nothing without token_ids")
     _require(is_growing(request), field, "set", "nothing in a search or with best_of above n")
+
     n = num_answers(request.samples)
     _require(len(answers) == n, f"{field}.answers", len(answers), f"{n}, one for each answer")
     _require(has_output(answers), field, "without a token", "left out until a token was received")
     most = request.stop.max_tokens
     _require(most > 0, "max_tokens", "unset", "what Accepted has, with a continuation")
+
     for i, answer in enumerate(answers):
         count = len(answer.token_ids)
         permitted = f"at most max_tokens, {most}"
         _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)
+
     fingerprints = request.continuation.fingerprints
     is_few = len(fingerprints) <= MAX_FINGERPRINTS
     permitted = f"at most {MAX_FINGERPRINTS}"
@@ -224,11 +246,14 @@ def _check_embedding(request: inference_pb2.GenerateRequest) -> None:
 
 
 def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task, name: str) -> None:
-    """Raise ServiceError when the model is for something else than the request asks for.
+    """Check that the model is for the task of the request, generation or embedding.
 
     Args:
-        task: what the model is for.
-        name: of the model.
+        task: the model's task.
+        name: the model's name, for errors.
+
+    Raises:
+        ServiceError: the model has another task.
     """
     is_for_embeddings = task == inference_pb2.TASK_EMBED
     if request.embed and not is_for_embeddings:
@@ -243,7 +268,7 @@ def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task,
 
 
 def is_growing(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether the answers arrive while they grow; otherwise all is known only at the end."""
+    """Return whether answers arrive token by token. Otherwise they are known only at the end."""
     if request.embed:
         return False
     if not request.HasField("samples"):
@@ -253,7 +278,7 @@ def is_growing(request: inference_pb2.GenerateRequest) -> bool:
 
 
 class _PartialAnswer(Protocol):
-    """Output of one answer so far, as a message or as a reader keeps it."""
+    """The output of one answer so far, in a message or in a `Progress`."""
 
     @property
     def token_ids(self) -> Collection[int]: ...
@@ -263,23 +288,31 @@ class _PartialAnswer(Protocol):
 
 
 def has_output(answers: Iterable[_PartialAnswer]) -> bool:
-    """Whether there is anything to go on from: a token, or the end of an answer."""
+    """Return whether there is a token, or the end of an answer, to continue from."""
     return any(answer.token_ids or answer.reason for answer in answers)
 
 
 def num_answers(samples: inference_pb2.Samples) -> int:
-    """Answers that are returned; 1 when the request does not say."""
+    """Return the number of answers that a request asks for, by default 1."""
     return samples.n if samples.HasField("n") else 1
 
 
 def check_prompt_tokens(token_ids: Collection[int], vocab_size: int, field: str = "prompt") -> None:
-    """Raise ServiceError when a token is not in the vocabulary or there is none."""
+    """Check the token ids of a prompt.
+
+    Raises:
+        ServiceError: a token is not in the vocabulary, or there is no token.
+    """
     _require(bool(token_ids), field, "no token", "at least one token")
     check_vocabulary(field, token_ids, vocab_size)
 
 
 def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise ServiceError when a token is not in the vocabulary."""
+    """Check that all tokens are in the vocabulary.
+
+    Raises:
+        ServiceError: one of them is not.
+    """
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise invalid_value(field, f"token {largest}", f"tokens below {vocab_size}")
@@ -291,7 +324,7 @@ def _require(is_right: bool, field: str, value: object, permitted: str) -> None:
 
 
 def invalid_value(field: str, value: object, permitted: str) -> ServiceError:
-    """Return INVALID_ARGUMENT with the field, its value and what is possible."""
+    """Return INVALID_ARGUMENT with the field, its value and the permitted values."""
     shown = value if isinstance(value, str) else repr(value)
     if len(shown) > 60:
         shown = shown[:57] + "..."

@@ -19,9 +19,9 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
 from ullage_common.process.addresses import listen
 from ullage_common.process.cores import physical_cores
-from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import usable_bytes
-from ullage_common.wire.channels import bind, new_server
+from ullage_common.process.metrics_endpoint import serve_metrics
+from ullage_common.wire.servers import bind, new_server
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.parsing import parse
 from ullage_router.rollout.canary import RolloutFile

@@ -10,14 +10,14 @@ import pytest
 from ullage_testing import jumping_clock
 
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.flow_control import Pace
+from ullage_common.wire.flow_control import SendPace
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.server.journal import JournalEntry
 from ullage_engine.server.request import SamplePlan, ValidatedRequest
 from ullage_engine.server.samples import SampleGroup
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
-PACE = Pace(pause_s=10.0, max_tokens=4)
+PACE = SendPace(pause_s=10.0, max_tokens=4)
 """A tick is 10 s after the loop's first time, 1000."""
 
 

@@ -9,7 +9,7 @@ from ullage_kubeapi.server import running
 from ullage_testing.ports import free_port
 
 from ullage_common.process.addresses import listen
-from ullage_common.process.logs import serve_metrics
+from ullage_common.process.metrics_endpoint import serve_metrics
 from ullage_operator.api.naming import SERVICE
 from ullage_operator.kube.cache import Cache, Scope
 from ullage_operator.kube.operator import Operator, PortTaken

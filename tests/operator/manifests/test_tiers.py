@@ -24,7 +24,8 @@ from ullage_common.config.engine import (
     TiersSection,
     default_host_tier,
 )
-from ullage_common.wire.channels import Health, bind, new_server, open_channel
+from ullage_common.wire.channels import open_channel
+from ullage_common.wire.servers import Health, bind, new_server
 from ullage_common.wire.tls import Certificates
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.overlay import lies_in

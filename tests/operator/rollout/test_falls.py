@@ -22,8 +22,8 @@ from ullage_operator.planning.plan import plan
 from ullage_operator.policy.engine_health import EngineHealth
 from ullage_operator.rollout.analysis import CanarySample, Variant
 from ullage_operator.rollout.falls import EngineReport, FallCount, counted, total
-from ullage_router.engines.engine import ReportSequence
-from ullage_router.policy.decision import Side
+from ullage_router.engines.reports import ReportSequence
+from ullage_router.policy.facts import Side
 from ullage_router.rollout.outcomes import Outcomes
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -21,24 +21,16 @@ from ullage_common.config.router import (
 )
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.wire.errors import from_rpc_error
-from ullage_router.policy.decide import (
-    NextStep,
-    Refuse,
-    Run,
-    ShrinkContext,
-    Wait,
-    decide,
-    min_output,
-)
-from ullage_router.policy.decision import (
-    KEPT_STEPS,
-    Decision,
+from ullage_router.policy.decide import decide, min_output
+from ullage_router.policy.decision import KEPT_STEPS, Decision
+from ullage_router.policy.facts import (
     EngineState,
     EngineView,
     QueueState,
     RequestFacts,
     RoutingPolicy,
 )
+from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext, Wait
 
 if TYPE_CHECKING:
     Service = Any

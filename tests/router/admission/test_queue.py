@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ullage_common.config.router import QueueSection
-from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
+from ullage_router.admission.queue import QueueEntry, RequestQueue, Waiter
+from ullage_router.admission.queue_bounds import QueueFull
 
 
 def room(max_requests: int = 10, **more: Any) -> RequestQueue:

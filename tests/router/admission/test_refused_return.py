@@ -14,9 +14,11 @@ import pytest
 from ullage.headroom.v1 import headroom_pb2
 from ullage_common.config.router import DEFAULT_LADDER, QueueSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
-from ullage_router.policy.decide import Refuse, Run, Wait, decide
-from ullage_router.policy.decision import (
+from ullage_router.admission.queue import QueueEntry, RequestQueue, Waiter
+from ullage_router.admission.queue_bounds import QueueFull
+from ullage_router.policy.decide import decide
+from ullage_router.policy.deferral import DeferralBook, Deferrals, Deferred
+from ullage_router.policy.facts import (
     EngineState,
     EngineView,
     QueueState,
@@ -25,7 +27,7 @@ from ullage_router.policy.decision import (
     RoutingPolicy,
     TimeLimits,
 )
-from ullage_router.policy.deferral import DeferralBook, Deferrals, Deferred
+from ullage_router.policy.next_step import Refuse, Run, Wait
 
 if TYPE_CHECKING:
     Service = Any

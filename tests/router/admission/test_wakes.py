@@ -15,7 +15,7 @@ from ullage_common.config.router import RoutingSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.scale_to_zero import empty_home
-from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.facts import EngineState, EngineView, RequestFacts, RoutingPolicy
 
 BLOCK_BYTES = 16_000
 POLICY = RoutingPolicy(("single", "large"), 100, 10**9, RoutingSection().ladder, large_pool="large")

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.process.config_file import ConfigError, entry
+from ullage_common.process.api_keys import entry
+from ullage_common.process.config_file import ConfigError
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.cascade.peer import PeerKey
 from ullage_router.errors import http_status

@@ -10,9 +10,9 @@ import pytest
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PoolSection
-from ullage_router.engines import engines
-from ullage_router.engines.engines import resolve
-from ullage_router.policy.decision import EngineState, Side
+from ullage_router.engines import discovery, engines, model_cache
+from ullage_router.engines.discovery import resolve
+from ullage_router.policy.facts import EngineState, Side
 
 if TYPE_CHECKING:
     StartService = Any
@@ -65,9 +65,9 @@ def test_a_slow_name_server_holds_up_no_other_pool(
                 await answers.wait()
                 return {single.address}
 
-            monkeypatch.setattr(engines, "resolve", resolve_slowly)
+            monkeypatch.setattr(discovery, "resolve", resolve_slowly)
             monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
-            monkeypatch.setattr(engines, "SLOW_RESOLVE_S", 0.02)
+            monkeypatch.setattr(discovery, "SLOW_RESOLVE_S", 0.02)
             pools = {"single": ["hangs.example:9000"], "large": ["quick.example:9000"]}
             async with start_service(single=(), wait=False, pools=pools) as named:
                 await named.until(lambda: named.router.service.is_ready)
@@ -145,7 +145,7 @@ def test_a_failed_search_is_repeated(
 
     async def scenario() -> None:
         async with start_service() as service:
-            monkeypatch.setattr(engines, "resolve", resolve_badly)
+            monkeypatch.setattr(discovery, "resolve", resolve_badly)
             async with start_service(single=(), wait=False, pools=NAMED_POOL) as late:
                 found.append({service.engine.address})
                 await late.until(lambda: late.router.service.is_ready)
@@ -201,7 +201,7 @@ def test_tokenizers_of_models_that_went_are_dropped(start_service: "StartService
             first = await load("first")
             second = await load("second")
             assert await load("first") is first  # one may come back
-            for i in range(engines.MAX_IDLE_MODELS):
+            for i in range(model_cache.MAX_IDLE_MODELS):
                 await load(f"{i}")
             assert await load("second") is not second
             assert await load("first") is not first

@@ -70,10 +70,10 @@ def test_the_router_says_how_its_engines_differ(
 
     with caplog.at_level(logging.INFO, "ullage_router.engines.engines"):
         asyncio.run(scenario())
-    lines = [record for record in caplog.records if "compute" in record.message]
+    lines = [record for record in caplog.records if "numerics" in record.message]
     assert [(line.levelname, line.message) for line in lines[-2:]] == [
-        ("WARNING", "engines compute otherwise than one another"),
-        ("INFO", "engines compute alike again"),
+        ("WARNING", "engines differ in their numerics"),
+        ("INFO", "engines have the same numerics again"),
     ]
     assert lines[-2].reason == "processor differs: p (large-0, single-0), q (single-1)"
 
@@ -96,10 +96,10 @@ def test_the_log_has_a_line_for_each_change_alone(
             )
             service.engines[1].set_facts(weights="b")  # one kind has another engine now
             await known(service)
-            assert not [line for line in caplog.messages if "compute" in line]
+            assert not [line for line in caplog.messages if "numerics" in line]
             service.engines[1].set_facts(weights="c")
             await known(service)
-            assert len([line for line in caplog.messages if "compute" in line]) == 1
+            assert len([line for line in caplog.messages if "numerics" in line]) == 1
 
     asyncio.run(scenario())
 

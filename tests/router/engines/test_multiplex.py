@@ -12,9 +12,11 @@ from ullage_testing import jumping_clock
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
-from ullage_common.wire.channels import MAX_REQUEST_BYTES, new_server, open_channel
+from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_status
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.request_guard import MAX_REQUEST_BYTES
+from ullage_common.wire.servers import new_server
 from ullage_router.engines.flow_control import FlowControl
 from ullage_router.engines.multiplex import ConnectionBroken, Multiplexer, StreamCall
 

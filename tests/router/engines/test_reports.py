@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_router.engines.engine import ReportSequence, report_interval_ms
+from ullage_router.engines.reports import ReportSequence, report_interval_ms
 
 
 def test_kinds() -> None:

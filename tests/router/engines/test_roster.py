@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.roster import MAX_DRAWN, Roster
-from ullage_router.policy.decision import EngineState, Side
+from ullage_router.policy.facts import EngineState, Side
 
 if TYPE_CHECKING:
     StartService = Any

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ullage_router.engines import engines
+from ullage_router.engines import discovery, engines
 
 if TYPE_CHECKING:
     Service = Any
@@ -120,7 +120,7 @@ def test_a_name_that_is_gone_costs_no_engine(
 
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as two:
-            monkeypatch.setattr(engines, "resolve", resolve)
+            monkeypatch.setattr(discovery, "resolve", resolve)
             old, new = two.engines
             found.add(old.address)
             async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
@@ -151,7 +151,7 @@ def test_a_silent_name_server_does_not_hold_up_the_start(
                 await answered.wait()
                 return {one.engine.address}
 
-            monkeypatch.setattr(engines, "resolve", resolve)
+            monkeypatch.setattr(discovery, "resolve", resolve)
             async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
                 assert (await service.complete()).status_code == 503
                 assert (await service.http.get("/readyz")).status_code == 503
@@ -174,7 +174,7 @@ def test_a_loss_makes_the_router_look_for_engines(
 
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as two:
-            monkeypatch.setattr(engines, "resolve", resolve)
+            monkeypatch.setattr(discovery, "resolve", resolve)
             old, new = two.engines
             found.add(old.address)
             async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:

@@ -14,10 +14,10 @@ import pytest
 from ullage.headroom.v1 import headroom_pb2
 from ullage.headroom.v1.headroom_pb2 import AdapterState
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.process.config_file import entry
+from ullage_common.process.api_keys import entry
 from ullage_common.wire.errors import from_rpc_error
 from ullage_router.policy.affinity import prefix_hashes
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
 

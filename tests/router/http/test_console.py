@@ -16,7 +16,7 @@ from ullage_common.config.router import (
     ServerTLS,
     TLSSection,
 )
-from ullage_common.process.config_file import entry, new_key
+from ullage_common.process.api_keys import entry, new_key
 from ullage_router.http.console.console import MAX_PENDING, MAX_READERS, Console, RecordBuffer
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord

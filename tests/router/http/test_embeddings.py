@@ -15,7 +15,7 @@ import pytest
 from ullage_testing.fake_engine import Script, vector_of
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.process.config_file import entry
+from ullage_common.process.api_keys import entry
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.http.openai import embeddings
 from ullage_router.http.openai.embeddings import PIECE_BYTES

@@ -12,7 +12,7 @@ import pytest
 
 from ullage_cli.main import main
 from ullage_common.process.addresses import listen
-from ullage_common.process.config_file import entry, new_key
+from ullage_common.process.api_keys import entry, new_key
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.server import HTTPServer
 

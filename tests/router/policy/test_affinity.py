@@ -82,7 +82,7 @@ def test_what_is_gone_is_forgotten() -> None:
     known = affinity()
     run(known, "a", 1, 2, session="s")
     run(known, "b", 3)
-    known.forget("a")
+    known.remove_engine("a")
     assert (find(known, 1, 2, session="s"), find(known, 3)) == ("", "b")
     assert (known.sessions, known.prefixes) == (0, 1)
 
@@ -107,7 +107,7 @@ def test_tenants_know_nothing_of_one_another() -> None:
     assert find(known, session="s", tenant="x") == "a" == find(known, 1, tenant="x")
     assert find(known, session="s", tenant="y") == "b" == find(known, 2, tenant="y")
     assert find(known, 2, tenant="x") == find(known, 1, 2, session="s") == ""
-    known.forget("a")
+    known.remove_engine("a")
     assert (known.sessions, find(known, session="s", tenant="y")) == (1, "b")
     known.check_integrity()
 

@@ -9,15 +9,10 @@ from msgspec.structs import replace
 
 from ullage_common.config.router import DEFAULT_LADDER
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_router.policy.decide import Run, Wait, decide
-from ullage_router.policy.decision import (
-    EngineState,
-    EngineView,
-    Release,
-    RequestFacts,
-    RoutingPolicy,
-)
+from ullage_router.policy.decide import decide
+from ullage_router.policy.facts import EngineState, EngineView, Release, RequestFacts, RoutingPolicy
 from ullage_router.policy.forecast import end_s
+from ullage_router.policy.next_step import Run, Wait
 
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes

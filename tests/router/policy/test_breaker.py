@@ -4,19 +4,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.config.router import BreakerSection
-from ullage_router.policy.circuit_breaker import Breaker, held_back
+from ullage_router.policy.circuit_breaker import CircuitBreaker, held_back
 
 POLICY = BreakerSection(failures=3, pause=1.0, max_pause=4.0)
 
 
-def opened(now: float = 0.0) -> Breaker:
-    breaker = Breaker(POLICY)
+def opened(now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker(POLICY)
     results = [breaker.on_failure(object(), now) for _ in range(3)]
     assert results == [False, False, True]
     return breaker
 
 
-def probe(breaker: Breaker, now: float) -> object:
+def probe(breaker: CircuitBreaker, now: float) -> object:
     request = object()
     assert breaker.state(now) == "half-open"
     assert breaker.admits(now)
@@ -26,7 +26,7 @@ def probe(breaker: Breaker, now: float) -> object:
 
 
 def test_only_failures_in_a_row_open_it() -> None:
-    breaker = Breaker(POLICY)
+    breaker = CircuitBreaker(POLICY)
     for _ in range(5):
         request = object()
         assert not breaker.on_failure(request, 0.0)
@@ -90,13 +90,13 @@ def test_part_of_a_pool_stays_in_use() -> None:
     assert held_back(pool, 2, 0.5) == {"c", "d"}
     assert held_back(pool, 0, 0.5) == frozenset()
     assert held_back(pool, 4, 0.5) == set("abcd")
-    assert held_back([("e", Breaker(POLICY)), *pool], 2, 2.5) == {"c", "d"}
+    assert held_back([("e", CircuitBreaker(POLICY)), *pool], 2, 2.5) == {"c", "d"}
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(("send", "begin", "succeed", "fail", "cancel", "wait"))))
 def test_any_order_of_events(events: list[str]) -> None:
-    breaker = Breaker(POLICY)
+    breaker = CircuitBreaker(POLICY)
     now = 0.0
     live = list[object]()
     for event in events:

@@ -16,18 +16,8 @@ from ullage_common.config.router import (
     ShrinkOutputSection,
 )
 from ullage_common.request_cost import CacheGroup, MemoryProfile, predict
-from ullage_router.policy.decide import (
-    NextStep,
-    Refuse,
-    Run,
-    ShrinkContext,
-    Wait,
-    decide,
-    decide_among,
-    min_output,
-    passes,
-)
-from ullage_router.policy.decision import (
+from ullage_router.policy.decide import decide, decide_among, min_output, passes
+from ullage_router.policy.facts import (
     EngineState,
     EngineView,
     QueueState,
@@ -37,6 +27,7 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.policy.forecast import is_on_time
+from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext, Wait
 
 SHRINK = ShrinkOutputSection(min_percent=25, below_expected=True)
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))

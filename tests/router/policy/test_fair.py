@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ullage_router.policy.fair_queue import MAX_LEAD_S, Entry, FairLine
+from ullage_router.policy.fair_queue import MAX_LEAD_S, FairEntry, FairQueue
 
 AGING_S = 0.05
 numbers: Iterator[int] = itertools.count()
@@ -21,18 +21,18 @@ def entry(
     arrival: float = 0.0,
     deadline: float = 30.0,
     weight: float = 1.0,
-) -> Entry:
-    return Entry(next(numbers), tenant, weight, priority, arrival, deadline, size, cost=size)
+) -> FairEntry:
+    return FairEntry(next(numbers), tenant, weight, priority, arrival, deadline, size, cost=size)
 
 
-def line_of(*entries: Entry) -> FairLine:
-    line = FairLine(AGING_S)
+def line_of(*entries: FairEntry) -> FairQueue:
+    line = FairQueue(AGING_S)
     for each in entries:
         line.add(each)
     return line
 
 
-def drain(line: FairLine) -> list[Entry]:
+def drain(line: FairQueue) -> list[FairEntry]:
     """All entries as they are served."""
     order = []
     while head := line.head:
@@ -142,7 +142,7 @@ sizes = st.integers(1, 100)
 def test_shares_of_two_backlogged_tenants_converge(
     weight_a: float, weight_b: float, drawn: list[int]
 ) -> None:
-    line = FairLine(AGING_S)
+    line = FairQueue(AGING_S)
     for size in drawn[:200]:
         line.add(entry("a", size, weight=weight_a))
     for size in drawn[200:]:
@@ -164,7 +164,7 @@ def test_shares_of_two_backlogged_tenants_converge(
 @given(st.integers(-100, 100), st.integers(1, 40))
 def test_nobody_starves(priority: int, rate: int) -> None:
     """A request is served however many more important ones keep coming."""
-    line = FairLine(AGING_S)
+    line = FairQueue(AGING_S)
     poor = entry("poor", priority=priority, arrival=0.0)
     line.add(poor)
     now = 0.0
@@ -184,8 +184,8 @@ class FairMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = FairLine(AGING_S)
-        self.inside: list[Entry] = []
+        self.line = FairQueue(AGING_S)
+        self.inside: list[FairEntry] = []
         self.now = 0.0
 
     @rule(

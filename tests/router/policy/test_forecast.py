@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from ullage_common.config.router import DEFAULT_LADDER
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_router.policy.credit import CreditBook
-from ullage_router.policy.decide import NextStep, Refuse, Run, Wait, decide
-from ullage_router.policy.decision import (
+from ullage_router.policy.decide import decide
+from ullage_router.policy.facts import (
     EngineState,
     EngineView,
     Release,
@@ -26,6 +26,7 @@ from ullage_router.policy.forecast import (
     step_limit_s,
     turn_s,
 )
+from ullage_router.policy.next_step import NextStep, Refuse, Run, Wait
 
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from ullage_common.config.router import DEFAULT_LADDER, PrefillSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_router.policy.credit import (
-    CreditBook,
+from ullage_router.policy.balance import (
     EngineLoad,
     PrefillTask,
     balance,
@@ -21,8 +20,10 @@ from ullage_router.policy.credit import (
     pairs,
     work,
 )
-from ullage_router.policy.decide import Run, decide
-from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.credit import CreditBook
+from ullage_router.policy.decide import decide
+from ullage_router.policy.facts import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.next_step import Run
 
 if TYPE_CHECKING:
     Service = Any
@@ -101,7 +102,7 @@ def test_never_worse_and_always_within_memory(
     jobs: list[PrefillTask], engines: list[tuple[int, int]]
 ) -> None:
     lanes = [EngineLoad(id_, busy, room) for id_, (busy, room) in zip("abc", engines, strict=False)]
-    present = [job.lane for job in jobs]
+    present = [job.engine for job in jobs]
     places = balance(jobs, lanes)
     assert critical_path(jobs, places, lanes) <= critical_path(jobs, present, lanes)
     assert all(place in job.sizes for job, place in zip(jobs, places, strict=True))

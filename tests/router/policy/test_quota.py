@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_router.policy.quota import MINUTE_S, Bucket, Quota, Shortage
+from ullage_router.policy.quota import MINUTE_S, Quota, Shortage, TokenBucket
 
 pauses = st.floats(0, 90)
 amounts = st.floats(0.5, 40)
@@ -16,7 +16,7 @@ def test_no_stretch_of_time_lets_more_through(
     capacity: float, steps: list[tuple[float, float]]
 ) -> None:
     """In t seconds at most capacity * (1 + t / 60), whichever request they begin with."""
-    bucket = Bucket.full(capacity, 0.0)
+    bucket = TokenBucket.full(capacity, 0.0)
     now = 0.0
     passed = []
     for pause, amount in steps:
@@ -33,7 +33,7 @@ def test_no_stretch_of_time_lets_more_through(
 
 @given(capacity=capacities, spent=st.floats(0, 500), amount=amounts)
 def test_after_the_wait_there_is_room(capacity: float, spent: float, amount: float) -> None:
-    bucket = Bucket.full(capacity, 0.0).take(spent, 0.0)
+    bucket = TokenBucket.full(capacity, 0.0).take(spent, 0.0)
     wait_s = bucket.wait_s(amount, 0.0)
     assert bucket.wait_s(amount, wait_s + 1e-6) == 0
     if wait_s > 0.1:
@@ -44,7 +44,7 @@ def test_after_the_wait_there_is_room(capacity: float, spent: float, amount: flo
 def test_a_bucket_never_holds_more_than_it_can(
     capacity: float, takes: list[tuple[float, float]]
 ) -> None:
-    bucket = Bucket.full(capacity, 0.0)
+    bucket = TokenBucket.full(capacity, 0.0)
     now = 0.0
     for pause, amount in takes:
         now += pause
@@ -54,7 +54,7 @@ def test_a_bucket_never_holds_more_than_it_can(
 
 
 def test_a_clock_that_stands_still_or_goes_back_gives_nothing() -> None:
-    empty = Bucket.full(60, 100.0).take(60, 100.0)
+    empty = TokenBucket.full(60, 100.0).take(60, 100.0)
     assert empty.refilled(100.0).level == empty.refilled(50.0).level == 0
     assert empty.refilled(50.0).refilled(101.0).level == pytest.approx(1.0)
 
@@ -66,7 +66,7 @@ def entered(quota: Quota, now: float) -> Quota:
 
 
 def test_requests_by_the_minute() -> None:
-    quota = Quota(requests=Bucket.full(2, 0.0))
+    quota = Quota(requests=TokenBucket.full(2, 0.0))
     quota = entered(entered(quota, 0.0), 0.0)
     refused = quota.enter(0.0)
     assert refused == Shortage("requests_per_minute", 2, 30.0)
@@ -74,29 +74,29 @@ def test_requests_by_the_minute() -> None:
 
 
 def test_a_refusal_takes_nothing() -> None:
-    quota = Quota(requests=Bucket.full(5, 0.0), concurrency=1)
+    quota = Quota(requests=TokenBucket.full(5, 0.0), concurrency=1)
     quota = entered(quota, 0.0)
     assert quota.enter(0.0) == Shortage("concurrency", 1, None)
-    assert entered(quota.leave(0, 0, 0.0), 0.0).requests == Bucket(5, 3, 0.0)
+    assert entered(quota.leave(0, 0, 0.0), 0.0).requests == TokenBucket(5, 3, 0.0)
 
 
 def test_tokens_are_corrected_at_the_end() -> None:
-    quota = entered(Quota(tokens=Bucket.full(100, 0.0)), 0.0)
+    quota = entered(Quota(tokens=TokenBucket.full(100, 0.0)), 0.0)
     charged = quota.charge(60, 0.0)
     assert isinstance(charged, Quota)
     assert charged.charge(60, 0.0) == Shortage("tokens_per_minute", 100, pytest.approx(12.0))
-    assert charged.leave(60, 10, 0.0).tokens == Bucket(100, 90, 0.0)
+    assert charged.leave(60, 10, 0.0).tokens == TokenBucket(100, 90, 0.0)
     owing = charged.leave(60, 130, 0.0)
-    assert owing.tokens == Bucket(100, -30, 0.0)
+    assert owing.tokens == TokenBucket(100, -30, 0.0)
     assert owing.charge(1, 0.0) == Shortage("tokens_per_minute", 100, pytest.approx(18.6))
 
 
 def test_more_than_a_bucket_holds_needs_a_full_one() -> None:
-    quota = Quota(tokens=Bucket.full(100, 0.0))
+    quota = Quota(tokens=TokenBucket.full(100, 0.0))
     charged = quota.charge(150, 0.0)
     assert isinstance(charged, Quota)
-    assert charged.tokens == Bucket(100, -50, 0.0)
-    assert isinstance(Quota(tokens=Bucket(100, 99, 0.0)).charge(150, 0.0), Shortage)
+    assert charged.tokens == TokenBucket(100, -50, 0.0)
+    assert isinstance(Quota(tokens=TokenBucket(100, 99, 0.0)).charge(150, 0.0), Shortage)
 
 
 @given(
@@ -108,8 +108,8 @@ def test_more_than_a_bucket_holds_needs_a_full_one() -> None:
 def test_there_is_room_for_as_many_as_enter_one_after_another(
     tokens: int, levels: tuple[int, int], most: int | None, wanted: int
 ) -> None:
-    requests = Bucket(20, levels[0], 0.0)
-    budget = Bucket(100, levels[1], 0.0)
+    requests = TokenBucket(20, levels[0], 0.0)
+    budget = TokenBucket(100, levels[1], 0.0)
     before = quota = Quota(requests, budget, most)
     count = 0
     for _ in range(wanted):
@@ -134,7 +134,7 @@ def test_there_is_room_for_as_many_as_enter_one_after_another(
     st.integers(1, 5),
 )
 def test_no_more_at_once_than_allowed(steps: list[tuple[str, float]], most: int) -> None:
-    quota = Quota(requests=Bucket.full(20, 0.0), concurrency=most)
+    quota = Quota(requests=TokenBucket.full(20, 0.0), concurrency=most)
     now = 0.0
     for step, pause in steps:
         now += pause

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ullage_common.config.router import RejectSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_router.policy.decision import EngineState, EngineView, Release
 from ullage_router.policy.deferral import DeferralBook, Deferred
+from ullage_router.policy.facts import EngineState, EngineView, Release
 from ullage_router.policy.retry import JITTER, drain_s, free_s, retry_after
 
 BOUNDS = RejectSection()

@@ -10,13 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.config.router import CleanseSection
-from ullage_router.prompts.cleanse import (
-    cleanse,
-    cleanse_turns,
-    find_code,
-    looks_like_html,
-    to_text,
-)
+from ullage_router.prompts.cleanse import cleanse, cleanse_turns
+from ullage_router.prompts.code_ranges import find_code
+from ullage_router.prompts.html_markdown import looks_like_html, to_text
 from ullage_router.prompts.truncate import INVISIBLE
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.chat.tool_formats import Turn
-from ullage_router.prompts.summarize import LABEL, REPLY, extract, oldest, with_summary
+from ullage_router.prompts.extract import extract
+from ullage_router.prompts.summarize import LABEL, REPLY, oldest, with_summary
 
 if TYPE_CHECKING:
     Service = Any

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from ullage_testing.fake_engine import TOKENIZER
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.chat.template import make_turns
+from ullage_common.chat.turns import make_turns
 from ullage_common.config.router import CleanseSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.intake import IntakeThread

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_router.prompts.summarize import key_facts, share_kept
+from ullage_router.prompts.key_facts import key_facts, share_kept
 
 TEXT = (
     "Hello, I'm Anna Schmidt from Berlin. The deadline is 2026-03-14 at 10:30 and costs $1,200.50, "

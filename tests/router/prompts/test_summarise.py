@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.chat.tool_formats import Turn
-from ullage_router.prompts.summarize import extractive_summary, key_facts, share_kept
+from ullage_router.prompts.extract import extractive_summary
+from ullage_router.prompts.key_facts import key_facts, share_kept
 
 CHATTER = "Well, that is very nice of you to say and I am so glad that we can talk about it. " * 6
 TALK: list[Turn] = [

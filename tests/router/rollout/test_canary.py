@@ -16,7 +16,7 @@ from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 from ullage_router.rollout.canary import SideDraw
 from ullage_router.rollout.outcomes import BOUNDS_S, DurationHistogram
 

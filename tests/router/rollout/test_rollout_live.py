@@ -16,7 +16,7 @@ from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
 from ullage_testing.ports import free_port
 
-from ullage_router.policy.decision import Side
+from ullage_router.policy.facts import Side
 
 LABELS = {
     "app.kubernetes.io/name": "ullage",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_common.process.config_file import digest, entry, new_key, read_entry
+from ullage_common.process.api_keys import digest, entry, new_key, read_entry
 from ullage_common.process.file_watch import fingerprint
 from ullage_router.tenants.keys import KeyRing, TenantKeys, load_keys
 

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.process.config_file import ConfigError, entry
+from ullage_common.process.api_keys import entry
+from ullage_common.process.config_file import ConfigError
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 
 if TYPE_CHECKING:

@@ -26,14 +26,15 @@ from ullage_common.tickets.tickets import (
     verify,
 )
 from ullage_common.wire.errors import ServiceError, from_rpc_error
-from ullage_router.policy.decide import Refuse, Run, decide, min_output
-from ullage_router.policy.decision import (
+from ullage_router.policy.decide import decide, min_output
+from ullage_router.policy.facts import (
     EngineState,
     EngineView,
     RequestFacts,
     RoutingPolicy,
     TimeLimits,
 )
+from ullage_router.policy.next_step import Refuse, Run
 from ullage_router.tickets.batch import Ask, PickBatch
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.tickets.tickets import engine_tag, verify
 from ullage_router.engines.engine import Engine
 from ullage_router.policy.credit import Credit, CreditBook
-from ullage_router.policy.decide import Refuse, Run
-from ullage_router.policy.decision import EngineState, EngineView, RoutingPolicy, TimeLimits
+from ullage_router.policy.facts import EngineState, EngineView, RoutingPolicy, TimeLimits
+from ullage_router.policy.next_step import Refuse, Run
 from ullage_router.tenants.account import Account, open_account
 from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.batch import Ask, PickBatch

@@ -14,7 +14,7 @@ import pytest
 from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.process.config_file import entry
+from ullage_common.process.api_keys import entry
 from ullage_common.tickets.client import Client
 from ullage_common.tickets.tickets import engine_tag, verify
 from ullage_common.wire.errors import ServiceError

@@ -14,7 +14,7 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.tickets.client import Client
 from ullage_common.wire.errors import from_rpc_error
 from ullage_router.policy.credit import CreditBook
-from ullage_router.policy.decision import EngineState, EngineView
+from ullage_router.policy.facts import EngineState, EngineView
 from ullage_router.tickets import issuer
 from ullage_router.tickets.unpaid import ALL_SHARE, CALLER_SHARE, Unpaid, caller_of
 

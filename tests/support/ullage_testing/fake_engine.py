@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.process.addresses import joined
-from ullage_common.wire.channels import bind, new_server
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.fingerprint import fingerprint_of
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.servers import bind, new_server
 
 MODEL = "tiny"
 BYTES_PER_TOKEN = 1000

@@ -21,7 +21,8 @@ import grpc
 
 from ullage.kv.v1 import kv_pb2 as pb
 from ullage.kv.v1 import kv_pb2_grpc
-from ullage_common.wire.channels import bind, new_server, open_blocking_channel
+from ullage_common.wire.channels import open_blocking_channel
+from ullage_common.wire.servers import bind, new_server
 from ullage_kv import Arena, Store, block_keys
 from ullage_kv.service import KVStoreService, Served
 

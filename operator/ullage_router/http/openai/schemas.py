@@ -118,7 +118,7 @@ class DefinedFunction(msgspec.Struct, frozen=True):
 
 
 class ToolDefinition(msgspec.Struct, frozen=True):
-    """A tool that the model may call; read where prompts are made (`prompts/tool_use.py`)."""
+    """A tool that the model may call; read where prompts are made (`prompts/tools/toolbox.py`)."""
 
     type: Literal["function"]
     function: DefinedFunction

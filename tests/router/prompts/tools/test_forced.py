@@ -9,8 +9,10 @@ from llguidance import LLMatcher, LLTokenizer
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.tool_formats import ToolFormat
 from ullage_engine.server.grammar import grammar_text
-from ullage_router.prompts.tool_parsers import Arguments, CallStart
-from ullage_router.prompts.tool_use import Forced, ToolUse, force, open_toolbox
+from ullage_router.prompts.tools.forced_calls import Forced, force
+from ullage_router.prompts.tools.pieces import Arguments, CallStart
+from ullage_router.prompts.tools.tool_use import ToolUse
+from ullage_router.prompts.tools.toolbox import open_toolbox
 
 WEATHER: Any = {
     "type": "object",

@@ -10,20 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ullage_router.prompts.tool_parsers import (
-    Arguments,
-    CallStart,
-    ForcedReader,
-    HarmonyReader,
-    Piece,
-    Reader,
-    TaggedReader,
-    Text,
-    Thought,
-    WholeReader,
-    parse_json_calls,
-    parse_python_calls,
-)
+from ullage_router.prompts.tools.call_syntax import parse_json_calls, parse_python_calls
+from ullage_router.prompts.tools.harmony import HarmonyReader
+from ullage_router.prompts.tools.pieces import Arguments, CallStart, Piece, Reader, Text, Thought
+from ullage_router.prompts.tools.readers import ForcedReader, TaggedReader, WholeReader
 
 NAMES = ("f", "get_weather")
 READERS: Mapping[str, Callable[[], Reader]] = {

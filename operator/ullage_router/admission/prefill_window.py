@@ -1,0 +1,126 @@
+"""Balances prompts over the engines of a pool before they are computed.
+
+The prefill window is a short pause under load in which prompts wait for one another. A request
+enters it only if its engine has prompts to compute for longer than the window. So the pause costs
+the request nothing: its prompt could not start earlier, and its memory stays reserved. When the
+window closes, all its requests are balanced over the engines of their pool (`policy/balance.py`)
+and move with their memory.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ullage_common.config.router import PrefillSection
+from ullage_router.engines.engine import Engine
+from ullage_router.engines.engines import Engines
+from ullage_router.policy.balance import EngineLoad, PrefillTask, balance, work
+from ullage_router.policy.credit import Credit
+from ullage_router.policy.facts import EngineState
+from ullage_router.prompts.prompts import Prompt
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A request's memory on an engine. The holder must release the credit at the end."""
+
+    engine: Engine
+    credit: Credit
+    prompt: Prompt
+    max_tokens: int
+    choices: Mapping[str, int]
+    """Bytes on each engine that the request may move to, by key; empty when it stays."""
+    is_final: asyncio.Event | None = None
+    """Set when the prefill window closes; None for a request that entered none."""
+
+    def move(self, engine: Engine) -> None:
+        """Move the reserved memory to another engine."""
+        before = self.engine
+        credit = self.credit
+        # Reserve before releasing, so that no moment sees the request on neither engine.
+        self.credit = engine.reserve(self.choices[engine.key], credit.tokens, credit.step_limit_s)
+        self.engine = engine
+        before.release(credit)
+
+
+class PrefillWindow:
+    """The prefill windows of all pools.
+
+    Args:
+        section: the length of a window, and the cost of prompts.
+        engines: the engines to which reservations may move.
+    """
+
+    def __init__(self, section: PrefillSection, engines: Engines) -> None:
+        self._length_s = section.window
+        self._mlp_products = section.mlp_products
+        self._engines = engines
+        self._open: dict[str, list[Reservation]] = {}
+        self.waited = 0
+        """Number of requests that were in a window."""
+        self.balanced = 0
+        """Number of requests that a window moved to another engine."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def as_json(self) -> dict[str, int]:
+        """Return the counts for /stats."""
+        return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
+
+    async def settle(self, reservation: Reservation) -> None:
+        """Wait until the window of the reservation's pool closes.
+
+        A request that is cancelled meanwhile leaves the window, and its memory is released.
+        """
+        pool = reservation.engine.pool
+        is_final = asyncio.Event()
+        reservation.is_final = is_final
+        if pool not in self._open:
+            self._open[pool] = []
+            asyncio.get_running_loop().call_later(self._length_s, self._close, pool)
+        self._open[pool].append(reservation)
+        self.waited += 1
+
+        try:
+            await is_final.wait()
+        except BaseException:
+            if reservation in self._open.get(pool, ()):
+                self._open[pool].remove(reservation)
+            reservation.engine.release(reservation.credit)
+            raise
+
+    def _close(self, pool: str) -> None:
+        """Balance the reservations of a pool's window, unless one of their engines has failed."""
+        reservations = self._open.pop(pool)
+        keys = {key for reservation in reservations for key in reservation.choices}
+        engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
+        engines = {k: e for k, e in engines_by_key.items() if e.standing is EngineState.USABLE}
+        try:
+            if all(reservation.engine.key in engines for reservation in reservations):
+                self._move(reservations, engines)
+        finally:  # even after an error no request may wait forever
+            for reservation in reservations:
+                assert reservation.is_final
+                reservation.is_final.set()
+
+    def _move(self, reservations: list[Reservation], engines: Mapping[str, Engine]) -> None:
+        tasks = [
+            PrefillTask(work(r.credit.tokens, self._mlp_products), r.engine.key, r.choices)
+            for r in reservations
+        ]
+        loads = [self._load(engine, reservations) for engine in engines.values()]
+        for reservation, key in zip(reservations, balance(tasks, loads), strict=True):
+            if key != reservation.engine.key:
+                reservation.move(engines[key])
+                self.balanced += 1
+
+    def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
+        """Return the load that the engine has without the requests of the window."""
+        own = [r.credit for r in reservations if r.engine is engine]
+        return EngineLoad(
+            engine.key,
+            engine.prefill_work(self._mlp_products)
+            - sum(work(credit.tokens, self._mlp_products) for credit in own),
+            engine.available + sum(credit.size for credit in own),
+        )

@@ -1,0 +1,138 @@
+"""The connection to one engine: a channel, and the stream on it that carries all calls.
+
+A connection can be replaced while answers run on it, as when certificates change. The new channel
+takes the place of the old one at once. New calls stay on the old stream until the new one is open,
+and running answers have a grace period to end there.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from ullage.headroom.v1 import headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.wire.tls import speaks_tls
+from ullage_router.engines.flow_control import FlowControl, Source
+from ullage_router.engines.multiplex import Metadata, Multiplexer
+
+
+class EngineConnection:
+    """The channel to one engine and its Multiplex stream.
+
+    Args:
+        address: `ip:port` of the engine.
+        dial: opens a channel to an address, in plaintext if its second argument is true.
+        on_stream_change: called when the stream was opened or lost.
+        on_replaced: called when another channel or stream took over.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        dial: Callable[[str, bool], grpc.aio.Channel],
+        on_stream_change: Callable[[], None],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self._address = address
+        self._dial = dial
+        self._on_stream_change = on_stream_change
+        self._on_replaced = on_replaced
+        self._is_plaintext = False
+        """Whether the engine answered in plaintext where both that and TLS are allowed."""
+        self._previous: Multiplexer | None = None
+        """The stream of the previous channel, until the present one's is open."""
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._open_channel()
+
+    def _open_channel(self) -> None:
+        self._channel = self._dial(self._address, self._is_plaintext)
+        self.headroom_stub = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._multiplexer = Multiplexer(self.stub, self._address, self._on_stream_change)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can begin, on the present stream or the previous one."""
+        previous = self._previous
+        return self._multiplexer.is_open or (previous is not None and previous.is_open)
+
+    @property
+    def is_stream_open(self) -> bool:
+        """Whether the present channel's stream is open."""
+        return self._multiplexer.is_open
+
+    @property
+    def lacks_stream(self) -> bool:
+        """Whether the engine serves no Multiplex stream, so that it gets no calls."""
+        return self._multiplexer.is_missing and not self.is_open
+
+    async def open_stream(self) -> None:
+        """Wait until the stream is open, or the engine turns out to have none."""
+        await self._multiplexer.open()
+
+    def call(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float,
+        metadata: Metadata,
+        flow: FlowControl,
+    ) -> Source | None:
+        """Begin a call; return None when no stream is open."""
+        if self._multiplexer.is_open:
+            return self._multiplexer.call(request, timeout_s, metadata, flow)
+        if self._previous and self._previous.is_open:
+            return self._previous.call(request, timeout_s, metadata, flow)
+        return None
+
+    async def match_transport(self, starts_stream: bool) -> None:
+        """Open another channel if the engine speaks TLS and this channel does not, or vice versa.
+
+        Args:
+            starts_stream: see `replace`.
+        """
+        is_secure = await speaks_tls(self._address)
+        if is_secure is None or is_secure is not self._is_plaintext:
+            return
+        self._is_plaintext = not is_secure
+        self.replace(0, starts_stream)
+
+    def replace(self, grace_s: float, starts_stream: bool) -> None:
+        """Continue on a new channel.
+
+        Args:
+            grace_s: seconds that answers on the old channel have to end.
+            starts_stream: whether to open the new channel's stream at once. An engine that has not
+                described its model opens it after that.
+        """
+        channel = self._channel
+        previous = self._multiplexer
+        self._open_channel()
+        if previous.is_open:
+            self._previous = previous
+        if starts_stream:
+            self._multiplexer.start()
+        self._on_replaced()
+
+        retiring = asyncio.create_task(self._retire(channel, previous, grace_s))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+
+    async def _retire(
+        self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
+    ) -> None:
+        """Close a channel when its answers have ended, at most `grace_s` later."""
+        if previous.is_open:
+            await self._multiplexer.open()
+        previous.retire()
+        if self._previous is previous:
+            self._previous = None
+            self._on_replaced()
+        await channel.close(grace_s)
+        await previous.close()
+
+    async def close(self) -> None:
+        """Close all channels."""
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await self._multiplexer.close()
+        await self._channel.close()

@@ -1,0 +1,107 @@
+"""Finds the addresses of engines by DNS."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple
+
+from ullage_common.config.router import PoolSection
+from ullage_common.process.addresses import NO_RECORDS, by_best_family, is_ip
+from ullage_router.policy.facts import Side
+
+SLOW_RESOLVE_S = 1.0
+"""Seconds after which a look-up no longer holds up the answers for other pools."""
+
+log = logging.getLogger(__name__)
+
+
+class PoolAddresses(NamedTuple):
+    """The answer for one pool of one side."""
+
+    side: Side
+    pool: str
+    addresses: set[str]
+    """`ip:port` or `[ip]:port` of each engine."""
+    is_complete: bool
+    """Whether every name server answered. Otherwise missing addresses may still be in use."""
+
+
+class PoolLookups:
+    """Looks up the targets of all pools, at most one look-up a pool at a time.
+
+    Args:
+        pools: the stable engines' pools.
+    """
+
+    def __init__(self, pools: Iterable[PoolSection]) -> None:
+        self._stable = tuple(pools)
+        self._canary: tuple[PoolSection, ...] = ()
+        self._running: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
+        """Look-ups whose answers were not read."""
+
+    @property
+    def canary_pools(self) -> frozenset[str]:
+        """Names of the pools that have a canary."""
+        return frozenset(pool.name for pool in self._canary)
+
+    def set_canary(self, pools: Iterable[PoolSection]) -> None:
+        """Look up other targets for the canary from now on; none end the canary."""
+        self._canary = tuple(pools)
+
+    async def answers(self) -> AsyncIterator[PoolAddresses]:
+        """Look up every pool and yield the answers that come within SLOW_RESOLVE_S.
+
+        Later answers are yielded by a later call.
+        """
+        for side, pool in self._wanted():
+            if (side, pool) not in self._running:
+                self._running[side, pool] = asyncio.create_task(_resolve_all(pool.targets))
+        await asyncio.wait(self._running.values(), timeout=SLOW_RESOLVE_S)
+
+        for (side, pool), lookup in list(self._running.items()):
+            if not lookup.done():
+                continue
+            del self._running[side, pool]
+            if (side, pool) not in self._wanted():  # a canary that is over
+                continue
+            addresses, is_complete = await lookup
+            yield PoolAddresses(side, pool.name, addresses, is_complete)
+
+    async def close(self) -> None:
+        """Cancel the look-ups that run."""
+        for lookup in self._running.values():
+            lookup.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _wanted(self) -> list[tuple[Side, PoolSection]]:
+        stable = [(Side.STABLE, pool) for pool in self._stable]
+        return stable + [(Side.CANARY, pool) for pool in self._canary]
+
+
+async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
+    """Return the addresses of all targets, and whether every name server answered."""
+    answers = await asyncio.gather(*(resolve(target) for target in targets))
+    found = {address for answer in answers if answer for address in answer}
+    return found, all(answer is not None for answer in answers)
+
+
+async def resolve(target: str) -> set[str] | None:
+    """Return the addresses of a target `host:port`; None if the name server does not answer.
+
+    They are `ip:port` for every A record, or `[ip]:port` for every AAAA record where there is no A
+    record: an engine with both kinds is one engine.
+    """
+    host, _, port = target.rpartition(":")
+    if is_ip(host):
+        return {target}
+
+    loop = asyncio.get_running_loop()
+    try:
+        records = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in NO_RECORDS:
+            return set()
+        log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
+        return None
+    return by_best_family(records, port)

@@ -1,0 +1,47 @@
+"""Builds the models that engines describe, once for all engines."""
+
+import asyncio
+from collections.abc import Callable
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.tokenizer.model import Model, fingerprint, load_model
+
+MAX_IDLE_MODELS = 2
+"""Most models that are kept though no engine has them: one may come back, as a canary's does."""
+
+
+class ModelCache:
+    """Models by fingerprint.
+
+    Args:
+        trusts_special_tokens: whether texts of clients become the special tokens that they spell.
+        in_use: returns the fingerprints of the models that engines have.
+    """
+
+    def __init__(self, trusts_special_tokens: bool, in_use: Callable[[], set[str]]) -> None:
+        self._trusts_special_tokens = trusts_special_tokens
+        self._in_use = in_use
+        self._models: dict[str, Model] = {}
+        """Models by fingerprint, the one used last at the end."""
+        self._loading = asyncio.Lock()
+
+    async def load(self, described: inference_pb2.GetModelResponse) -> Model:
+        """Return the model that an engine described.
+
+        Raises:
+            ValueError: the model cannot be used.
+        """
+        key = fingerprint(described)
+        async with self._loading:  # engines of one model start at one time
+            model = self._models.pop(key, None)
+            if model is None:
+                model = await asyncio.to_thread(load_model, described, self._trusts_special_tokens)
+            self._models[key] = model
+            self._remove_idle()
+        return model
+
+    def _remove_idle(self) -> None:
+        in_use = self._in_use()
+        idle = [key for key in self._models if key not in in_use]
+        for key in idle[:-MAX_IDLE_MODELS]:
+            del self._models[key]

@@ -1,0 +1,98 @@
+"""Balances prefill work over the engines of a pool.
+
+Causal attention over a prompt of N tokens multiplies N * (N + 1) / 2 pairs of a query and a key.
+The rest of each layer costs as much for one token as `mlp_products` such pairs. In units of one
+pair:
+
+    work(N) = N * (N + 1) / 2 + mlp_products * N
+
+`balance` places prompts longest first, each on the engine with the least work that has memory for
+it (LPT; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest
+critical path when engines are idle).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+def pairs(tokens: int) -> int:
+    """Return the number of pairs of a query and a key in causal attention over a prompt."""
+    return tokens * (tokens + 1) // 2
+
+
+def work(tokens: int, mlp_products: int) -> int:
+    """Return the work of computing a prompt, in units of one pair of a query and a key."""
+    return pairs(tokens) + mlp_products * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The load of an engine that may get prompts."""
+
+    id: str
+    work: int
+    """Work on the engine without any of the prompts."""
+    room: int
+    """Bytes available to the prompts together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """A prompt to place."""
+
+    work: int
+    engine: str
+    """Key of the engine that the prompt is on now, which holds its bytes."""
+    sizes: Mapping[str, int]
+    """Bytes that the prompt takes on each engine that it may move to."""
+
+
+def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
+    """Return the key of the engine for each task.
+
+    Tasks stay where they are unless moving them shortens the critical path.
+
+    Args:
+        engines: every engine that holds a task, and possibly others. An engine that no task may
+            move to, such as a canary's, does not count.
+    """
+    possible = {key for task in tasks for key in (task.engine, *task.sizes)}
+    engines = [engine for engine in engines if engine.id in possible]
+    present = [task.engine for task in tasks]
+    balanced = _longest_first(tasks, engines)
+    if balanced and critical_path(tasks, balanced, engines) < critical_path(
+        tasks, present, engines
+    ):
+        return balanced
+    return present
+
+
+def critical_path(
+    tasks: Sequence[PrefillTask], placement: Sequence[str], engines: Sequence[EngineLoad]
+) -> int:
+    """Return the work of the busiest engine.
+
+    Args:
+        placement: the key of the engine for each task.
+    """
+    total = {engine.id: engine.work for engine in engines}
+    for task, key in zip(tasks, placement, strict=True):
+        total[key] = total.get(key, 0) + task.work
+    return max(total.values(), default=0)
+
+
+def _longest_first(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
+    """Place the longest task first; return nothing when the memory does not suffice."""
+    total = {engine.id: engine.work for engine in engines}
+    room = {engine.id: engine.room for engine in engines}
+    placement = [""] * len(tasks)
+
+    for number, task in sorted(enumerate(tasks), key=lambda item: -item[1].work):
+        fits = [key for key, size in task.sizes.items() if size <= room.get(key, -1)]
+        if not fits:
+            return []
+        best = min(fits, key=lambda key: (total[key], key))
+        placement[number] = best
+        total[best] += task.work
+        room[best] -= task.sizes[best]
+    return placement

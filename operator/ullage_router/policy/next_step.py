@@ -1,0 +1,72 @@
+"""The four answers of `decide`: run, shrink the context, wait, or refuse."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from ullage_common.request_cost import Demand
+
+Action = Literal["accept", "shrink", "queue", "route4", "reject"]
+Step = Literal["accept", "shrinkOutput", "route"]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Send the request to this engine."""
+
+    action: Action
+    reason: str
+    pool: str
+    engine: str
+    """The engine's key."""
+    max_tokens: int
+    demand: Demand
+    step: Step
+    """The step that made the request fit: room at home, a shorter output, or another pool."""
+    step_limit_s: float = math.inf
+    """Longest step, in seconds, with which the request would still end in time on this engine."""
+    choices: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """Bytes that the request takes on each engine that may serve it instead, by key. Empty where
+    the prefill window could not move the request."""
+
+
+class ShrinkContext(msgspec.Struct, frozen=True):
+    """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
+
+    With the reason CONTEXT_TOO_LONG even a prompt that only comes closer to the target is welcome.
+    """
+
+    reason: str
+    prompt_tokens: int
+    fewest: int
+    """Fewest tokens that the prompt may keep. A shorter one would have lost too much."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Wait for memory of this pool, then decide again."""
+
+    reason: str
+    pool: str
+    demand: Demand
+    longest_s: float = math.inf
+    """Longest wait in seconds. After it the request would be late even on an idle engine."""
+    available: int = 0
+    """Bytes available on the freest usable engine of the pool."""
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """Refuse the request with this error."""
+
+    kind: Literal["invalid", "busy", "unavailable"]
+    reason: str
+    message: str
+    demand: Demand | None = None
+    available: int = 0
+    """Bytes available on the freest usable engine of the pool."""
+    retry_after_s: int | None = None
+    pool: str = ""
+    """The pool that would have served the request; empty when there is none."""
+
+
+NextStep = Run | ShrinkContext | Wait | Refuse

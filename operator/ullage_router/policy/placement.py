@@ -1,0 +1,102 @@
+"""Chooses a pool for each request, and an engine among those with room for it.
+
+A request's home is the first pool that can ever hold it, or the large pool if the request is large.
+Among engines that fit, the one whose caches hold the prompt's beginning is preferred, unless it is
+far busier than the better of two engines drawn at random (power of two choices; Mitzenmacher, "The
+Power of Two Choices in Randomized Load Balancing", 2001).
+"""
+
+from collections.abc import Sequence
+
+from ullage_common.request_cost import Demand, predict
+from ullage_router.policy.facts import WELL, EngineView, RequestFacts, RoutingPolicy
+
+
+def home_of(
+    facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPolicy
+) -> tuple[str, str]:
+    """Return the request's home pool, and the reason for it.
+
+    Args:
+        able: the engines that can ever hold the request, at least one.
+    """
+    present = {engine.pool for engine in able}
+    if policy.large_pool in present and is_large(facts, able[0], policy):
+        return policy.large_pool, "LARGE_REQUEST"
+    first = next(pool for pool in policy.pools if pool in present)
+    return first, "FITS" if first == policy.pools[0] else "CAPACITY"
+
+
+def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> bool:
+    """Return whether the request belongs in the large pool, at the price of this engine."""
+    return (
+        facts.prompt_tokens > policy.large_request_tokens
+        or demand_on(facts, engine).kv_bytes > policy.large_request_kv
+    )
+
+
+def room_of(facts: RequestFacts, engine: EngineView) -> int:
+    """Return the output tokens for which the engine has room when it is empty."""
+    room = facts.rooms.get(engine.kind)
+    if room is None:
+        longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
+        room = facts.rooms[engine.kind] = longest - facts.prompt_tokens
+    return room
+
+
+def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
+    """Return the request's predicted bytes on this engine, priced once a kind of engine."""
+    demand = facts.prices.get(engine.kind)
+    if demand is None:
+        max_tokens = min(facts.max_tokens, max(1, room_of(facts, engine)))
+        demand = facts.prices[engine.kind] = price_on(facts, engine, max_tokens)
+    return demand
+
+
+def price_on(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
+    """Return the request's predicted bytes on this engine with another output limit."""
+    return predict(
+        engine.profile, facts.prompt_tokens, max_tokens, engine.expected_output, facts.samples
+    )
+
+
+def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
+    """Pick the preferred engine, unless a drawn one has far fewer requests.
+
+    Args:
+        fits: engines that have room for the request, at least one.
+    """
+    if len(fits) == 1:
+        return fits[0]
+
+    idle = [e for e in fits if not e.backlog_tokens and e.health >= WELL]
+    drawn = _better_of_two(idle or fits, facts.draw, policy.prefill.mlp_products)
+    if not facts.preferred:
+        return drawn
+
+    preferred = next((e for e in fits if e.id == facts.preferred), drawn)
+    return preferred if preferred.load <= drawn.load + policy.max_extra_load else drawn
+
+
+def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
+    """Draw two engines and return the better one.
+
+    With two choices a burst of requests that all see the same reports spreads over the engines.
+    """
+    if len(fits) == 1:
+        return fits[0]
+
+    # Views come in no order; a draw must name the same engine for the same input.
+    ordered = sorted(fits, key=lambda e: e.id)
+    first = draw % len(ordered)
+    second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
+    one = ordered[first]
+    other = ordered[second]
+    return other if _rank(other, mlp_products) > _rank(one, mlp_products) else one
+
+
+def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:
+    """Rank engines by health, then least prefill work, most memory and fewest requests."""
+    is_well = engine.health >= WELL
+    memory = engine.available * engine.health
+    return is_well, -engine.prefill_work(mlp_products), memory, -engine.load

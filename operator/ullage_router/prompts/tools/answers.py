@@ -1,0 +1,93 @@
+"""Reads tool calls and reasoning out of the events of answers."""
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.prompts.tools.pieces import CallStart, Piece, Reader, Text, Thought
+from ullage_router.prompts.tools.tool_use import ToolUse
+
+Event = inference_pb2.GenerateResponse
+Delta = inference_pb2.Delta
+Finished = inference_pb2.Finished | inference_pb2.SampleFinished
+
+
+async def read_calls(
+    events: AsyncGenerator[Event, None], use: ToolUse, num_samples: int
+) -> AsyncGenerator[Event, None]:
+    """Yield the events with tool calls and reasoning separated from the text.
+
+    Args:
+        events: Delta and SampleFinished any number of times, then Finished.
+        use: has the reader of the answers.
+        num_samples: number of answers.
+    """
+    answers = [_Answer(use, sample) for sample in range(num_samples)]
+    async with contextlib.aclosing(events):
+        async for event in events:
+            for visible in _visible(event, answers):
+                yield visible
+
+
+def _visible(event: Event, answers: list["_Answer"]) -> Iterator[Event]:
+    match event.WhichOneof("event"):
+        case "delta":
+            answers[event.delta.sample].read(event.delta)
+        case "sample_finished":
+            yield from answers[event.sample_finished.sample].end(event.sample_finished)
+        case "finished":
+            for answer in answers:
+                yield from answer.end(event.finished)
+    yield event
+
+
+class _Answer:
+    """The reader of one answer, and the number of calls that it has found."""
+
+    def __init__(self, use: ToolUse, sample: int) -> None:
+        assert use.new_reader, "text alone needs no reading"
+        self._reader: Reader = use.new_reader()
+        self._single_call = use.single_call
+        self._sample = sample
+        self._num_calls = 0
+        self._is_over = False
+
+    def read(self, delta: Delta) -> None:
+        """Replace the delta's text by the pieces that the reader makes of it."""
+        pieces = self._reader.push(delta.text)
+        delta.text = ""
+        self._fill(delta, pieces)
+
+    def end(self, finished: Finished) -> Iterator[Event]:
+        """Yield the rest of the answer, and set the finish reason of an answer with calls."""
+        if not self._is_over:
+            self._is_over = True
+            last = Delta(sample=self._sample)
+            self._fill(last, self._reader.close())
+            if last.text or last.reasoning or last.tool_calls:
+                yield Event(delta=last)
+        if self._num_calls and finished.reason == inference_pb2.FINISH_REASON_STOP:
+            finished.reason = inference_pb2.FINISH_REASON_TOOL_CALLS
+
+    def _fill(self, delta: Delta, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, Text):
+                delta.text += piece.text
+            elif isinstance(piece, Thought):
+                delta.reasoning += piece.text
+            else:
+                self._fill_call(delta, piece)
+
+    def _fill_call(self, delta: Delta, piece: Piece) -> None:
+        self._num_calls += isinstance(piece, CallStart)
+        if self._single_call and self._num_calls > 1:
+            return
+        index = self._num_calls - 1
+        if isinstance(piece, CallStart):
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            delta.tool_calls.add(index=index, id=call_id, name=piece.name)
+        elif delta.tool_calls and delta.tool_calls[-1].index == index:
+            delta.tool_calls[-1].arguments += piece.text
+        else:
+            delta.tool_calls.add(index=index, arguments=piece.text)

@@ -1,0 +1,96 @@
+"""Forces a model to call a function.
+
+The prompt begins the call in the model's own format, and a grammar enforces the rest. With one
+function, the prompt goes on up to its arguments, and the grammar is their schema. With several, the
+answer begins with the choice of one. Nothing may follow the arguments, so the answer ends there.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ullage_common.chat.tool_formats import ToolFormat
+from ullage_router.prompts.tools.readers import ForcedReader
+from ullage_router.prompts.tools.toolbox import Schema, Toolbox
+
+# The beginning of a call, and the text between its function's name and its arguments.
+_CALL = {
+    ToolFormat.HERMES: ('<tool_call>\n{"name": "', '", "arguments": '),
+    ToolFormat.LLAMA: ('{"name": "', '", "parameters": '),
+    ToolFormat.LFM2: ('{"name": "', '", "arguments": '),
+    ToolFormat.PLAIN: ('{"name": "', '", "arguments": '),
+    ToolFormat.HARMONY: ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+}
+# With free white space a model may write white space without end. Unknown keywords are refused.
+_COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_HARMONY_MARKS = ("<|constrain|>", "<|message|>")
+# Keywords by which a schema may name properties outside of `properties`.
+_COMPOSED = frozenset(
+    {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "if"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A call that must be made."""
+
+    opening: str
+    """Text that is appended to the prompt."""
+    json_schema: str
+    """Grammar of the answer; empty where the grammar is `lark`."""
+    lark: str
+    openings: Mapping[str, str]
+    """Text before the arguments in the answer, by function; empty where `name` is set."""
+    name: str
+    """Function that the opening names; empty for none."""
+
+    def reader(self) -> ForcedReader:
+        """Return a reader of one answer."""
+        return ForcedReader(self.openings, self.name)
+
+
+def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
+    """Force a call of one of `toolbox.forced`."""
+    begin, between = _CALL[form]
+    schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
+    if len(schemas) == 1:
+        ((name, schema),) = schemas.items()
+        # A prompt that ends with a blank would rule out tokens that begin with one.
+        opening = (begin + name + between).rstrip()
+        return Forced(opening, json.dumps(schema), "", {}, name)
+    openings = {name: name + between for name in schemas}
+    return Forced(begin, "", _lark(openings, schemas), openings, "")
+
+
+def _closed(schema: Schema) -> Schema:
+    """Return the schema with unnamed properties forbidden, if it names all others itself."""
+    if "properties" not in schema or _COMPOSED & schema.keys():
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+def _lark(openings: Mapping[str, str], schemas: Mapping[str, Schema]) -> str:
+    rules = [
+        f"call{i}: {_terminals(openings[name])} %json {_compact(schema)}"
+        for i, (name, schema) in enumerate(schemas.items())
+    ]
+    start = " | ".join(f"call{i}" for i in range(len(rules)))
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _compact(schema: Schema) -> str:
+    return json.dumps({**schema, "x-guidance": _COMPACT})
+
+
+def _terminals(text: str) -> str:
+    """Return a text as terminals of the grammar, in which special tokens are no text."""
+    for mark in _HARMONY_MARKS:
+        text = text.replace(mark, f"\0{mark}\0")
+    parts = [part for part in text.split("\0") if part]
+    return " ".join(part if part in _HARMONY_MARKS else json.dumps(part) for part in parts)

@@ -1,0 +1,106 @@
+"""Checks the functions that a request offers, and its choice among them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import invalid
+from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
+from ullage_common.wire.limits import MAX_TOOLS, MAX_TOOLS_BYTES
+from ullage_common.wire.validation import invalid_value
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The functions that a model may call."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Tools in OpenAI's form, for the chat template."""
+    parameters: Mapping[str, Schema]
+    """JSON schema of the arguments, an object's, by function."""
+    forced: Sequence[str]
+    """Functions of which one must be called; empty where no call is required."""
+    single_call: bool
+    """Whether at most one function may be called."""
+
+
+def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
+    """Return the functions of a request; None where the model may call none.
+
+    Raises:
+        ServiceError: a field is invalid.
+    """
+    listed = _parse(tools.functions)
+    functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(listed)]
+    parameters = {function["name"]: _parameters(function) for function in functions}
+    if len(parameters) < len(functions):
+        raise invalid("tools", "tools has two functions of one name; give each its own")
+    forced = _forced(tools, list(parameters))
+    if tools.mode == inference_pb2.TOOL_MODE_NONE:
+        return None
+    return Toolbox(listed, parameters, forced, tools.single_call or bool(forced))
+
+
+def _parse(text: str) -> list[Any]:
+    size = len(text.encode())
+    if size > MAX_TOOLS_BYTES:
+        raise invalid_value("tools", f"{size} bytes", f"at most {MAX_TOOLS_BYTES} bytes")
+    JsonCounter("tools", VALUE_LIMITS).add(text.encode())
+    try:
+        listed = json.loads(text)
+        json.dumps(listed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        message = "tools is not JSON, nested too deeply, or has unpaired surrogates; send a list"
+        raise invalid("tools", message) from error
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_TOOLS:
+        raise invalid("tools", f"tools must be a list of 1 to {MAX_TOOLS} tools")
+    return listed
+
+
+def _function(field: str, tool: object) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise invalid_value(field, json.dumps(tool), "an object")
+    if tool.get("type") != "function":
+        raise invalid_value(f"{field}.type", json.dumps(tool.get("type")), '"function"')
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid_value(f"{field}.function", json.dumps(function), "an object")
+
+    name = function.get("name")
+    shape = function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        possible = "1 to 64 of letters, digits, underscore, dot and hyphen"
+        raise invalid_value(f"{field}.function.name", json.dumps(name), possible)
+
+    if shape is not None and not isinstance(shape, dict):
+        raise invalid_value(f"{field}.function.parameters", json.dumps(shape), "a JSON schema")
+    if isinstance(shape, dict) and shape.get("type", "object") != "object":
+        possible = '"object"'
+        raise invalid_value(
+            f"{field}.function.parameters.type", json.dumps(shape["type"]), possible
+        )
+    return function
+
+
+def _parameters(function: Mapping[str, Any]) -> Schema:
+    """Return the schema of the arguments. As in OpenAI's API, no schema means no parameters."""
+    schema = function.get("parameters")
+    if schema is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **schema}
+
+
+def _forced(tools: inference_pb2.Tools, names: list[str]) -> list[str]:
+    if tools.mode == inference_pb2.TOOL_MODE_REQUIRED:
+        return names
+    if tools.mode != inference_pb2.TOOL_MODE_NAMED:
+        return []
+    if tools.name not in names:
+        raise invalid_value("tool_choice.function.name", tools.name or '""', ", ".join(names))
+    return [tools.name]

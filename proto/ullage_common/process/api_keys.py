@@ -1,0 +1,54 @@
+"""API keys, and how configuration files list them.
+
+A key has 256 random bits, so its plain SHA-256 cannot be searched for, and a slow hash would only
+slow down every request. Files store an *entry*: `sha256:` and 64 hexadecimal digits.
+"""
+
+import hashlib
+import re
+import secrets
+
+PREFIX = "sk-ullage-"
+MIN_KEY = 16
+"""Fewest characters of a key. Shorter hand-made keys can be guessed."""
+MAX_KEY = 512
+HASH_PREFIX = "sha256:"
+TENANT_NAME = re.compile(r"[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?")
+"""Names that are valid as a Secret's key, as a file name and as a metric's label."""
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_KEY = re.compile(r"[!-~]+")
+
+
+def new_key() -> str:
+    """Generate a random key."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def digest(key: str) -> bytes:
+    """Return the SHA-256 of a key, 32 bytes."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def entry(key: str) -> str:
+    """Return the entry of a key, which is a line of a Secret."""
+    return HASH_PREFIX + digest(key).hex()
+
+
+def read_entry(line: str) -> bytes:
+    """Return the digest for a line of a Secret, which is an entry or a plain key.
+
+    Raises:
+        ValueError: the line is neither. The message does not repeat it.
+    """
+    if line.startswith(HASH_PREFIX):
+        if not _HASH.fullmatch(line):
+            raise ValueError("sha256: is not followed by 64 lower-case hexadecimal digits")
+        return bytes.fromhex(line.removeprefix(HASH_PREFIX))
+    if not _KEY.fullmatch(line):
+        raise ValueError("a key has spaces or characters that are not printable ASCII")
+    if not MIN_KEY <= len(line) <= MAX_KEY:
+        raise ValueError(
+            f"a key has {len(line)} characters, not {MIN_KEY} to {MAX_KEY}; "
+            "make one with `ullage key new`"
+        )
+    return digest(line)

@@ -1,0 +1,121 @@
+"""gRPC servers: their options, health and reflection.
+
+Health is grpc.health.v1 with the services `liveness` and `readiness`. Every server has a
+`RequestGuard`.
+"""
+
+from collections.abc import (
+    Iterable,
+    Sequence,
+)
+from typing import cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from ullage_common.wire.call_names import Server
+from ullage_common.wire.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
+from ullage_common.wire.request_guard import (
+    MAX_CALLS,
+    MAX_PUBLIC_CALLS,
+    SMALL_REQUEST_BYTES,
+    RequestGuard,
+)
+
+MAX_RECEIVED_BYTES = 16 * 1024 * 1024
+"""Largest message that gRPC receives. It is above the guard's bound, because only the guard's
+refusal has details."""
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # By default a server answers keepalive pings more often than every 5 minutes with GOAWAY.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Find peers that vanished, and peers that connect and stay silent.
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # A second program on the port is an error; gRPC would share the port with it.
+    ("grpc.so_reuseport", 0),
+)
+NARROW_WINDOWS = (("grpc.http2.bdp_probe", 0),)
+"""Options of a server that takes calls from anybody. Flow-control windows that grow with a
+connection's speed would let in megabytes of calls that nobody reads yet. A message that is being
+read always gets a window of its own length."""
+
+LIVENESS = "liveness"
+READINESS = "readiness"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def bind(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """Bind a server to an address and return the port that it will listen on.
+
+    Args:
+        address: `host:port`; port 0 for any free port.
+        credentials: None for plaintext.
+
+    Raises:
+        RuntimeError: the server cannot listen there.
+    """
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
+
+
+def new_server(
+    guard: RequestGuard | None = None,
+    options: Sequence[tuple[str, int]] = (),
+) -> grpc.aio.Server:
+    """Create a server without services and ports, which refuses requests that it cannot read.
+
+    Args:
+        guard: admits calls; None lets everybody call everything.
+        options: options in addition to SERVER_OPTIONS.
+    """
+    server = Server(
+        interceptors=(guard or RequestGuard(),),
+        options=(*SERVER_OPTIONS, *options),
+        # The guard bounds calls, with a reason. This bounds the refusals that are on their way.
+        max_calls=2 * (MAX_CALLS + MAX_PUBLIC_CALLS),
+    )
+    return cast(grpc.aio.Server, server)
+
+
+def new_probe_server() -> grpc.aio.Server:
+    """Create a server of public methods with small requests, which are health and headroom."""
+    small = (("grpc.max_receive_message_length", 2 * SMALL_REQUEST_BYTES),)
+    return new_server(RequestGuard(lambda method, metadata: None), small)
+
+
+class Health:
+    """The health of a server, which is live and not ready at first."""
+
+    def __init__(self) -> None:
+        self._servicer = HealthServicer()
+
+    async def attach(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
+        """Add health and reflection of the named services to a server that has not started."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        await self.set_live(True)
+        await self.set_ready(False)
+
+    def attach_alone(self, server: grpc.aio.Server) -> None:
+        """Add health without reflection to a server for probes, which use no TLS."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set_live(self, live: bool) -> None:
+        """Set the health of `liveness`."""
+        await self._servicer.set(LIVENESS, _SERVING if live else _NOT_SERVING)
+
+    async def set_ready(self, ready: bool) -> None:
+        """Set the health of `readiness` and of the whole server."""
+        for service in ("", READINESS):
+            await self._servicer.set(service, _SERVING if ready else _NOT_SERVING)
