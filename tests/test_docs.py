@@ -18,9 +18,7 @@ from ullage_common.config.engine import EngineConfig
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {"node_modules", "dist", "__pycache__"}
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "dev").rglob("*.md")])
-OF_THEIR_DAY = ["dev/log.md"]
-"""Pages whose older entries name files as they were called then."""
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -37,9 +35,9 @@ OTHER_NAMES |= {"model.safetensors", "model.safetensors.index.json", "memory.eve
 CODE = re.compile(r"`[^`\n]+`|^```yaml.*?^```", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"\b([A-Za-z]+): \"?(\w+)")
 WORD = re.compile(r"`(\w+)`")
-QUEUE = ROOT / "dev" / "gpu-queue.md"
+QUEUE = ROOT / "docs" / "gpu-queue.md"
 PROGRAMME = ROOT / "benchmarks" / "gpu" / "programme.py"
-OF_ENGINES = [QUEUE, ROOT / "dev" / "log.md", ROOT / "docs" / "model-keys.md"]
+OF_ENGINES = [QUEUE, ROOT / "docs" / "model-keys.md"]
 """Pages about engines' own files, whose values are in lower case."""
 
 OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}
@@ -56,7 +54,7 @@ LOOKS = re.compile(
 )
 """Commands that change nothing."""
 
-MENTIONED = re.compile(r"\b((?:docs|dev)/[\w/-]+\.md)\b")
+MENTIONED = re.compile(r"\b(docs/[\w/-]+\.md)\b")
 SOURCES = ["operator", "engine", "proto", "charts", "crds", "docker", "examples", "scripts"]
 TEXT = {".py", ".yaml", ".yml", ".proto", ".sh", ".txt", ".tpl"}
 
@@ -105,7 +103,6 @@ def test_every_file_that_a_page_names_exists() -> None:
     missing = [
         f"{page.relative_to(ROOT)}: {named}"
         for page in PAGES
-        if str(page.relative_to(ROOT)) not in OF_THEIR_DAY
         for named in NAMED.findall(prose(page))
         if not PLACEHOLDER.search(named) and not exists(named)
     ]
