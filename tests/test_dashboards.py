@@ -36,15 +36,18 @@ def test_they_are_of_this_code() -> None:
 def test_every_panel_says_what_it_shows_and_of_what(subtests: pytest.Subtests) -> None:
     for name, page in PAGES.items():
         with subtests.test(name):
-            assert page["uid"] == name and page["description"].endswith(".")
+            assert page["uid"] == name
+            assert page["description"].endswith(".")
             titles = [panel["title"] for panel in pictures(page)]
             assert len(titles) == len({*titles})
             for panel in pictures(page):
-                assert panel["title"][0].isupper() and panel["description"].endswith(".")
+                assert panel["title"][0].isupper()
+                assert panel["description"].endswith(".")
                 assert panel["fieldConfig"]["defaults"]["unit"]
                 assert panel["datasource"]["uid"] == "$datasource"
                 targets = panel["targets"]
-                assert targets and len({each["refId"] for each in targets}) == len(targets)
+                assert targets
+                assert len({each["refId"] for each in targets}) == len(targets)
                 assert all(each["legendFormat"] for each in targets)
 
 
@@ -57,7 +60,8 @@ def test_panels_lie_beside_one_another(subtests: pytest.Subtests) -> None:
             for panel in page["panels"]:
                 x, y, w, h = (panel["gridPos"][key] for key in "xywh")
                 cells = {(column, line) for column in range(x, x + w) for line in range(y, y + h)}
-                assert x + w <= 24 and not cells & taken, panel["title"]
+                assert x + w <= 24, panel["title"]
+                assert not cells & taken, panel["title"]
                 taken |= cells
 
 
@@ -73,7 +77,8 @@ def test_queries_read_metrics_that_there_are(subtests: pytest.Subtests) -> None:
         with subtests.test(name):
             for target in (each for panel in pictures(page) for each in panel["targets"]):
                 read = set(re.findall(r"[\w:]+(?=\{)", target["expr"]))
-                assert read and read <= known, target["expr"]
+                assert read, target["expr"]
+                assert read <= known, target["expr"]
 
 
 def test_rates_fit_the_screen_and_every_variable_is_a_choice(subtests: pytest.Subtests) -> None:
@@ -82,7 +87,8 @@ def test_rates_fit_the_screen_and_every_variable_is_a_choice(subtests: pytest.Su
             variables = {each["name"] for each in page["templating"]["list"]}
             expressions = [t["expr"] for panel in pictures(page) for t in panel["targets"]]
             used = set(re.findall(r"\$(\w+)", " ".join(expressions))) - {"__rate_interval"}
-            assert used <= variables - {"datasource"} and used
+            assert used <= variables - {"datasource"}
+            assert used
             for expression in expressions:
                 windows = set(re.findall(r"rate\(.*?\[(.+?)\]", expression))
                 assert windows <= {"$__rate_interval"}

@@ -141,13 +141,16 @@ def test_the_programme_runs_with_what_the_bundle_carries(checkout: Path) -> None
 
 def test_what_keeps_it_from_running_is_said_with_a_remedy(checkout: Path) -> None:
     nothing = gpu(checkout)
-    assert nothing.returncode == 2 and "say first, second" in nothing.stderr
+    assert nothing.returncode == 2
+    assert "say first, second" in nothing.stderr
 
     manifest = checkout / "dist/gpu-bundle/manifest.json"
     manifest.write_text(json.dumps({"python": "3.2"}))
     other = gpu(checkout, "first")
-    assert other.returncode == 2 and f'make gpu-bundle ARGS="--python {PYTHON}"' in other.stderr
+    assert other.returncode == 2
+    assert f'make gpu-bundle ARGS="--python {PYTHON}"' in other.stderr
 
     manifest.unlink()
     missing = gpu(checkout, "first")
-    assert missing.returncode == 2 and "run make gpu-bundle" in missing.stderr
+    assert missing.returncode == 2
+    assert "run make gpu-bundle" in missing.stderr

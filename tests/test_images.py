@@ -30,7 +30,8 @@ Stage = list[tuple[str, str]]
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     return module
@@ -130,17 +131,21 @@ def test_a_target_is_built_with_its_wheels_base_and_date(tool, tmp_path):
     command = images.Build(tool, tmp_path, 1234).target("engine", "some/tag:1", "some/base@x")
     text = shlex.join(command)
     wheels = tmp_path / "wheels" / "engine"
-    assert command[0] == tool and command[-1] == str(wheels)
+    assert command[0] == tool
+    assert command[-1] == str(wheels)
     assert f"--build-context wheels={wheels}" in text
-    assert "--target engine" in text and "--tag some/tag:1" in text
-    assert "BASE=some/base@x" in command and f"ALONE={images.DEMO_MODEL}" in command
+    assert "--target engine" in text
+    assert "--tag some/tag:1" in text
+    assert "BASE=some/base@x" in command
+    assert f"ALONE={images.DEMO_MODEL}" in command
     assert ("--timestamp=1234" in command) or ("SOURCE_DATE_EPOCH=1234" in command)
 
 
 def test_only_wheels_for_the_images_python_and_c_library_are_fetched(tmp_path):
     own, needed, model = images.fetch_commands("engine", tmp_path, "aarch64")
     assert own[3:] == ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), "."]
-    assert "--only-binary=:all:" in needed and "--python-version=3.11" in needed
+    assert "--only-binary=:all:" in needed
+    assert "--python-version=3.11" in needed
     assert "--platform=manylinux_2_28_aarch64" in needed
     assert not any("manylinux_2_37" in part for part in needed)
     assert needed[-4:-2] == ["--constraint", "constraints.txt"]
@@ -284,7 +289,8 @@ def test_every_benchmark_is_listed_with_an_example() -> None:
     command = [sys.executable, "-m", "benchmarks"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in BENCHMARKS:
-        assert f"\n{name} " in listed and f" python -m benchmarks {name}" in listed, name
+        assert f"\n{name} " in listed, name
+        assert f" python -m benchmarks {name}" in listed, name
 
     unknown = subprocess.run([*command, "none"], cwd=ROOT, capture_output=True, text=True)
     assert unknown.returncode == 2

@@ -64,7 +64,8 @@ class Script:
     def wait_begun(self, lanes: set[str]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not lanes <= set(self.lanes("began")):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.notes()
+            assert time.monotonic() < deadline, self.notes()
+            assert self.process.poll() is None, self.notes()
             time.sleep(0.02)
 
     def stop_reading(self) -> None:

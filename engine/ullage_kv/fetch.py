@@ -81,7 +81,8 @@ class BlockFetch:
 
     def begin(self, part: range) -> "Future[None]":
         """Begin to fetch the blocks at some places; return a future that is done when their results
-        are set."""
+        are set.
+        """
         places_by_tier = self._locate(part)
         places = [place for each in places_by_tier.values() for place in each]
         if not places:
@@ -124,7 +125,8 @@ class BlockFetch:
 
     def _await(self, places: Sequence[int]) -> Steps:
         """Wait for the pending blocks at some places, at most until the deadline, and set their
-        results."""
+        results.
+        """
         blocks = [(place, block) for place in places if (block := self._pending[place]) is not None]
         loads = {id(block.load): block.load for _, block in blocks}.values()
 
@@ -141,7 +143,8 @@ class BlockFetch:
 
 class Loader:
     """Loads blocks from lower tiers to host memory, each block once at a time; safe to use from
-    several threads."""
+    several threads.
+    """
 
     def __init__(
         self,
@@ -152,14 +155,13 @@ class Loader:
         locate: Callable[[Sequence[bytes]], list[str]],
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            arena: the memory whose slots the blocks are loaded to.
-            block_bytes: size of a block.
-            lease: under which slots are reserved.
-            tiers: those below host memory, the fastest first.
-            locate: returns the name of the highest tier that has each block; empty: none has it.
-            clock: in seconds.
+        """Args:
+        arena: the memory whose slots the blocks are loaded to.
+        block_bytes: size of a block.
+        lease: under which slots are reserved.
+        tiers: those below host memory, the fastest first.
+        locate: returns the name of the highest tier that has each block; empty: none has it.
+        clock: in seconds.
         """
         self.tiers = tiers
         self.locate = locate

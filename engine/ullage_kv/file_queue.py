@@ -167,13 +167,12 @@ class Lane:
         max_queued: int | None = None,
         max_taken: int = 1,
     ) -> None:
-        """
-        Args:
-            name: name of the threads.
-            num_threads: number of threads.
-            buffer_bytes: size of each thread's own memory.
-            max_queued: most transfers that wait; None: no limit.
-            max_taken: most transfers of one job that a thread takes in its turn.
+        """Args:
+        name: name of the threads.
+        num_threads: number of threads.
+        buffer_bytes: size of each thread's own memory.
+        max_queued: most transfers that wait; None: no limit.
+        max_taken: most transfers of one job that a thread takes in its turn.
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()

@@ -383,7 +383,8 @@ def _remaining_s(ends_at: float) -> float:
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
     """Begin the call that ends a lease; return it, or None if there is no lease or the channel is
-    closed."""
+    closed.
+    """
     if not request.lease:
         return None
     with contextlib.suppress(ValueError):

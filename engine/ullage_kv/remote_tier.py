@@ -137,18 +137,17 @@ class RemoteTier:
         look_s: float | None = None,
         resolve_s: float = RESOLVE_S,
     ) -> None:
-        """
-        Args:
-            targets: `host:port` of peers. A name may have several addresses, which may change.
-            namespace: that of the keys. Peers with another one refuse.
-            block_bytes: size of every block.
-            instance: `KVStoreService.instance` of this process, to recognise itself by.
-            deadline_s: most seconds of one load, and of one batch of copies.
-            copies: whether blocks are copied to a peer at all.
-            server_name: name that the peers' certificates have; empty: the host of their target.
-            material: returns the newest certificate to show; None: peers speak plaintext.
-            look_s: most seconds of a look-up; None: a quarter of the deadline.
-            resolve_s: seconds between two times that names are resolved.
+        """Args:
+        targets: `host:port` of peers. A name may have several addresses, which may change.
+        namespace: that of the keys. Peers with another one refuse.
+        block_bytes: size of every block.
+        instance: `KVStoreService.instance` of this process, to recognise itself by.
+        deadline_s: most seconds of one load, and of one batch of copies.
+        copies: whether blocks are copied to a peer at all.
+        server_name: name that the peers' certificates have; empty: the host of their target.
+        material: returns the newest certificate to show; None: peers speak plaintext.
+        look_s: most seconds of a look-up; None: a quarter of the deadline.
+        resolve_s: seconds between two times that names are resolved.
         """
         self._targets = targets
         geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)
@@ -218,7 +217,8 @@ class RemoteTier:
 
     def _ask(self, peer: PeerClient, keys: Sequence[bytes]) -> "Future[None]":
         """Ask a peer which blocks it has, unless its circuit breaker is open; return a future that
-        is done when the hints have the answer."""
+        is done when the hints have the answer.
+        """
         if not peer.breaker.allows():
             return done(None)
 
@@ -267,7 +267,8 @@ class RemoteTier:
 
     def trust(self) -> None:
         """Read from peers again after all chains were removed, as when the worker that damaged
-        blocks is gone. Chains and blocks that were removed by key are not read again."""
+        blocks is gone. Chains and blocks that were removed by key are not read again.
+        """
         with self._lock:
             was_distrusted = self._is_distrusted
             self._is_distrusted = False

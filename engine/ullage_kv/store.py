@@ -50,12 +50,11 @@ class Store:
         tiers: Sequence[LowerTier] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            arena: the memory of the host tier, which the caller closes after the store.
-            block_bytes: size of every block.
-            tiers: those below host memory, the fastest first; the store closes them.
-            clock: in seconds, by which a fetch divides its deadline among its parts.
+        """Args:
+        arena: the memory of the host tier, which the caller closes after the store.
+        block_bytes: size of every block.
+        tiers: those below host memory, the fastest first; the store closes them.
+        clock: in seconds, by which a fetch divides its deadline among its parts.
         """
         arena.cut(block_bytes)
         self.block_bytes = block_bytes

@@ -211,11 +211,10 @@ class CircuitBreaker:
         pause_s: float = PAUSE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """
-        Args:
-            max_failures: failures in a row that open the breaker.
-            pause_s: first pause in seconds. Every failed probe doubles the pause.
-            max_pause_s: longest pause in seconds.
+        """Args:
+        max_failures: failures in a row that open the breaker.
+        pause_s: first pause in seconds. Every failed probe doubles the pause.
+        max_pause_s: longest pause in seconds.
         """
         self._clock = clock
         self._max_failures = max_failures

@@ -20,7 +20,8 @@ _PART_BYTES = 16 << 20
 
 class WriteThrough:
     """Copies blocks from host memory to lower tiers, in the background; safe to use from several
-    threads."""
+    threads.
+    """
 
     def __init__(
         self,
@@ -30,9 +31,8 @@ class WriteThrough:
         lease: Lease,
         tiers: Sequence[LowerTier],
     ) -> None:
-        """
-        Args:
-            lease: under which blocks are pinned until every tier has its copy.
+        """Args:
+        lease: under which blocks are pinned until every tier has its copy.
         """
         self._arena = arena
         self._block_bytes = block_bytes

@@ -53,7 +53,8 @@ class PortForward:
         self._process = process = subprocess.Popen(
             self._command, stdout=pipe, stderr=pipe, text=True
         )
-        assert process.stdout and process.stderr
+        assert process.stdout
+        assert process.stderr
         has_line, _, _ = select.select([process.stdout], [], [], FORWARD_TIMEOUT_S)
         line = process.stdout.readline() if has_line else ""
 

@@ -142,7 +142,8 @@ _PARTING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
 def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) -> int:
     """Return the length of the longest token with one of the characters; 0 if the model lacks some
-    of them, which it may drop."""
+    of them, which it may drop.
+    """
     if not vocabulary.keys() >= set(characters.decode()):
         return 0
     pattern = re.compile(f"[{re.escape(characters.decode())}]")

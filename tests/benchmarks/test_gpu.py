@@ -83,7 +83,8 @@ def test_the_whole_programme_is_rehearsed(programme: Any, tmp_path: Path) -> Non
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run("first", "--out", str(tmp_path / "out"))
     assert done.returncode == 2
-    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
     is_for_cpus = torch.version.cuda is None
     assert ("torch here is without CUDA" if is_for_cpus else "finds no GPU") in done.stderr
     assert "--tiny --device cpu" in done.stderr
@@ -221,7 +222,8 @@ def test_logs_are_packed_once_each(programme: Any, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "logs.tar.gz") as archive:
         assert archive.getnames() == ["first.log", "second.log"]
         newest = archive.extractfile("first.log")
-        assert newest is not None and newest.read() == b"new"
+        assert newest is not None
+        assert newest.read() == b"new"
 
 
 def test_kernels_are_packed_for_the_next_machine(

@@ -64,7 +64,10 @@ def test_what_is_compiled_is_told_once(capsys: pytest.CaptureFixture[str]) -> No
     for argument in (1, 1, 2):
         recorder.launch(kernel, (1,))(argument, BLOCK=16)
     one, other = recorder.compiled
-    assert one.spilled == 8 and one.shared == 1024 and one.uses_tensor_cores and not one.fault
+    assert one.spilled == 8
+    assert one.shared == 1024
+    assert one.uses_tensor_cores
+    assert not one.fault
     assert other.name == one.name
     assert not capsys.readouterr().out, "what the assembler prints is not the programme's output"
 

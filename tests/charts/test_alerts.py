@@ -261,7 +261,8 @@ def test_alerts_about_the_operator_are_about_metrics_that_it_has(rules: Path) ->
         for each in alerts_of(rules)
         for name in re.findall(r"ullage_operator_\w+", each["expr"])
     }
-    assert used and used <= known
+    assert used
+    assert used <= known
 
 
 def test_runbooks_may_be_elsewhere(render: Any) -> None:

@@ -188,7 +188,8 @@ def test_named_namespaces_need_no_cluster_role(render):
         (b["roleRef"]["kind"], b["metadata"]["namespace"]) for b in by_kind(objects, "RoleBinding")
     ]
     own = [r["metadata"]["namespace"] for r in by_kind(objects, "Role") if r not in roles]
-    assert sorted(bound) == sorted(("Role", name) for name in ["a", "b", *own]) and len(own) == 1
+    assert sorted(bound) == sorted(("Role", name) for name in ["a", "b", *own])
+    assert len(own) == 1
     (deployment,) = by_kind(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)
@@ -301,7 +302,8 @@ def test_without_an_election_there_is_never_a_second_operator(render, helm):
     assert not [obj for obj in objects if obj["metadata"]["name"].endswith("-lease")]
     refused = ("--set", "imageRegistry=localhost,leaderElection.enabled=false,replicas=2")
     done = helm("template", "release", str(CHART), *refused)
-    assert done.returncode != 0 and "several operators need leaderElection" in done.stderr
+    assert done.returncode != 0
+    assert "several operators need leaderElection" in done.stderr
     (deployment,) = by_kind(render(), "Deployment")
     assert deployment["spec"]["strategy"] == {"type": "RollingUpdate"}
 
@@ -401,7 +403,8 @@ def test_a_registry_is_a_host_with_or_without_a_folder(render, registry):
     operator, router, engine = images(render, f"imageRegistry={registry}")
     folder = registry.removesuffix("/")
     assert operator == router
-    assert operator.startswith(f"{folder}/operator:") and engine.startswith(f"{folder}/engine:")
+    assert operator.startswith(f"{folder}/operator:")
+    assert engine.startswith(f"{folder}/engine:")
 
 
 def settings_of(render, *values):
@@ -436,7 +439,8 @@ def test_an_image_with_vllm_is_a_choice(render, helm):
     assert named.vllm_engine_image == "r.x/v:v2"
     alone = ("--set", "imageRegistry=localhost", "--set", "vllmEngineImage.tag=v2")
     done = helm("template", "release", str(CHART), *alone)
-    assert done.returncode != 0 and "set vllmEngineImage.repository" in done.stderr
+    assert done.returncode != 0
+    assert "set vllmEngineImage.repository" in done.stderr
 
 
 def test_the_charts_version_of_the_operator_is_the_projects():

@@ -81,12 +81,14 @@ def test_it_names_the_routers_service_and_port(notes):
     forward = re.search(r"port-forward service/(\S+) (\d+):(\d+)", text)
     assert forward.groups() == (naming.router_name("smollm2"), *[str(naming.HTTP_PORT)] * 2)
     assert f"http://127.0.0.1:{forward[2]}/v1/chat/completions" in text
-    assert '"model": "smollm2-135m"' in text and "name: smollm2-135m" in text
+    assert '"model": "smollm2-135m"' in text
+    assert "name: smollm2-135m" in text
 
 
 def test_it_says_where_services_are_served(notes):
     assert "LLMServices in all namespaces" in notes()
     text = notes("watch.namespaces={first,second}", "crds.enabled=false")
     assert "LLMServices in first, second" in text
-    assert "namespace: first" in text and "kubectl --namespace first wait" in text
+    assert "namespace: first" in text
+    assert "kubectl --namespace first wait" in text
     assert "definition was not installed" in text

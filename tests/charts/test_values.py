@@ -203,7 +203,8 @@ def test_every_value_and_every_group_is_commented():
             continue
         comment = comment_above(lines, at)
         assert comment.startswith("# --") is (path in paths), f"{path}: {comment!r}"
-        assert comment and comment.rstrip().endswith("."), f"{path}: {comment!r}"
+        assert comment, f"{path}: {comment!r}"
+        assert comment.rstrip().endswith("."), f"{path}: {comment!r}"
         wanted.add(path)
     assert paths <= wanted
 

@@ -57,12 +57,14 @@ def test_tokens_of_engines_that_compute_otherwise_make_an_answer_inexact() -> No
     accepted("a", progress)
     assert not progress.goes_on_inexactly
     progress.on_delta(delta(2))
-    assert not progress.is_inexact and progress.fingerprints == ("a",)
+    assert not progress.is_inexact
+    assert progress.fingerprints == ("a",)
     accepted("b", progress)  # and is lost before it sends anything
     assert progress.goes_on_inexactly
     accepted("a", progress)
     progress.on_delta(delta(3))
-    assert not progress.is_inexact and not progress.goes_on_inexactly
+    assert not progress.is_inexact
+    assert not progress.goes_on_inexactly
     accepted("b", progress)
     progress.on_delta(delta(4))
     assert progress.is_inexact
@@ -70,7 +72,8 @@ def test_tokens_of_engines_that_compute_otherwise_make_an_answer_inexact() -> No
     assert list(request.continuation.fingerprints) == ["a", "b"]
     again = Progress(request)
     accepted("b", again)
-    assert again.is_inexact and again.goes_on_inexactly
+    assert again.is_inexact
+    assert again.goes_on_inexactly
 
 
 def test_more_fingerprints_than_an_answer_can_have_are_refused() -> None:

@@ -27,7 +27,8 @@ def test_the_order_of_facts_does_not_matter(
     draw.shuffle(shuffled)
     assert fingerprint_of(dict(shuffled)) == fingerprint_of(given_facts)
     digest = fingerprint_of(given_facts).digest
-    assert len(digest) == DIGEST_DIGITS and set(digest) <= set("0123456789abcdef")
+    assert len(digest) == DIGEST_DIGITS
+    assert set(digest) <= set("0123456789abcdef")
 
 
 @given(facts, facts)
@@ -55,7 +56,8 @@ def test_engines_that_are_alike_have_no_differences() -> None:
     same = fingerprint_of({"weights": "1"})
     assert differences({}) == differences({"a": same}) == differences({"a": same, "b": same}) == {}
     assert differences({"a": UNKNOWN, "b": UNKNOWN}) == {}
-    assert num_kinds([same, same]) == 1 and num_kinds([]) == 0
+    assert num_kinds([same, same]) == 1
+    assert num_kinds([]) == 0
 
 
 def test_differences_name_the_engines_by_value() -> None:

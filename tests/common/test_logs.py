@@ -44,7 +44,9 @@ def start(count: int, size: int) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize(("count", "size"), [(20_000, 200), (200, 30_000)], ids=["short", "long"])
 def test_a_reader_that_stands_still_stops_nothing(count: int, size: int) -> None:
     with start(count, size) as process:
-        assert process.stdout and process.stderr and process.stdin
+        assert process.stdout
+        assert process.stderr
+        assert process.stdin
         assert process.stdout.readline() == "through\n"  # nobody has read a line yet
         lines = []
         reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
@@ -67,7 +69,8 @@ def test_a_reader_that_stands_still_stops_nothing(count: int, size: int) -> None
 
 def test_a_process_ends_though_nobody_reads() -> None:
     with start(20_000, 200) as process:
-        assert process.stdout and process.stdin
+        assert process.stdout
+        assert process.stdin
         assert process.stdout.readline() == "through\n"
         process.stdin.close()
         assert process.wait(WAIT_S) == 0
@@ -76,7 +79,8 @@ def test_a_process_ends_though_nobody_reads() -> None:
 def test_a_killed_process_has_written_its_lines() -> None:
     """What is read is written at once, and not by a thread that comes later."""
     with start(10, 100) as process:
-        assert process.stdout and process.stderr
+        assert process.stdout
+        assert process.stderr
         assert process.stdout.readline() == "through\n"
         process.send_signal(signal.SIGKILL)
         numbers = [json.loads(line)["number"] for line in process.stderr]

@@ -109,7 +109,8 @@ def test_a_first_token_leaves_at_once_and_those_behind_it_together() -> None:
         await write_all(sender, [word(c) for c in "abcdefg"])
         assert texts(sent) == ["a", "bcde"]
         await sender.write(FINISHED)
-        assert texts(sent) == ["a", "bcde", "fg"] and sender.is_finished
+        assert texts(sent) == ["a", "bcde", "fg"]
+        assert sender.is_finished
 
     run(scenario)
 

@@ -39,7 +39,8 @@ def test_threads_and_tasks_are_dumped_and_the_process_goes_on() -> None:
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", program]
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-            assert process.stdout and process.stderr
+            assert process.stdout
+            assert process.stderr
             try:
                 assert process.stdout.readline() == "ready\n"
                 for _ in range(2):

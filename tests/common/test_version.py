@@ -45,7 +45,8 @@ def test_programs_start_from_sources_alone(program: str, python_path: str, tmp_p
     if program != "ullage_operator.main":
         wrong = run("--config", str(tmp_path / "none.yaml"))
         assert wrong.returncode == 2
-        assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+        assert wrong.stderr.startswith("error: ")
+        assert wrong.stderr.count("\n") == 1
 
 
 def test_an_installed_package_says_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

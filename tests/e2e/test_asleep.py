@@ -47,7 +47,8 @@ def command_of(process: psutil.Process) -> str:
 
 
 def test_requests_wake_the_service_and_it_sleeps_again(sleepy: Any) -> None:
-    assert sleepy.state["engines"] == [] and engines(sleepy) == 0
+    assert sleepy.state["engines"] == []
+    assert engines(sleepy) == 0
     with httpx.Client(base_url=sleepy.http_url, timeout=DEADLINE_S, trust_env=False) as client:
         assert client.get("/readyz").status_code == 200
         body = {

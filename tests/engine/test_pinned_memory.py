@@ -25,7 +25,8 @@ def test_what_is_asked_for_is_pinned_and_not_the_next_power_of_two(
     assert memory.is_pinned
     assert fake_cudart.registered == {memory.tensor.data_ptr(): 5 * PAGE + 8}
     assert memory.tensor.data_ptr() % PAGE == 0
-    assert memory.tensor.nbytes == 5 * PAGE + 8 and not memory.tensor.any()
+    assert memory.tensor.nbytes == 5 * PAGE + 8
+    assert not memory.tensor.any()
     assert whole_pages(memory.tensor.nbytes) == 6 * PAGE
 
     memory.close()
@@ -55,7 +56,9 @@ def test_refused_memory_is_plain_logged_once_and_no_error_of_the_next_kernel(
     [record] = caplog.records
     text = record.getMessage()
     assert text.startswith("memory.hostKV: 3 MiB of host memory cannot be pinned (CUDA error 2, ")
-    assert "out of memory" in text and "ulimit -l" in text and "memory limit" in text
+    assert "out of memory" in text
+    assert "ulimit -l" in text
+    assert "memory limit" in text
     assert fake_cudart.last_error == 0, "torch would raise it at the next kernel"
     memory.close()
     memory.tensor.fill_(1)
@@ -98,7 +101,9 @@ def test_a_host_pool_takes_the_bytes_of_its_slots() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_torch_takes_registered_memory_for_pinned() -> None:
     memory = PinnedMemory.allocate(1 << 20, CUDA, "memory.hostKV")
-    assert memory.is_pinned and memory.tensor.is_pinned() and memory.tensor[PAGE:].is_pinned()
+    assert memory.is_pinned
+    assert memory.tensor.is_pinned()
+    assert memory.tensor[PAGE:].is_pinned()
     view = memory.tensor
     memory.close()
     assert not view.is_pinned()

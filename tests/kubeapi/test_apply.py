@@ -106,7 +106,8 @@ def test_containers_ports_and_env_merge_by_key(apply):
     merged = apply(f"{DEPLOYMENTS}/d", partial, "second").json()
     (container,) = merged["spec"]["template"]["spec"]["containers"]
     assert [item["name"] for item in container["env"]] == ["A", "B"]
-    assert container["image"] == "i" and container["ports"][0]["protocol"] == "TCP"
+    assert container["image"] == "i"
+    assert container["ports"][0]["protocol"] == "TCP"
     two = {"name": "two", "image": "i"}
     refused = apply(f"{DEPLOYMENTS}/d", deployment(two), "first")
     # The second manager still holds a part of container "one", which now lacks its image.

@@ -55,7 +55,8 @@ def test_server_side_apply_and_conflicts(kubectl):
     assert "serverside-applied" in kubectl(*arguments, given=DEPLOYMENT)
     changed = DEPLOYMENT.replace("IMAGE", "other")
     refused = kubectl(*arguments, "--field-manager=other", given=changed, fails=True)
-    assert "conflict" in refused and ".image" in refused
+    assert "conflict" in refused
+    assert ".image" in refused
     kubectl(*arguments, "--field-manager=other", "--force-conflicts", given=changed)
 
 

@@ -20,12 +20,18 @@ def test_failures_in_a_row_open_it_and_a_probe_closes_it() -> None:
     breaker = CircuitBreaker(clock, max_failures=2, pause_s=1.0, max_pause_s=4.0)
     breaker.failed()
     breaker.succeeded()
-    assert not breaker.failed() and breaker.allows()
-    assert breaker.failed() and breaker.is_open and not breaker.allows()
+    assert not breaker.failed()
+    assert breaker.allows()
+    assert breaker.failed()
+    assert breaker.is_open
+    assert not breaker.allows()
     clock.now = 1.0
-    assert breaker.allows() and not breaker.allows()
+    assert breaker.allows()
+    assert not breaker.allows()
     breaker.succeeded()
-    assert breaker.allows() and breaker.allows() and not breaker.is_open
+    assert breaker.allows()
+    assert breaker.allows()
+    assert not breaker.is_open
 
 
 def test_each_failed_probe_doubles_the_pause_up_to_the_longest() -> None:
@@ -36,7 +42,8 @@ def test_each_failed_probe_doubles_the_pause_up_to_the_longest() -> None:
         clock.now += pause - 0.5
         assert not breaker.allows()
         clock.now += 0.5
-        assert breaker.allows() and breaker.failed()
+        assert breaker.allows()
+        assert breaker.failed()
     breaker.succeeded()
     breaker.failed()
     clock.now += 1.0
@@ -48,7 +55,8 @@ def test_a_probe_that_never_reports_gives_way_to_another() -> None:
     breaker = CircuitBreaker(clock, max_failures=1, pause_s=1.0)
     breaker.failed()
     clock.now = 1.0
-    assert breaker.allows() and not breaker.allows()
+    assert breaker.allows()
+    assert not breaker.allows()
     clock.now = 2.0
     assert breaker.allows()
 

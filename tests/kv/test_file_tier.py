@@ -214,7 +214,8 @@ class FileTierMachine(RuleBasedStateMachine):
         self.faults.write_error = 0
         for key, status, is_wanted in zip(keys, statuses, wanted, strict=True):
             if status is Status.STORED:
-                assert (is_wanted or not self.is_sound) and not error
+                assert is_wanted or not self.is_sound
+                assert not error
                 self.removed.discard(key)
             else:
                 assert status is not Status.EXISTS or not is_wanted
@@ -231,7 +232,8 @@ class FileTierMachine(RuleBasedStateMachine):
             if is_held and self.is_sound and not error:
                 assert status is Status.HIT
             if status is Status.CORRUPT:
-                assert not self.is_sound and not self.volume.index.contains(key)
+                assert not self.is_sound
+                assert not self.volume.index.contains(key)
 
     @rule(keys=st.sampled_from(CHAINS), depth=st.integers(0, 2))
     def remove(self, keys: list[bytes], depth: int) -> None:
@@ -297,13 +299,16 @@ def test_a_restart_finds_the_blocks(opened: Open) -> None:
     assert save(tier, keys) == [Status.STORED] * 3
     assert save(tier, keys) == [Status.EXISTS] * 3
     tier.close()
-    assert tier.holds(keys) == [False] * 3 and load(tier, keys) == [Status.UNAVAILABLE] * 3
+    assert tier.holds(keys) == [False] * 3
+    assert load(tier, keys) == [Status.UNAVAILABLE] * 3
     again = opened()
     assert load(again, [*keys, keys_of(9)[0]]) == [Status.HIT] * 3 + [Status.MISS]
     stats = again.stats()
     assert (stats.num_blocks, stats.hits, stats.misses) == (3, 3, 1)
-    assert stats.used_bytes == 3 * SLOT and stats.capacity_bytes == 8 * SLOT
-    assert stats.read_bytes == 3 * SIZE and stats.backend.startswith("threads, ")
+    assert stats.used_bytes == 3 * SLOT
+    assert stats.capacity_bytes == 8 * SLOT
+    assert stats.read_bytes == 3 * SIZE
+    assert stats.backend.startswith("threads, ")
 
 
 def test_the_end_of_the_oldest_chain_makes_room(opened: Open) -> None:
@@ -459,7 +464,8 @@ def test_a_killed_process_leaves_whole_blocks(
         process.send_signal(signal.SIGKILL)
     tier = opened(num_blocks=16)
     found = tier._volume.index.readable_keys()
-    assert len(found) >= 3 and [p.name for p in tmp_path.glob("*/*")] == ["0"]
+    assert len(found) >= 3
+    assert [p.name for p in tmp_path.glob("*/*")] == ["0"]
     assert load(tier, found) == [Status.HIT] * len(found)
 
 
@@ -499,13 +505,15 @@ def test_a_load_that_hangs_times_out_and_later_writes_nowhere(opened: Open, faul
     for _ in range(2):
         load(tier, [key], 0.01)
     # Left alone: no caller waits for it any more.
-    assert tier.holds([key]) == [False] and load(tier, [key]) == [Status.UNAVAILABLE]
+    assert tier.holds([key]) == [False]
+    assert load(tier, [key]) == [Status.UNAVAILABLE]
     faults.go.set()
     until(lambda: tier.stats().queued == 0)
     assert memory == b"\xaa" * SIZE
     assert load(tier, [key]) == [Status.UNAVAILABLE]
     clock.now += 1
-    assert tier.holds([key]) == [True] and load(tier, [key]) == [Status.HIT]
+    assert tier.holds([key]) == [True]
+    assert load(tier, [key]) == [Status.HIT]
     assert load(tier, [key]) == [Status.HIT]
     assert tier.stats().failures == {"timeout": 3, "unavailable": 2}
 
@@ -594,7 +602,8 @@ def test_errors_are_misses_and_then_leave_it_alone(opened: Open, faults: Faults)
     faults.write_error = errno.EROFS
     for number in range(3):
         assert save(tier, keys_of(10 + number)) == [Status.ERROR]
-    assert tier.wants(keys_of(20)) == [False] and save(tier, keys_of(20)) == [Status.UNAVAILABLE]
+    assert tier.wants(keys_of(20)) == [False]
+    assert save(tier, keys_of(20)) == [Status.UNAVAILABLE]
     clock.now += 1
     assert load(tier, keys) == [Status.HIT], "what cannot be written can be read"
     faults.write_error = 0
@@ -692,7 +701,8 @@ def test_a_damaged_table_is_an_empty_tier_and_a_line(
     [table] = tmp_path.rglob("table")
     table.write_bytes(b"something else" * 1000)
     again = opened()
-    assert again.holds(keys_of(1)) == [False] and "damaged" in caplog.text
+    assert again.holds(keys_of(1)) == [False]
+    assert "damaged" in caplog.text
     assert save(again, keys_of(1)) == [Status.STORED]
 
 
@@ -715,7 +725,9 @@ def test_what_engines_left_goes_when_room_is_needed(opened: Open, tmp_path: Path
     assert folders[0].exists(), "its engine may only be restarting"
     clock.now += 61
     save(tier, keys_of(5))
-    assert not folders[0].exists() and folders[1].exists() and foreign.exists()
+    assert not folders[0].exists()
+    assert folders[1].exists()
+    assert foreign.exists()
     assert load(held, keys_of(2)) == [Status.HIT]
 
 

@@ -212,7 +212,8 @@ def test_removed_while_it_is_read() -> None:
     assert lease.reserve(key).status is Status.FULL
     lease.unpin(ref)
     again = lease.reserve(key)
-    assert again.ref is not None and again.ref.generation > ref.generation
+    assert again.ref is not None
+    assert again.ref.generation > ref.generation
     index.check_integrity([lease])
 
 
@@ -257,15 +258,20 @@ def test_slots_are_added_with_blocks_of_before() -> None:
     lease = index.lease()
     assert lease.reserve(other).status is Status.FULL
     index.add_slots(3, [(2, first, None), (0, second, first)])
-    assert index.contains(first) and index.contains(second) and index.num_free == 1
-    assert index.parent(second) == first and index.parent(first) is None
+    assert index.contains(first)
+    assert index.contains(second)
+    assert index.num_free == 1
+    assert index.parent(second) == first
+    assert index.parent(first) is None
     ref = lease.pin(first)
-    assert ref is not None and ref.slot == 2
+    assert ref is not None
+    assert ref.slot == 2
     lease.unpin(ref)
     store(lease, [other])
     index.add_slots(1)
     store(lease, chain(4))
     index.check_integrity([lease])
     store(lease, chain(5))  # the end of the oldest chain makes room
-    assert not index.contains(second) and index.contains(first)
+    assert not index.contains(second)
+    assert index.contains(first)
     index.check_integrity([lease])

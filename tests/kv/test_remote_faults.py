@@ -75,7 +75,8 @@ def test_another_process_reads_the_same_bytes() -> None:
         source.stdin.flush()
         sent = json.loads(line(source))
         assert sent["read_bytes"] == tier.stats().read_bytes == 4 * SIZE
-        assert sent["read_blocks"] == 4 and store.contains(keys) == ["host"] * 4
+        assert sent["read_blocks"] == 4
+        assert store.contains(keys) == ["host"] * 4
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
@@ -113,7 +114,8 @@ def test_a_writer_that_is_killed_leaves_nothing(loop: LoopThread, state: str) ->
         with process("use", receiver.address, 1 << 20, state) as writer:
             assert line(writer) == state
         assert writer.returncode == -signal.SIGKILL
-        assert receiver.store.contains(keys) == ["", ""] and leases.num_slots == 2
+        assert receiver.store.contains(keys) == ["", ""]
+        assert leases.num_slots == 2
         now[0] = 9.0
 
         async def end_expired() -> None:
@@ -143,7 +145,8 @@ def test_a_reader_that_ends_holds_nothing_for_long(loop: LoopThread, end: signal
                 leases.end_expired()
 
             loop.run(end_expired())
-            assert not leases and source.service.stats().expired_leases == 1
+            assert not leases
+            assert source.service.stats().expired_leases == 1
         # All slots are free to be given to others.
         store = source.store
         others = keys_of(*range(10, 18))

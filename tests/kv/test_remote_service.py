@@ -82,7 +82,8 @@ def test_a_block_is_readable_when_it_is_committed_and_not_before(peer: KvPeer, s
     ]
     assert lookup(stub, keys).held == [True, False, False]
     assert reserve(stub, [whole]).rooms == [pb.ROOM_ALREADY_HAVE]
-    assert peer.store.index.num_free == 15 and not peer.service.stats().held_slots
+    assert peer.store.index.num_free == 15
+    assert not peer.service.stats().held_slots
     assert refusal(stub.Commit, request).reason == "LEASE_OVER"
 
 
@@ -140,7 +141,8 @@ def test_one_peer_holds_a_quarter_at_most(peer: KvPeer, stub: Any) -> None:
     keys = keys_of(*range(6))
     peer.put(keys)
     first = lookup(stub, keys, lease_ms=9000)
-    assert list(first.held) == [True] * 6 and first.num_pinned == 4
+    assert list(first.held) == [True] * 6
+    assert first.num_pinned == 4
     assert lookup(stub, keys, lease_ms=9000).num_pinned == 0
     assert reserve(stub, keys_of(10)).rooms == [pb.ROOM_FULL]
     stub.Release(pb.ReleaseRequest(lease=first.lease))
@@ -157,7 +159,8 @@ def test_a_peer_has_so_many_leases(loop: LoopThread) -> None:
                 assert lookup(stub, keys_of(1), lease_ms=9000).num_pinned == 1
             request = pb.LookupRequest(geometry=GEOMETRY, keys=keys_of(1), lease_ms=9000)
             refused = refusal(stub.Lookup, request)
-            assert refused.reason == "TOO_MANY_LEASES" and refused.retry_after_s == 1.0
+            assert refused.reason == "TOO_MANY_LEASES"
+            assert refused.retry_after_s == 1.0
             assert lookup(stub, keys_of(1)).held == [True]
 
 
@@ -246,7 +249,8 @@ def test_leases_that_end_while_they_are_counted_are_no_error() -> None:
 
     leases.open(store, "a", 5.0).pinned = Ending()
     last = leases.open(store, "b", 5.0)
-    assert leases.num_slots == 0 and len(leases) == 1
+    assert leases.num_slots == 0
+    assert len(leases) == 1
     leases.close()
     store.close()
     arena.close()
@@ -255,4 +259,5 @@ def test_leases_that_end_while_they_are_counted_are_no_error() -> None:
 def test_who_has_another_namespace_is_not_told_the_one_here(peer: KvPeer, stub: Any) -> None:
     geometry = pb.Geometry(namespace=b"x" * 32, block_bytes=SIZE)
     refused = refusal(stub.Lookup, pb.LookupRequest(geometry=geometry))
-    assert refused.reason == "OTHER_NAMESPACE" and SPACE.hex()[:8] not in refused.message
+    assert refused.reason == "OTHER_NAMESPACE"
+    assert SPACE.hex()[:8] not in refused.message

@@ -75,7 +75,8 @@ def test_a_prefix_comes_from_several_peers(
         assert statuses(load(tier, keys)) == [Status.HIT] * 5 + [Status.MISS]
         assert tier.holds(keys) == [True] * 5 + [False]
         read = [each.service.stats().read_bytes for each in (peer, second)]
-        assert sum(read) == tier.stats().read_bytes == 5 * SIZE and all(read)
+        assert sum(read) == tier.stats().read_bytes == 5 * SIZE
+        assert all(read)
         until(lambda: not peer.service.stats().leases and not second.service.stats().leases)
 
 
@@ -104,7 +105,8 @@ def test_an_engine_leaves_itself_out(peer: KvPeer, start_tier: StartTier) -> Non
     peer.put(keys)
     tier = start_tier(peer.address, instance=peer.service.instance, copies=True)
     tier.look(keys).result(60)
-    assert tier.holds(keys) == [False] and tier.peers()[0].is_self
+    assert tier.holds(keys) == [False]
+    assert tier.peers()[0].is_self
     assert tier.wants(keys) == [False]
 
 
@@ -254,7 +256,8 @@ def test_wrong_bytes_are_never_hits_and_count_against_a_peer(
             tier._hints.learn(liar.address, keys, [True])
             assert statuses(tier.load(transfers, 60).result(60)) == [Status.CORRUPT]
         assert tier.stats().failures == {"corrupt": MAX_FAILURES}
-        assert tier.peers()[0].problem and tier.peers()[0].is_left_alone
+        assert tier.peers()[0].problem
+        assert tier.peers()[0].is_left_alone
         assert statuses(tier.load(transfers, 60).result(60)) == [Status.MISS]
 
 
@@ -311,14 +314,16 @@ def test_a_peer_that_closes_is_left_alone_until_it_is_back(
         transfers = [Transfer(key, memoryview(bytearray(SIZE))) for key in keys]
         for _ in range(MAX_FAILURES):
             assert set(statuses(tier.load(transfers, 60).result(60))) == {Status.UNAVAILABLE}
-        assert tier.holds(keys) == [False] * 2 and tier.peers()[0].is_left_alone
+        assert tier.holds(keys) == [False] * 2
+        assert tier.peers()[0].is_left_alone
         with contextlib.closing(KvPeer(loop, port=port)) as again:
             again.put(keys)
             until(lambda: not tier.peers()[0].is_left_alone)
             assert statuses(load(tier, keys)) == [Status.HIT] * 2
             until(lambda: len(peer_lines(caplog)) >= 3)
     (reached, _), (still_reached, left_alone), (again_reached, _) = peer_lines(caplog)[:3]
-    assert reached == again_reached == [peer.address] and not still_reached
+    assert reached == again_reached == [peer.address]
+    assert not still_reached
     assert left_alone[peer.address].startswith(f"{peer.address}: ")
 
 
@@ -393,6 +398,7 @@ def test_hints_are_the_newest_answers_of_each_peer_and_bounded(
         for other in range(8):
             for said in hints.peers(bytes([other])):
                 until_s = newest[said, other]
-                assert until_s is not None and now < until_s
+                assert until_s is not None
+                assert now < until_s
     hints.forget([bytes([number]) for number in range(8)])
     assert len(hints) == 0

@@ -128,7 +128,8 @@ def test_what_is_put_is_got(store: Store) -> None:
     results = store.get_batch([*keys, keys_of(9)[0]], into)
     assert statuses(results) == [Status.HIT, Status.HIT, Status.MISS]
     assert [result.tier for result in results] == ["host", "host", ""]
-    assert into[0] == first and bytes(into[1]) == bytes(block_of(2))
+    assert into[0] == first
+    assert bytes(into[1]) == bytes(block_of(2))
     host = store.stats()[0]
     assert (host.hits, host.misses, host.num_blocks) == (2, 1, 2)
 
@@ -149,7 +150,8 @@ def test_memory_is_made_in_steps_that_hold_up_no_other_thread(arena: Arena) -> N
     finally:
         arena.num_bytes = num_bytes
         arena._mapping = mapping
-    assert max(sizes) <= 16 << 20 and sum(sizes) == (1 << 30) + 1
+    assert max(sizes) <= 16 << 20
+    assert sum(sizes) == (1 << 30) + 1
     assert reports == [step << 28 for step in range(5)] + [(1 << 30) + 1]
 
 
@@ -174,7 +176,9 @@ def test_what_is_pinned_is_read_in_place_and_stays(store: Store) -> None:
     with store.pin([*first, *keys_of(99)]) as [memory, absent]:
         for key in others:
             store.put_batch(key, [block_of(7)])
-        assert absent is None and memory is not None and memory == block_of(1)
+        assert absent is None
+        assert memory is not None
+        assert memory == block_of(1)
         assert memory.readonly
         assert store.contains([*first, *second]) == ["host", ""]
     for key in others:
@@ -203,7 +207,8 @@ def test_what_is_used_twice_is_copied_down_and_comes_back(store: Store, tier: Di
     into = [bytearray(SIZE) for _ in range(3)]
     results = store.get_batch([twice, once, kept], into)
     assert [result.tier for result in results] == ["file", "", "file"]
-    assert into[0] == block_of(1) and into[2] == block_of(3)
+    assert into[0] == block_of(1)
+    assert into[2] == block_of(3)
     assert store.contains([twice]) == ["host"]
 
 
@@ -256,10 +261,12 @@ def test_who_joins_a_load_waits_no_longer_than_its_own_deadline(
         assert store.fetch(keys, 0.01).result(60) == late
     assert store.get_batch(keys, [bytearray(SIZE) for _ in keys], 0.01) == late
     longer = store.fetch(keys, 1800.0)
-    assert not first.done() and not longer.done()
+    assert not first.done()
+    assert not longer.done()
     tier.go.set()
     assert statuses([*first.result(60), *longer.result(60)]) == [Status.HIT] * 4
-    assert tier.num_loads == 2 and store.contains(keys) == ["host"] * 2
+    assert tier.num_loads == 2
+    assert store.contains(keys) == ["host"] * 2
 
 
 def test_a_look_up_takes_no_longer_than_a_deadline(store: Store, tier: DictTier) -> None:
@@ -302,7 +309,8 @@ def test_a_tier_that_is_busy_is_asked_for_one_part(tier: DictTier) -> None:
     arena = Arena.create(300 * 12288, available_bytes=1 << 30)
     store = Store(arena, SIZE, [tier])
     assert store.fetch(keys).result(60) == [Result(Status.BUSY, tier.name)] * 300
-    assert num_asked == [128] and store.index.num_free == 300
+    assert num_asked == [128]
+    assert store.index.num_free == 300
     store.close()
     arena.close()
 
@@ -328,7 +336,8 @@ def test_many_who_fetch_the_same_blocks_leave_nothing_behind(arena: Arena, tier:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not failures and not store.num_pending
+    assert not failures
+    assert not store.num_pending
     store.index.remove_chains(None)
     assert store.index.num_free == store.index.num_slots
     store.close()
@@ -340,7 +349,8 @@ def test_what_is_damaged_below_is_a_miss_and_not_tried_for_ever(
     [key] = keys_of(1)
     tier.blocks = {key: b""}
     [result] = store.get_batch([key], [bytearray(SIZE)])
-    assert result.status is Status.CORRUPT and not result.is_usable
+    assert result.status is Status.CORRUPT
+    assert not result.is_usable
     assert store.index.num_free == store.index.num_slots
 
 
@@ -348,7 +358,8 @@ def test_removed_from_all_tiers(store: Store, tier: DictTier) -> None:
     [key] = keys_of(1)
     store.put_batch([Block(key, None, True)], [block_of(1)])
     store.remove([key])
-    assert store.contains([key]) == [""] and not tier.blocks
+    assert store.contains([key]) == [""]
+    assert not tier.blocks
 
 
 def test_whole_chains_are_removed_with_what_is_being_written(store: Store, tier: DictTier) -> None:
@@ -368,7 +379,8 @@ def test_whole_chains_are_removed_with_what_is_being_written(store: Store, tier:
     assert store.contains([*damaged, *sound]) == ["", "", "", "host"]
     assert set(tier.blocks) == set(sound)
     store.remove_chains(None)
-    assert store.contains(sound) == [""] and not tier.blocks
+    assert store.contains(sound) == [""]
+    assert not tier.blocks
     lease.close()
 
 

@@ -138,7 +138,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
             stack.push_async_callback(router.stop)
             yield await _connect(stack, router, engines, wait)
 
-    yield start
+    return start
 
 
 def new_client(url: str) -> httpx.AsyncClient:

@@ -194,7 +194,8 @@ class Lockstep:
     def run(self) -> None:
         while self.engines[0].has_work:
             self.step()
-        assert not self.engines[-1].has_work and not self.open
+        assert not self.engines[-1].has_work
+        assert not self.open
 
     def check(self) -> None:
         for engine in self.engines:

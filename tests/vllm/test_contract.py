@@ -454,7 +454,8 @@ def test_a_grammar_is_followed_and_goes_on_where_it_was(served: Any) -> None:
     )
     [whole] = run(served, compiled(served, request))
     answer = json.loads(tokenizer.decode([each for each in whole if each not in ends]))
-    assert isinstance(answer["age"], int) and len(answer["name"]) <= 12
+    assert isinstance(answer["age"], int)
+    assert len(answer["name"]) <= 12
     assert is_resumed_exactly(served, request), changed("how it makes grammars")
 
 

@@ -13,7 +13,8 @@ def test_vllm_is_the_pinned_version_for_cpus() -> None:
     pinned = [each for each in requires("ullage") or [] if each.startswith("vllm==")]
     installed, _, build = version("vllm").partition("+")
     assert pinned == [f"vllm=={installed}; extra == 'vllm'"]
-    assert build == "cpu" and current_platform.is_cpu()
+    assert build == "cpu"
+    assert current_platform.is_cpu()
     assert torch.version.cuda is None
 
 

@@ -30,7 +30,8 @@ def state(tmp_path: Path) -> Iterator[dict[str, Any]]:
     try:
         deadline = time.monotonic() + PATIENCE_S
         while not file.exists():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         yield json.loads(file.read_text())
         process.send_signal(signal.SIGINT)

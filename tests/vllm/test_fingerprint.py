@@ -40,7 +40,8 @@ def test_two_copies_share_kv_and_changed_weights_do_not(
     assert first.fingerprint == second.fingerprint
     facts = first.fingerprint.facts
     assert (facts["computed_by"], facts["torch"]) == ("vllm", torch.__version__)
-    assert facts["processor"] and facts["args"] == '{"block_size":32}'
+    assert facts["processor"]
+    assert facts["args"] == '{"block_size":32}'
 
     tensors = load_file(copy / "model.safetensors")
     tensors["model.norm.weight"][0] += 1

@@ -80,7 +80,7 @@ def launch(
 def pair(launch: Launch) -> Iterator[tuple[WorkerProcess, Any]]:
     """A worker with two stages of two ranks, and what it said when it was ready."""
     worker = launch(tensor=2, pipeline=2)
-    yield worker, worker.wait_ready()
+    return worker, worker.wait_ready()
 
 
 @pytest.fixture

@@ -108,7 +108,8 @@ def test_every_start_computes_as_the_first_one_and_leaves_nothing(
     assert "model.layers.0.self_attn.rotary_emb.cos_sin_cache" in rank["tensors"]
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= rank["tensors"].keys()
     assert [len(row) for row in rank["samples"]] == [21] * 5
-    assert stored["facts"]["vllm"] and stored["facts"]["probe"] == "[(32, 3), (16, 2)]"
+    assert stored["facts"]["vllm"]
+    assert stored["facts"]["probe"] == "[(32, 3), (16, 2)]"
 
     caplog.clear()
     started = start()

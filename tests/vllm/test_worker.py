@@ -127,7 +127,8 @@ def test_it_says_how_far_it_is_and_what_it_serves(
     assert (ready.max_model_len, ready.vocab_size, ready.dtype) == (1024, 49152, "float32")
     profile = ready.profile
     [group] = profile.groups
-    assert group.grows and group.bytes_per_token == TOKEN_BYTES
+    assert group.grows
+    assert group.bytes_per_token == TOKEN_BYTES
     assert profile.block_tokens == BLOCK
     assert profile.kv_pool_bytes == NUM_BLOCKS * BLOCK * TOKEN_BYTES
     [place] = ready.ranks
@@ -146,7 +147,8 @@ def test_it_answers_a_question_with_the_tokens_of_transformers(
     unstopped = worker.submit(make_request("u", max_tokens=40))
     worker.finish_all()
     expected = continue_greedily(reference, QUESTION, 40)
-    assert unstopped.token_ids == expected and unstopped.finish == "length"
+    assert unstopped.token_ids == expected
+    assert unstopped.finish == "length"
     assert answer.token_ids == expected[: expected.index(END_OF_TURN) + 1]
     assert answer.finish == "stop"
 
@@ -250,7 +252,8 @@ def test_answers_match_their_grammars_and_go_on_in_them(
     texts = {name: tokenizer.decode(each.token_ids) for name, each in wholes.items()}
     rests = {}
     for name, (_, matches) in GRAMMARS.items():
-        assert wholes[name].finish == "stop" and matches(texts[name]), texts[name]
+        assert wholes[name].finish == "stop", texts[name]
+        assert matches(texts[name]), texts[name]
         sent = QUESTION + wholes[name].token_ids[:1]
         rests[name] = worker.submit(
             make_request(f"{name}+", sent, num_prompt_tokens=len(QUESTION), **common[name]),
@@ -260,7 +263,8 @@ def test_answers_match_their_grammars_and_go_on_in_them(
     worker.finish_all()
     for name, rest in rests.items():
         assert rest.token_ids == wholes[name].token_ids[1:]
-    assert "grammar" in bad.failed and bad.failed_field == "grammar"
+    assert "grammar" in bad.failed
+    assert bad.failed_field == "grammar"
 
 
 def test_of_those_that_wait_the_most_important_is_next(worker: WorkerProcess) -> None:
@@ -293,11 +297,13 @@ def test_what_does_not_fit_is_rejected_with_figures(worker: WorkerProcess) -> No
     worker.finish_all()
     block_bytes = BLOCK * TOKEN_BYTES
     assert held.finish == beside.finish == "length"
-    assert third.rejected is not None and not third.rejected.never
+    assert third.rejected is not None
+    assert not third.rejected.never
     assert third.rejected.needed_bytes == 19 * block_bytes
     assert third.rejected.available_bytes == (NUM_BLOCKS - 2 * 19) * block_bytes
     assert 0 < third.rejected.retry_after_s <= 30
-    assert never.rejected is not None and never.rejected.never
+    assert never.rejected is not None
+    assert never.rejected.never
     assert "1024" in never.rejected.message
     assert is_idle(worker)
     fits = worker.submit(make_request("later", prompts[2], max_tokens=100))
@@ -333,7 +339,8 @@ def test_what_vllm_refuses_fails_alone_with_its_field(worker: WorkerProcess) -> 
     assert good.finish == "length"
     for field, answer in answers.items():
         assert answer.failed_field == field, answer.failed
-        assert answer.failed and "\n" not in answer.failed
+        assert answer.failed
+        assert "\n" not in answer.failed
     assert is_idle(worker)
 
 
@@ -354,14 +361,16 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(
 ) -> None:
     with pytest.raises((WorkerStartError, WeightsError)) as caught:
         start_here(SOURCE, **sections)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_worker_without_enough_memory_sends_its_reason_and_ends(
     launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failed = (worker := launch(memory={"device_bytes": 900 << 20})).wait_failed()
-    assert failed.error.startswith("memory.deviceBytes: ") and "\n" not in failed.error
+    assert failed.error.startswith("memory.deviceBytes: ")
+    assert "\n" not in failed.error
     assert not failed.may_retry
     assert worker.process.wait(60) == 2
     assert "Traceback" not in capfd.readouterr().err

@@ -272,7 +272,8 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
 
 def answer_margins(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
     """Return the least difference [samples] between the two likeliest tokens of any position, as a
-    share of the largest logit; hidden is [samples, positions, hidden]."""
+    share of the largest logit; hidden is [samples, positions, hidden].
+    """
     gaps = []
     largest = hidden.new_zeros(())
     for rows in _slices(hidden.flatten(0, 1)):
@@ -312,7 +313,8 @@ def agreement(pairs: Pairs) -> Agreement:
 
 def _last_logits(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
     """Return the logits after each sample's last token, in the samples' order; none elsewhere than
-    on the last stage."""
+    on the last stage.
+    """
     order: list[int] = []
     parts = []
     for chunks, logits in runner.logits(plan):

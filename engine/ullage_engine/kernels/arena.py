@@ -119,14 +119,16 @@ def mxfp4_panel(device: str) -> int:
 
 def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
     """Return the bytes that decoding takes, once for all layers: the numbers, and their codes as
-    indices."""
+    indices.
+    """
     return mxfp4_panel(device) * itemsize + mxfp4_panel(device) // 2 * INT32_BYTES
 
 
 @cache
 def padding_rows(pairs: int) -> int:
     """Count the rows that the last expert's product may write past the last of `pairs`; see
-    `ullage_engine.layers.moe.ExpertLinears`."""
+    `ullage_engine.layers.moe.ExpertLinears`.
+    """
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
 
 
@@ -260,7 +262,8 @@ class StepLimits:
 
     def context_blocks(self, blocks: int) -> int:
         """Return the blocks of context attended for sequences of at most `blocks`, padding
-        included: a bucket, or whole spans where results may not depend on buckets."""
+        included: a bucket, or whole spans where results may not depend on buckets.
+        """
         span = SPAN_TOKENS // self.block_tokens
         return -(-blocks // span) * span if self.deterministic else context_bucket(blocks)
 
@@ -298,7 +301,8 @@ class ArenaLayout:
 
 def span_mask_width() -> int:
     """Count the columns of deterministic attention's mask: the span a tile begins in, the tile,
-    the rest of the span it ends in."""
+    the rest of the span it ends in.
+    """
     return 2 * SPAN_TOKENS + MAX_TILE_ROWS
 
 

@@ -201,7 +201,8 @@ def build_batch(
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
     """Yield the blocks that the step begins to fill and leaves with room behind their last
-    token."""
+    token.
+    """
     for chunk in plan.chunks:
         last = (chunk.end - 1) // block_tokens
         if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:

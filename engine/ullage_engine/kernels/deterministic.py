@@ -104,7 +104,8 @@ def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
 
 def _probes(size: int, dtype: torch.dtype) -> int:
     """Return how many products of so many numbers must agree before an order of sums counts as
-    the same: another order changes many a float32, but only one bfloat16 in ten thousand."""
+    the same: another order changes many a float32, but only one bfloat16 in ten thousand.
+    """
     return 1 if dtype == torch.float32 else min(_MAX_PROBES, -(-_PROBED_NUMBERS // size))
 
 
@@ -151,7 +152,8 @@ class SplitWorkspace:
 
 def hidden_score(dtype: torch.dtype) -> float:
     """Return what is added to the score of what a row may not see: its share is 0, and not NaN
-    where all is so."""
+    where all is so.
+    """
     return torch.finfo(dtype).min / 2
 
 
@@ -176,7 +178,8 @@ class SplitAttention:
         device: torch.device,
     ) -> None:
         """`tables`: blocks [sequences, width] in whole spans; `rows`: queries of each per KV head,
-        in whole units."""
+        in whole units.
+        """
         model_config = workspace.model_config
         block_tokens = workspace.block_tokens
         kv_heads = model_config.num_kv_heads
@@ -210,7 +213,8 @@ class SplitAttention:
         out: torch.Tensor,
     ) -> None:
         """Say where things are: `heads` to attend, their place in `queries`, the part of `scores`
-        that gets `mask` added, and where the results of `placed` go."""
+        that gets `mask` added, and where the results of `placed` go.
+        """
         self._heads = heads
         self._placed = placed
         self._out = out

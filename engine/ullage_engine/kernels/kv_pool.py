@@ -78,7 +78,8 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
     """Write numbers, which it overwrites, as bytes of the same shape; what is too large for its
-    scale becomes the largest number."""
+    scale becomes the largest number.
+    """
     numbers.div_(scales).clamp_(-LARGEST, LARGEST)
     codes.view(torch.float8_e4m3fn).copy_(numbers)
 
@@ -116,7 +117,8 @@ class LayerCache(NamedTuple):
 
 def scratch_blocks(model_config: ModelConfig) -> int:
     """Count the blocks beside those of sequences, for the KV of tokens that are computed a second
-    time."""
+    time.
+    """
     return 1 if model_config.conv_kernel else 0
 
 
@@ -171,7 +173,8 @@ class KVPool:
 
     def clear(self, block: int) -> None:
         """Zeros one block over all layers: attention multiplies what lies behind its last token by
-        zero, and an earlier user's infinity or NaN would outlive that."""
+        zero, and an earlier user's infinity or NaN would outlive that.
+        """
         self.blocks[:, block].zero_()
 
     def copy(self, source: int, destination: int) -> None:
@@ -229,7 +232,8 @@ class HostPool:
 
     def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
         """`shared` [slots, bytes of a block]: memory of the host tier, whose slots count behind
-        `num_slots` of its own; what they hold stays."""
+        `num_slots` of its own; what they hold stays.
+        """
         rows, _, width = pool.blocks.shape
         is_remote = pool.blocks.device.type != "cpu"
         self._pool = pool
@@ -278,7 +282,8 @@ class HostPool:
 
     def finish_prefetch(self) -> None:
         """Return when what was prefetched is there: its slots may be written again, and later
-        device work sees it."""
+        device work sees it.
+        """
         if self._is_prefetching and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._stream.synchronize()

@@ -118,7 +118,8 @@ class Staging:
 
     def put(self, array: Indices) -> torch.Tensor:
         """Return the tensor that holds the array after `upload`. An array that is put twice has one
-        place."""
+        place.
+        """
         if id(array) not in self._parts:
             # The array is kept, or another one could have its id.
             self._parts[id(array)] = (array, self._packed(array))

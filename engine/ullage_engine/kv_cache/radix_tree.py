@@ -103,7 +103,8 @@ class RadixTree:
     def add_window(self, block: int, window_block: int) -> None:
         """Cache a window block, which is in use, with the block of the same tokens."""
         node = self._by_block[block]
-        assert node.window_block is None and window_block not in self, "cached already"
+        assert node.window_block is None, "cached already"
+        assert window_block not in self, "cached already"
         node.window_block = window_block
         self._by_window[window_block] = node
 
@@ -371,7 +372,8 @@ class RadixTree:
 
         for node in nodes:
             parent = node.parent
-            assert parent is not None and parent.children[node.key] is node, "broken branch"
+            assert parent is not None, "broken branch"
+            assert parent.children[node.key] is node, "broken branch"
             assert node.is_reclaimable or not parent.is_reclaimable, (
                 f"block {node.block} outlives its prefix"
             )
@@ -393,7 +395,8 @@ class RadixTree:
 
     def _evict_window(self, node: _Node) -> int:
         block = node.window_block
-        assert block is not None and node.is_window_reclaimable, "its window block is in use"
+        assert block is not None, "its window block is in use"
+        assert node.is_window_reclaimable, "its window block is in use"
         self._evictable_windows.pop(block, None)
         del self._by_window[block]
         node.window_block = None

@@ -62,7 +62,8 @@ class BlockFormat(NamedTuple):
 
     def first_window_block(self, num_blocks: int) -> int:
         """Return the index of the first window block that the next token behind so many blocks
-        reads."""
+        reads.
+        """
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
 
@@ -110,22 +111,21 @@ class KvBroker:
         has_begun: Callable[[str], bool] = lambda _: False,
         not_loaded: Counter[tuple[str, str]] | None = None,
     ) -> None:
-        """
-        Args:
-            post: sends a message to the worker.
-            store: the store of the worker's blocks.
-            block_format: the format of the worker's blocks.
-            post: sends a message to the worker.
-            on_hits: called with a request's id and the blocks that it began with.
-            call_soon: runs a function in this object's thread, from any thread.
-            compute: returns the present speed of prefill.
-            computes_beside_loads: whether the worker computes the first blocks of a request while
-                the last ones are loaded. If not, its requests wait for loads, and it gets one
-                answer only.
-            deadline_s: seconds that a load may take.
-            clock: in seconds.
-            has_begun: whether a request, by its id, has a token of this worker, or has ended.
-            not_loaded: counter to go on with; see `not_loaded`.
+        """Args:
+        post: sends a message to the worker.
+        store: the store of the worker's blocks.
+        block_format: the format of the worker's blocks.
+        post: sends a message to the worker.
+        on_hits: called with a request's id and the blocks that it began with.
+        call_soon: runs a function in this object's thread, from any thread.
+        compute: returns the present speed of prefill.
+        computes_beside_loads: whether the worker computes the first blocks of a request while
+            the last ones are loaded. If not, its requests wait for loads, and it gets one
+            answer only.
+        deadline_s: seconds that a load may take.
+        clock: in seconds.
+        has_begun: whether a request, by its id, has a token of this worker, or has ended.
+        not_loaded: counter to go on with; see `not_loaded`.
         """
         self._store = store
         self._format = block_format
@@ -197,7 +197,8 @@ class KvBroker:
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> int:
         """Begin to load blocks of a prefix; return the number of blocks that the request can begin
-        with."""
+        with.
+        """
         tiers = self._lookup(keys)
         if not tiers:
             self._forget(request_id)
@@ -219,7 +220,8 @@ class KvBroker:
 
     def _lookup(self, keys: list[bytes]) -> list[str]:
         """Return the tiers of the longest stored prefix whose last window blocks are stored, too:
-        the next token can be computed behind it."""
+        the next token can be computed behind it.
+        """
         tiers = self._store.lookup_prefix(keys)
         if not self._format.window_tokens:
             return tiers
@@ -302,7 +304,8 @@ class KvBroker:
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
         """Begin to load the blocks from `first` on, and the window blocks that the next token
-        reads."""
+        reads.
+        """
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
@@ -461,7 +464,8 @@ class KvBroker:
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
         """Return the longest leading part whose last window blocks are here, with those; unpin the
-        rest."""
+        rest.
+        """
         while refs:
             end = wanted.first + len(refs)
             first = self._format.first_window_block(end)

@@ -80,7 +80,8 @@ class LoadSpeed:
     @property
     def is_of_one_size(self) -> bool:
         """Whether recent loads had about one size, so that only the sum of latency and transfer
-        time is known."""
+        time is known.
+        """
         return self._largest < _SIZES_FACTOR * self._smallest
 
     def predict(self) -> LoadTime:
@@ -144,7 +145,8 @@ class ComputeSpeed(NamedTuple):
 
     def seconds(self, num_tokens: int) -> float:
         """Predict the seconds to compute tokens. Without a measured speed the prediction is longer
-        than any load."""
+        than any load.
+        """
         return num_tokens / self.tokens_per_s if self.tokens_per_s else _UNMEASURED_S
 
     @property

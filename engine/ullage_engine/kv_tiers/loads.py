@@ -33,15 +33,14 @@ class Loads:
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            store: the store, whose lower tiers are loaded from.
-            call_soon: runs a function in this object's thread, from any thread.
-            compute: returns the present speed of prefill.
-            block_tokens: tokens of a block.
-            are_waited_for: whether requests wait for their loads, instead of computing meanwhile.
-            deadline_s: seconds that a load may take.
-            clock: in seconds.
+        """Args:
+        store: the store, whose lower tiers are loaded from.
+        call_soon: runs a function in this object's thread, from any thread.
+        compute: returns the present speed of prefill.
+        block_tokens: tokens of a block.
+        are_waited_for: whether requests wait for their loads, instead of computing meanwhile.
+        deadline_s: seconds that a load may take.
+        clock: in seconds.
         """
         self._store = store
         self._call_soon = call_soon
@@ -103,7 +102,8 @@ class Loads:
 
     def longest_s(self, num_lacking: int, start_s: float) -> float:
         """Return the deadline of loads in seconds. A request that waits for loads waits no longer
-        than the computation of the blocks that it lacks would take."""
+        than the computation of the blocks that it lacks would take.
+        """
         if not self._are_waited_for:
             return self._deadline_s
         compute_s = self._compute().seconds(num_lacking * self._block_tokens)
@@ -111,7 +111,8 @@ class Loads:
 
     def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
         """Begin to load the blocks that only lower tiers have; return futures that are done when
-        the blocks have arrived, or at a deadline in seconds."""
+        the blocks have arrived, or at a deadline in seconds.
+        """
         if longest_s is None:
             longest_s = self._deadline_s
         new: dict[str, list[bytes]] = {}
@@ -128,7 +129,8 @@ class Loads:
 
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
         """Load a few of the blocks that are computed, to measure tiers whose speed is unknown or
-        old. No request waits for them."""
+        old. No request waits for them.
+        """
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:
                 of_tier = [key for key, own in zip(keys, tiers, strict=True) if own == tier]

@@ -33,7 +33,8 @@ _BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 
 class KvTiers:
     """The memory of the host tier, and the store and its broker once a worker's block format is
-    known; for one event loop."""
+    known; for one event loop.
+    """
 
     def __init__(
         self,
@@ -44,14 +45,13 @@ class KvTiers:
         deadline_s: float = DEADLINE_S,
         has_begun: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """
-        Args:
-            section: the configured tiers.
-            on_hits: called with a request's id and the blocks that it began with.
-            material: returns the newest certificate to show to peers; None: they speak plaintext.
-            compute: returns the present speed of prefill.
-            deadline_s: seconds that a load from lower tiers may take, at most.
-            has_begun: whether a request, by its id, has a token of this worker, or has ended.
+        """Args:
+        section: the configured tiers.
+        on_hits: called with a request's id and the blocks that it began with.
+        material: returns the newest certificate to show to peers; None: they speak plaintext.
+        compute: returns the present speed of prefill.
+        deadline_s: seconds that a load from lower tiers may take, at most.
+        has_begun: whether a request, by its id, has a token of this worker, or has ended.
         """
         self._section = section
         self._deadline_s = min(deadline_s, DEADLINE_S)
@@ -167,7 +167,8 @@ class KvTiers:
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
         """Begin to prefetch the prefix of samples of one prompt; return the requests with their
-        number of stored blocks."""
+        number of stored blocks.
+        """
         if self._broker is None or self._post is None:
             return list(requests)
         num_blocks = self._broker.arrived(requests[0])

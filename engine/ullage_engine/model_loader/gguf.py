@@ -153,7 +153,8 @@ class GgufMetadata:
         """Refuse heads that are rotated in part, or whose values have another width."""
         hidden = values["hidden_size"]
         heads = values["num_attention_heads"]
-        assert isinstance(hidden, int) and isinstance(heads, int)
+        assert isinstance(hidden, int)
+        assert isinstance(heads, int)
         # Also where the family has a default of its own: llama.cpp has not.
         head_dim = values["head_dim"] = values["head_dim"] or hidden // max(heads, 1)
         for key in ("rope.dimension_count", "attention.value_length"):
@@ -286,14 +287,16 @@ class GgufReader(PlainMatrices):
     @property
     def formats(self) -> frozenset[Format]:
         """Formats the file is quantised to: MXFP4 of gpt-oss's experts; other blocks are
-        dequantised."""
+        dequantised.
+        """
         names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
         is_packed = self.model_config.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
         return frozenset({"mxfp4"} if is_packed else ())
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
         """Keep MXFP4 of gpt-oss's experts, and blocks of four to eight bits if int4 is the
-        target."""
+        target.
+        """
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
         own, _ = gguf_name(self._metadata.architecture, name)
@@ -355,7 +358,8 @@ class GgufReader(PlainMatrices):
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Undoes the interleaving of rotary halves that llama.cpp's converter does to a Llama's Q
-        and K; other models keep theirs."""
+        and K; other models keep theirs.
+        """
         heads = {
             "attn_q.weight": self.model_config.num_heads,
             "attn_k.weight": self.model_config.num_kv_heads,
@@ -416,13 +420,15 @@ def _stacked_names(name: str) -> list[str]:
 
 def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
     """Interleaves [experts, rows, ...]: the rows of gate and up in turn, as Hugging Face has
-    them."""
+    them.
+    """
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
 class _FileReader(GGUFReader):
     """The library's reader with arrays read at once. It makes two arrays of each of a vocabulary's
-    strings, each with the cost of a mapped file's: three seconds instead of a tenth."""
+    strings, each with the cost of a mapped file's: three seconds instead of a tenth.
+    """
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int

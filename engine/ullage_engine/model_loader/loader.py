@@ -414,7 +414,8 @@ def _differing_part(
     progress: Progress,
 ) -> str:
     """Compare some tensors of the file with their checksums, and a rank's parts with the file's;
-    return the name of a tensor that differs."""
+    return the name of a tensor that differs.
+    """
     own = shard(header.model_config, header.encodings)
     storage = _map(path)
     total = sum(stored.nbytes for stored in (*hashed, *header.tensors))
@@ -447,7 +448,8 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
     """Return a function that adds bytes to those that are done and reports them; threads share
-    it."""
+    it.
+    """
     lock = threading.Lock()
     done = 0
 
@@ -571,7 +573,8 @@ def _prepare(
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
     """Turn an error that nobody foresaw while headers are read into one of the model's files: the
-    next start would read the same."""
+    next start would read the same.
+    """
     try:
         yield
     except (WeightsError, OSError, MemoryError):

@@ -128,7 +128,8 @@ class ProofFile:
 
 def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
     """Return how much logits may differ from one start to another: a share of their row's spread;
-    0: not at all."""
+    0: not at all.
+    """
     return 0.0 if is_exact else _SPREAD_SHARE[dtype]
 
 
@@ -226,7 +227,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a digest of each tensor's pages, which shows every change of a single number in those
-    that are read."""
+    that are read.
+    """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
     stride = max(1, -(-total // READ_BYTES)) if is_on_host else 1

@@ -187,7 +187,8 @@ class AwqMatrices(IntegerMatrices):
 
 class PackedExperts:
     """Experts of `quant_method: mxfp4`; rows are those of all experts, one after another, in the
-    checkpoint's order."""
+    checkpoint's order.
+    """
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader = reader

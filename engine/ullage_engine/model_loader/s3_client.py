@@ -338,7 +338,8 @@ def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
 
 def _tls(io: Any, environ: Mapping[str, str]) -> Any:
     """Return options of TLS: the certificates of AWS_CA_BUNDLE, or those of certifi, since an image
-    may have none."""
+    may have none.
+    """
     path = environ.get("AWS_CA_BUNDLE")
     if not path:
         import certifi

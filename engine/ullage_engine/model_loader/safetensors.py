@@ -37,7 +37,8 @@ class CheckpointReader(Protocol):
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
         """Return the encoding of a matrix's stored numbers if they can be kept for the target
-        format; None if the matrix is to be read."""
+        format; None if the matrix is to be read.
+        """
         ...
 
     def quantized(self, name: str) -> Quantized:
@@ -46,7 +47,8 @@ class CheckpointReader(Protocol):
 
     def block_kind(self, name: str) -> str:
         """Return the kind of small numbers that a matrix is read from, such as Q4_K; empty: it is
-        stored in full."""
+        stored in full.
+        """
         ...
 
 

@@ -88,7 +88,8 @@ def resolve_source(source: str) -> ModelFiles:
 
 def model_version(source: str) -> str:
     """Return which files of a bucket this process uses since it resolved a source; empty for others
-    and before."""
+    and before.
+    """
     if not is_of_bucket(source):
         return ""
     from ullage_engine.model_loader.s3 import pinned

@@ -169,7 +169,8 @@ class _LayerPlans:
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """Sort gates and ups that alternate along the last dimension: first all gates, then all
-    ups."""
+    ups.
+    """
     pairs = tensor.view(*tensor.shape[:-1], -1, 2)
     return pairs.transpose(-1, -2).reshape(tensor.shape)
 

@@ -177,7 +177,8 @@ class Team:
         """`isa`: one of the library's instruction sets, by default the best of this processor."""
         library = load()
         name = isa or instruction_set()
-        assert library is not None and name is not None, "the library cannot be used here"
+        assert library is not None, "the library cannot be used here"
+        assert name is not None, "the library cannot be used here"
         self._library = library
         self._team = library.ullage_start(num_threads, name.encode())
         if not self._team:

@@ -159,7 +159,8 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
     """Return how weights of this shape are quantised: int8 stands in where groups of int4 do not
-    divide the columns."""
+    divide the columns.
+    """
     columns = shape[1]
     if format != "int4":
         return Encoding(format=format, shape=shape, group=columns)
@@ -373,13 +374,15 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 
 def _code_shift(encoding: Encoding) -> int:
     """Return the value whose weight is a tile's offset: the least of int4, as Q4_1 has it, and 0
-    of int8, where the least is so far away that rounding it would show."""
+    of int8, where the least is so far away that rounding it would show.
+    """
     return MIN_VALUE["int4"] if encoding.format == "int4" else 0
 
 
 def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1) -> Encoding:
     """Return the same matrix, or matrices one above the other, in the layout that this device's
-    kernels read."""
+    kernels read.
+    """
     rows, columns = encoding.shape
     is_whole = encoding.format in ("int8", "int4") and rows // num_matrices % TILE_ROWS == 0
     group = next((g for g in reversed(TILE_GROUPS) if encoding.group % g == 0), 0)

@@ -58,7 +58,8 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
     """Convert codes from 0 on to values around 0, which keeps zeros, and so their rounding,
-    small."""
+    small.
+    """
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
 

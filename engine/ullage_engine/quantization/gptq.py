@@ -136,13 +136,15 @@ class _Fit:
 
 def rounding_operations(rows: int, columns: int) -> float:
     """Estimates the floating-point operations of `quantise_calibrated`: each column's errors are
-    taken back by half of the others, both roundings are compared, and three matrices factored."""
+    taken back by half of the others, both roundings are compared, and three matrices factored.
+    """
     return columns**2 * (3.0 * rows + 2.0 * columns)
 
 
 def rounding_bytes(rows: int, columns: int) -> int:
     """Estimates the memory that `quantise_calibrated` takes at its peak: five matrices of the Gram
-    matrix's size, then three and a dozen of a slice of the weights, in float32."""
+    matrix's size, then three and a dozen of a slice of the weights, in float32.
+    """
     return 4 * max(5 * columns**2, 3 * columns**2 + 12 * min(ROW_ELEMENTS, rows * columns))
 
 

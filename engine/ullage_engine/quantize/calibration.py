@@ -256,7 +256,8 @@ class LayerCalibration:
         remedy: str,
     ) -> None:
         """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each.
-        `remedy` is what a CalibrationError says of it."""
+        `remedy` is what a CalibrationError says of it.
+        """
         self._model_config = model_config
         self._hidden = hidden
         self._report = report

@@ -172,7 +172,8 @@ class ModelDirectory:
 
 def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
     """Return the template with the beginning of sequence that it leaves to the tokenizer: chats of
-    directories get it from their template alone."""
+    directories get it from their template alone.
+    """
     writes_bos = "bos_token" in template or tokenizer.bos_token in template
     if writes_bos or not tokenizer.chat_adds_bos:
         return template

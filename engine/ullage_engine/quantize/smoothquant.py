@@ -33,7 +33,8 @@ class TextPass:
         kv_dtype: KvDtype = "auto",
     ) -> None:
         """`wrap` may put something between the model and each of its matrices; without it this
-        computes what an engine does that was told no type of its own."""
+        computes what an engine does that was told no type of its own.
+        """
         limits = StepLimits(
             max_tokens=window,
             max_rows=1,

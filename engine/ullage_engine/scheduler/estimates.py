@@ -32,7 +32,8 @@ class OutputLengthEstimator:
     def __init__(
         self, max_tokens: int, quantile: float = 0.9, start: int = 256, half_life: int = 64
     ) -> None:
-        assert 0 < quantile < 1 and max_tokens > 0
+        assert 0 < quantile < 1
+        assert max_tokens > 0
         self._quantile = quantile
         self._bounds = _bucket_bounds(max_tokens)
         self._weights = [0.0] * len(self._bounds)

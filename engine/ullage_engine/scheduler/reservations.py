@@ -233,7 +233,8 @@ class BlockReservations:
         )
         for each in present:
             if not each.is_running and not self.is_granted(each):
-                assert not each.held_blocks and not each.num_reserved, "waits and holds memory"
+                assert not each.held_blocks, "waits and holds memory"
+                assert not each.num_reserved, "waits and holds memory"
 
     def _check_writable(self, sequence: Sequence) -> None:
         size = self._cache.block_tokens

@@ -163,7 +163,8 @@ class AdapterSet:
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
         """Keep the present version of an adapter loaded during the body of a with statement. Names
-        of no adapter have no effect."""
+        of no adapter have no effect.
+        """
         version = self._offered.get(name)
         if version is None:
             yield
@@ -260,7 +261,8 @@ class AdapterSet:
 
     async def _try(self, section: AdapterSection) -> tuple[str, bool]:
         """Return the error that keeps an adapter from being offered, and whether to try again. The
-        error is empty on success."""
+        error is empty on success.
+        """
         try:
             version = await in_daemon(
                 lambda: self._find(section, self._config.memory.max_lora_rank, self._digests),
@@ -285,7 +287,8 @@ class AdapterSet:
 
     async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
         """Have a worker load a version; return the error and whether to try again, as `_try`
-        does."""
+        does.
+        """
         message = AddAdapter(name=version.key, folder=version.folder)
         async with self._loading:
             for _ in range(_MAX_WORKERS_LOST):

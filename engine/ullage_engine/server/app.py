@@ -325,7 +325,8 @@ class EngineApp:
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
         """Serve health and headroom on a port of their own: for the kubelet, whose probes do not
-        speak TLS, and for the operator, which may observe engines but not use them."""
+        speak TLS, and for the operator, which may observe engines but not use them.
+        """
         server = self._config.server
         if server.probe_port is None:
             yield

@@ -74,7 +74,8 @@ class Dispatcher:
 
     def send_waiting(self, worker: WorkerHandle) -> None:
         """Send the oldest suspect alone, or all requests that the worker lacks if none is
-        suspect."""
+        suspect.
+        """
         waiting = list(self._journal.submissions())
         suspects = [each for each in waiting if self._runs_alone(worker, each)]
         self._suspect = suspects[0] if suspects else None

@@ -71,7 +71,8 @@ async def compile_apart(text: str) -> str:
 
 def _compiler() -> "subprocess.Popen[bytes]":
     """Start a process that reads a grammar, by subprocess, since asyncio may fork: see
-    `ChildProcess`."""
+    `ChildProcess`.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "ullage_engine.protocol.grammar"],
         stdin=subprocess.PIPE,
@@ -146,7 +147,8 @@ class GrammarCheck:
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
     """Return the name of the field that is set, and the grammar in llguidance's form, not
-    compiled."""
+    compiled.
+    """
     kind = grammar.WhichOneof("kind")
     field = f"grammar.{kind}"
     match kind:

@@ -116,7 +116,8 @@ class HangDetector:
     @property
     def is_suspect(self) -> bool:
         """Whether the worker is silent for longer than healthy ones are, so that /proc is worth
-        reading."""
+        reading.
+        """
         return self._silent_s > MAX_TICK_S
 
     @property

@@ -78,7 +78,8 @@ class News:
 
     async def wait(self, until: float) -> bool:
         """Wait for news, at most until a time on the event loop's clock; return whether there is
-        any."""
+        any.
+        """
         if not self._has_come:
             await self._woken(until)
         has_come = self._has_come
@@ -124,14 +125,13 @@ class JournalEntry:
         prefix: str,
         pace: SendPace = AT_ONCE,
     ) -> None:
-        """
-        Args:
-            job: the accepted request.
-            token_bytes: the spelling of each token.
-            index: number of the sample among the request's.
-            news: woken whenever there is an update to send.
-            prefix: text that begins the answer.
-            pace: how tokens wait for others.
+        """Args:
+        job: the accepted request.
+        token_bytes: the spelling of each token.
+        index: number of the sample among the request's.
+        news: woken whenever there is an update to send.
+        prefix: text that begins the answer.
+        pace: how tokens wait for others.
         """
         self.job = job
         self.index = index

@@ -268,7 +268,8 @@ def _too_long(num_prompt: int, max_model_len: int, least_output: int) -> Service
 
 def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Convert sampling parameters. Unset fields take the model's defaults or else the API's. The
-    seed is fixed here, once."""
+    seed is fixed here, once.
+    """
     given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
     # 53 bits: a seed survives a JSON number on its way back to the client.
     given["logit_bias"] = dict(request.sampling.logit_bias)
@@ -301,7 +302,8 @@ def degrade(
     job: ValidatedRequest, section: DegradeSection, state: WorkerState | None
 ) -> ValidatedRequest:
     """Lower limits by the pressure level of the worker's last state; list the changes in
-    `degraded`."""
+    `degraded`.
+    """
     level = level_at(section, state.pressure_level if state else 0)
     if level is None:
         return job
@@ -368,5 +370,6 @@ def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> Sampling
 
 def _capped(value: float, limit: float | None) -> float:
     """Return at most `limit`. Values arrive as float32, so 0.8 is a little larger but within its
-    limit."""
+    limit.
+    """
     return value if limit is None or float(f"{value:.7g}") <= limit else limit

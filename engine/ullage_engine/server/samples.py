@@ -28,10 +28,9 @@ class SampleGroup:
         prefix: str = "",
         pace: SendPace = AT_ONCE,
     ) -> None:
-        """
-        Args:
-            prefix: text that begins every answer.
-            pace: how tokens of a sample wait for others.
+        """Args:
+        prefix: text that begins every answer.
+        pace: how tokens of a sample wait for others.
         """
         self.job = job
         self._news = news = News()

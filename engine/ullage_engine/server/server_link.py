@@ -24,7 +24,8 @@ class EndpointError(Exception):
 
 def endpoint(run_dir: Path, number: int) -> str:
     """Return the path of the socket of the worker with this number. Sockets of its ranks have
-    longer names."""
+    longer names.
+    """
     return f"{run_dir}/{_PREFIX}{number}.ipc"
 
 

@@ -69,10 +69,9 @@ class InferenceService(rpc.InferenceServiceServicer):
         tracer: Tracer | None = None,
         adapters: AdapterSet | None = None,
     ) -> None:
-        """
-        Args:
-            tracer: None: requests are not traced.
-            adapters: None: the engine serves no adapters.
+        """Args:
+        tracer: None: requests are not traced.
+        adapters: None: the engine serves no adapters.
         """
         self._tracer = tracer
         self._adapters = adapters
@@ -282,7 +281,8 @@ class InferenceService(rpc.InferenceServiceServicer):
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
         """Wait for news. End the samples at the deadline, or when a streamed answer had no news for
-        `limits.request_timeout`."""
+        `limits.request_timeout`.
+        """
         now = asyncio.get_running_loop().time()
         news_by = now + self._config.limits.request_timeout if group.is_streamed else deadline
         if now >= deadline:
@@ -311,7 +311,8 @@ class InferenceService(rpc.InferenceServiceServicer):
     def _accepted(self, group: SampleGroup) -> pb.GenerateResponse:
         ready = self._engine_status.ready
         state = self._engine_status.state
-        assert ready is not None and state is not None
+        assert ready is not None
+        assert state is not None
         request = group.job.request
         profile = ready.profile
         longest = min(ready.max_model_len, most_tokens(profile, profile.kv_pool_bytes))
@@ -326,7 +327,8 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 def _pace_of(context: Context) -> SendPace:
     """Return how tokens of a call leave together. A call with a stream of its own sends each at
-    once."""
+    once.
+    """
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 

@@ -115,12 +115,11 @@ class WorkerSupervisor:
         has_standby: bool = False,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
-        """
-        Args:
-            run_dir: folder of the workers' sockets.
-            unservable: returns why the server cannot serve a worker's model; empty: it can.
-            adapters: returns the LoRA adapters that every worker loads before it gets requests.
-            has_standby: whether the next worker is started while one serves, and waits.
+        """Args:
+        run_dir: folder of the workers' sockets.
+        unservable: returns why the server cannot serve a worker's model; empty: it can.
+        adapters: returns the LoRA adapters that every worker loads before it gets requests.
+        has_standby: whether the next worker is started while one serves, and waits.
         """
         self._run_dir = run_dir
         self._engine_status = engine_status
@@ -342,7 +341,8 @@ class WorkerSupervisor:
 
     def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> bool:
         """Kill a worker that hangs, sends invalid messages or cannot be reached; return whether it
-        was killed."""
+        was killed.
+        """
         if worker.exited.done():
             return False
         pid = worker.process.pid
@@ -474,7 +474,8 @@ class WorkerSupervisor:
 
     def _count_oom(self, worker: WorkerHandle, status: int) -> bool:
         """Count a worker's end by lack of memory that it could not report; return whether the
-        kernel killed it for that."""
+        kernel killed it for that.
+        """
         is_killed = status in (-signal.SIGKILL, GROUP_LOST) and worker.oom_kills.recent() > 0
         if is_killed:
             log.error("the kernel killed the worker, since the container has no memory left")

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 def in_daemon(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run a function as `asyncio.to_thread` does, in a daemon thread that does not delay the
-    exit."""
+    exit.
+    """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
 

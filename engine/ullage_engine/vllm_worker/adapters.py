@@ -114,12 +114,11 @@ class Turns:
     def __init__(
         self, names: Collection[str], loaded: Collection[str], in_use: Collection[str], free: int
     ) -> None:
-        """
-        Args:
-            names: all adapters.
-            loaded: those in slots, the least recently used first.
-            in_use: those of running requests.
-            free: number of empty slots.
+        """Args:
+        names: all adapters.
+        loaded: those in slots, the least recently used first.
+        in_use: those of running requests.
+        free: number of empty slots.
         """
         self._names = names
         self._in_use = in_use
@@ -190,7 +189,8 @@ class Adapters:
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
         """Yield the waiting sequences whose adapters have slots or can have them, in the order of
-        their importance."""
+        their importance.
+        """
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:

@@ -98,7 +98,8 @@ def engine_args(
 
 def _format_args(folder: Path) -> dict[str, Any]:
     """Return the arguments by which vLLM reads the same files as the native engine. By itself it
-    would prefer Mistral's own format to that of transformers."""
+    would prefer Mistral's own format to that of transformers.
+    """
     names = {path.name for path in folder.glob("*.safetensors")}
     own = {name for name in names if name.startswith("consolidated")}
     return {"load_format": "safetensors"} if own and own != names else {}
@@ -125,7 +126,8 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 def lora_rank(config: EngineConfig) -> int:
     """Return the rank of every slot: the smallest of vLLM's ranks that holds
-    `memory.max_lora_rank`."""
+    `memory.max_lora_rank`.
+    """
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 

@@ -51,14 +51,13 @@ class VllmEngine:
         clock: Callable[[], float] = time.perf_counter,
         tiers: ConnectorTransfers | None = None,
     ) -> None:
-        """
-        Args:
-            core: vLLM.
-            profile: the costs of the model's tokens.
-            limits: those of this engine.
-            reservations: the blocks of vLLM's pool that are reserved.
-            clock: in seconds.
-            tiers: transfers of KV to and from tiers outside the device; None: there are none.
+        """Args:
+        core: vLLM.
+        profile: the costs of the model's tokens.
+        limits: those of this engine.
+        reservations: the blocks of vLLM's pool that are reserved.
+        clock: in seconds.
+        tiers: transfers of KV to and from tiers outside the device; None: there are none.
         """
         self.on_failed_step: Callable[[Exception], object] = lambda _: None
         """Called with the error of a step, after which vLLM is broken."""
@@ -240,7 +239,8 @@ class VllmEngine:
 
     def _take(self, output: CoreOutput) -> TokenOutput | Embedding | None:
         """Advance a sequence by its output of a step; return the answer, or None if the sequence
-        was cancelled meanwhile or has failed."""
+        was cancelled meanwhile or has failed.
+        """
         sequence = self._queue.by_id.get(output.request_id)
         if sequence is None or not sequence.is_running:
             return None

@@ -331,15 +331,14 @@ class Follower:
         health: FollowerHealth,
         fetch: Callable[[], str] | None = None,
     ) -> None:
-        """
-        Args:
-            leader: name and join port.
-            join: message to the leader.
-            command: returns the worker's command line for the leader's address and message.
-            environment: the worker's, on top of this process's.
-            health: answers the kubelet.
-            fetch: fetches a model that is in a bucket, and returns its version; None: the model
-                is in no bucket.
+        """Args:
+        leader: name and join port.
+        join: message to the leader.
+        command: returns the worker's command line for the leader's address and message.
+        environment: the worker's, on top of this process's.
+        health: answers the kubelet.
+        fetch: fetches a model that is in a bucket, and returns its version; None: the model
+            is in no bucket.
         """
         self._leader = leader
         self._message = join

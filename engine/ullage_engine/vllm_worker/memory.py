@@ -42,9 +42,8 @@ class StartMemory:
         host_tier: HostTier | None = None,
         limits: MemoryLimits = MemoryLimits(),  # noqa: B008 - immutable
     ) -> None:
-        """
-        Args:
-            limits: bounds of the KV pool and of a step after shortages of memory.
+        """Args:
+        limits: bounds of the KV pool and of a step after shortages of memory.
         """
         self._config = config
         self._limits = limits
@@ -120,7 +119,8 @@ class StartMemory:
     @property
     def device_share(self) -> float | None:
         """Share of each GPU's memory that vLLM plans with; None on CPUs, whose memory vLLM does not
-        see."""
+        see.
+        """
         if self.is_cpu:
             return None
         reserve = self._config.memory.safety_reserve * self._num_ranks

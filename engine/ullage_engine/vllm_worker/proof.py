@@ -129,7 +129,8 @@ class ProvenCore(Protocol):
 
     def changed_table(self) -> str:
         """Compute the tables of all ranks again; return the name of one that differs, or an empty
-        string."""
+        string.
+        """
 
 
 def proof_file(

@@ -52,7 +52,8 @@ class WorkerExtension:
 
     def ullage_changed_table(self) -> str:
         """Compute this rank's rotary tables again; return the name of one with other bits, or an
-        empty string."""
+        empty string.
+        """
         from ullage_engine.vllm_worker.proof import changed_table
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -74,12 +75,14 @@ class WorkerExtension:
 
     def ullage_free_first(self) -> int:
         """Return the free bytes of this rank's GPU when it had its context and transfer buffers,
-        but no weights. vLLM counts its own memory from that moment on."""
+        but no weights. vLLM counts its own memory from that moment on.
+        """
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
         """Return the bytes of this rank's empty adapter slots, and write zeros to make them
-        resident."""
+        resident.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         num_bytes = {}  # by address, since tensors may share storage
         for module in runner.get_model().modules():
@@ -105,7 +108,8 @@ class WorkerExtension:
 
     def ullage_check_adapter(self, adapter: Any) -> str:
         """Read an adapter's files into host memory, as a load does; return the reason if they
-        cannot be loaded, else an empty string."""
+        cannot be loaded, else an empty string.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         try:
             runner.lora_manager._load_adapter(adapter)
@@ -138,7 +142,8 @@ class WorkerExtension:
 
     def ullage_receive_stages(self) -> None:
         """Give the model runner for CPUs its buffers for the output of the previous stage, which it
-        makes only in the warm-up of compiled models."""
+        makes only in the warm-up of compiled models.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1
         if not has_stages or getattr(runner, "intermediate_tensors", ...) is not None:

@@ -37,12 +37,11 @@ class Reservations:
         session_idle_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            blocks: the pool.
-            session_blocks: most blocks that one session keeps; 0: sessions keep none.
-            session_idle_s: seconds after which an idle session ends.
-            clock: in seconds.
+        """Args:
+        blocks: the pool.
+        session_blocks: most blocks that one session keeps; 0: sessions keep none.
+        session_idle_s: seconds after which an idle session ends.
+        clock: in seconds.
         """
         self._blocks = blocks
         self._session_blocks = session_blocks
@@ -108,7 +107,8 @@ class Reservations:
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
         """Reserve blocks for a request; return False if they do not fit together with `spared`
-        ones."""
+        ones.
+        """
         assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
             return False
@@ -217,7 +217,8 @@ class Reservations:
 
     def _forget_sums(self) -> None:
         """Drop the known sums, since blocks change hands: in a step, at the end of a request, or
-        when a prefix is held or released."""
+        when a prefix is held or released.
+        """
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
@@ -249,7 +250,8 @@ class Reservations:
 
     def _make_free(self) -> None:
         """End the longest unused sessions until reserved blocks are free and not only
-        reclaimable."""
+        reclaimable.
+        """
         while self._sessions and self._blocks.num_free < self.num_committed:
             self._drop_session(next(iter(self._sessions)))
 

@@ -67,7 +67,8 @@ class RunQueue:
     @property
     def num_spared(self) -> int:
         """Blocks that new requests may not take: withheld ones, and those for the sequences that
-        wait only for blocks."""
+        wait only for blocks.
+        """
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
     def num_spared_for(self, waiting: Iterable[VllmSequence]) -> int:
@@ -83,7 +84,8 @@ class RunQueue:
 
     def reserve_new(self, sequence: VllmSequence, spared: int) -> bool:
         """Start a new sequence, or reserve the blocks of one that waits for its parent; return
-        False if they do not fit together with `spared` ones."""
+        False if they do not fit together with `spared` ones.
+        """
         if sequence in self.deferred:  # its parent has just failed
             return True
         if sequence.parent is None:
@@ -170,7 +172,8 @@ class RunQueue:
 
     def _give(self, sequence: VllmSequence) -> bool:
         """Give a sequence to vLLM; return True. A sequence that vLLM refuses has failed and does
-        not run."""
+        not run.
+        """
         request = sequence.request
         if len(sequence.token_ids) > len(request.token_ids):
             request = structs.replace(request, token_ids=list(sequence.token_ids))
@@ -196,7 +199,8 @@ class RunQueue:
 
     def _stop(self, sequence: VllmSequence) -> None:
         """Take a sequence back from vLLM, if it runs, and end its reservation. Samples that waited
-        for it wait for blocks now."""
+        for it wait for blocks now.
+        """
         if sequence.is_running:
             self._core.abort(sequence.request_id)
             sequence.is_running = False
@@ -232,7 +236,8 @@ class RunQueue:
 
     def adjust_reservations(self) -> None:
         """Shrink the reservations of sequences that decode now, and extend those that come near
-        their end."""
+        their end.
+        """
         self._shrink_reservations()
         self._extend_reservations()
 
@@ -256,7 +261,8 @@ class RunQueue:
 
     def _make_room(self, sequence: VllmSequence) -> None:
         """Reserve the charged blocks of a sequence, preempting the least important sequences, which
-        may be this one."""
+        may be this one.
+        """
         num_blocks = self._costs.charged_blocks(sequence)
         while not self._reservations.extend(sequence.request_id, num_blocks):
             holders = (each for each in self.by_id.values() if each.is_running or each.parent)

@@ -443,7 +443,8 @@ def _kv_space(
     core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
     """Return the namespace of KV outside the device: all facts except tokens that a block's bytes
-    depend on. Empty: no KV is kept outside the device."""
+    depend on. Empty: no KV is kept outside the device.
+    """
     try:
         block_bytes, block_format = core.tier_format()
     except TiersRefusedError as error:

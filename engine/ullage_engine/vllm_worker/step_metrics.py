@@ -68,7 +68,8 @@ class StepMetrics:
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
         """Count the tokens of a prompt that the prefix cache had, once for each sequence; return
-        the number that was counted."""
+        the number that was counted.
+        """
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, num_cached_tokens)

@@ -92,12 +92,11 @@ class ConnectorTransfers:
         content_of: Callable[[int], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            space: namespace of the keys.
-            block_tokens: tokens of a block.
-            content_of: returns vLLM's name of a block's cached content; None: it has none.
-            clock: in seconds.
+        """Args:
+        space: namespace of the keys.
+        block_tokens: tokens of a block.
+        content_of: returns vLLM's name of a block's cached content; None: it has none.
+        clock: in seconds.
         """
         self._space = space
         self._block_tokens = block_tokens
@@ -170,7 +169,8 @@ class ConnectorTransfers:
 
     def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
         """Return the number of blocks that a request can load behind `num_cached` on the device;
-        None: the answer has not come."""
+        None: the answer has not come.
+        """
         state = self._requests.get(name)
         if state is None:
             return 0
@@ -190,7 +190,8 @@ class ConnectorTransfers:
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
         """Plan the load of the blocks of `num_matched`: those behind the cached ones of a request's
-        `block_ids`."""
+        `block_ids`.
+        """
         state = self._requests[name]
         query = state.query
         assert query is not None
@@ -208,7 +209,8 @@ class ConnectorTransfers:
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Offer the leading blocks of a request that vLLM caches, which are computed by the end of
-        the planned step."""
+        the planned step.
+        """
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
             return

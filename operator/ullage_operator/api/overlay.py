@@ -24,7 +24,8 @@ def laid_over(given: Mapping[str, Any], own: Manifest) -> Manifest:
 
 def _over(given: Any, own: Any, name: str = "") -> Any:
     """Lays `own` over `given`. Containers are merged by name; of other lists' items that have a key
-    the operator's take the place of those of the same key, and lists without one are replaced."""
+    the operator's take the place of those of the same key, and lists without one are replaced.
+    """
     if isinstance(given, Mapping) and isinstance(own, Mapping):
         both = {key: _over(given[key], own[key], key) for key in own.keys() & given.keys()}
         return {**given, **own, **both}

@@ -102,7 +102,8 @@ def route_condition(
 
 def _refusals(parent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the reasons and messages of the conditions in which a Gateway's controller refuses a
-    route."""
+    route.
+    """
     for condition in parent.get("conditions") or ():
         is_asked = condition.get("type") in ("Accepted", "ResolvedRefs")
         if is_asked and condition.get("status") == "False":

@@ -207,7 +207,8 @@ def _state_of_job(
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the recorded status of a claim; empty if it is about another claim, model or
-    store."""
+    store.
+    """
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})

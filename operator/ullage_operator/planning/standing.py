@@ -222,7 +222,8 @@ def _salvaged(
 
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
     """Return a role for each live pool: the declared one if it is readable and no other pool has
-    it."""
+    it.
+    """
     roles: dict[str, str] = {}
     for pool in pools:
         role = _at(manifest.get("spec"), ("pools", pool, "role"))

@@ -238,7 +238,8 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 def unheard(troubles: Sequence[str]) -> str:
     """Return the message why the operator hears no engine, with the remedy; empty without
-    troubles."""
+    troubles.
+    """
     if not troubles:
         return ""
     return (

@@ -72,7 +72,8 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a pool that engines depend on; the warming of their cache is left
-    out."""
+    out.
+    """
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 

@@ -123,7 +123,8 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
     """Return a ConfigMap with the configuration of the present routers and the new rollout file,
-    which they read while they run."""
+    which they read while they run.
+    """
     config = live.get((item["kind"], item["metadata"]["name"]), {}).get("data", {})
     if item["kind"] != "ConfigMap" or naming.ROUTER_CONFIG not in config:
         return item

@@ -422,7 +422,8 @@ class Admission:
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
         """Count a refused request ahead of later ones until its Retry-After is over."""
-        assert refuse.demand and refuse.retry_after_s
+        assert refuse.demand
+        assert refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
         due = time.monotonic() + refuse.retry_after_s
         self._deferrals.add(kind, call.tenant.rules.weight, refuse.demand.kv_bytes, due)

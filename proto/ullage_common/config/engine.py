@@ -301,7 +301,8 @@ class HostedTiers(Strict, frozen=True, kw_only=True):
     @property
     def asked_host_bytes(self) -> int | None:
         """Size that the host tier must have, or the engine does not start; None: nobody asked for
-        one, neither by its size nor by a tier below it."""
+        one, neither by its size nor by a tier below it.
+        """
         has_lower = any(getattr(self, name) for name in ("remote", "file"))
         return DEFAULT_HOST_TIER if self.host.size is None and has_lower else self.host.size
 
@@ -591,7 +592,8 @@ def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
     """Return the problem of an adapter with the name of the model or of another adapter; empty if
-    none has."""
+    none has.
+    """
     taken = {model}
     for place, adapter in enumerate(adapters):
         if adapter.name in taken:
@@ -609,7 +611,8 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:
     """Return the reason why vLLM refuses these settings, as a line that names the field and its
-    remedy; empty if vLLM takes them."""
+    remedy; empty if vLLM takes them.
+    """
     if model.quantization not in ("auto", "none", "fp8"):
         return (
             f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, "

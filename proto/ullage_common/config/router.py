@@ -82,7 +82,8 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
     """Signs of load at which requests of low priority take the first step's answer, whatever its
-    confidence."""
+    confidence.
+    """
 
     pressure_level: Count = 1
     """Pressure level of every own engine that is ready; 0 turns this sign off."""

@@ -426,7 +426,8 @@ class Client:
 
     async def _names_base(self, name: str) -> bool:
         """Whether a request's model is the served one, which every engine computes, and none of its
-        adapters; False also where the router does not say."""
+        adapters; False also where the router does not say.
+        """
         if not name:
             return True
         if self._base_model is None:

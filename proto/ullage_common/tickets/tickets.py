@@ -44,7 +44,8 @@ def cache_salt(tenant: str, salt: str = "") -> bytes:
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
     """Return the cache salt of those of a tenant's requests that name `salt`, by the salt of the
-    tenant's requests that name none."""
+    tenant's requests that name none.
+    """
     if not salt:
         return tenant_salt
     return hashlib.blake2b(salt.encode(), key=tenant_salt, digest_size=CACHE_SALT_BYTES).digest()

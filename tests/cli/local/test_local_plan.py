@@ -248,7 +248,8 @@ def test_files_are_in_the_run_directory_or_in_a_folder_of_this_machine(
     assert plan.folders == [*map(Path, own), chosen]
     make_folders(plan.folders)
     make_folders(plan.folders)
-    assert chosen.is_dir() and not any(chosen.iterdir())
+    assert chosen.is_dir()
+    assert not any(chosen.iterdir())
 
 
 def engine_with(**fields: Any) -> dict[str, Any]:
@@ -297,7 +298,8 @@ def test_a_pool_that_scales_has_ports_for_all_its_engines(manifest: Make, tmp_pa
     pools = {"single": {"replicas": 0, "autoscaling": scaling}, "large": LARGE}
     plan = local(manifest(pools=pools), tmp_path)
     engines = [pod for pod in plan.pods if pod.part == "pools.single"]
-    assert len(engines) == 3 and plan.sizes == {"single": 0}
+    assert len(engines) == 3
+    assert plan.sizes == {"single": 0}
     assert plan.policies["single"].max_replicas == 3
     router = read(plan, "demo-router-0", RouterConfig)
     assert [(pool.name, pool.sleeps, len(pool.targets)) for pool in router.pools] == [

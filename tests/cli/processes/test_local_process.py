@@ -279,7 +279,8 @@ def test_a_pool_grows_sleeps_and_wakes(tmp_path: Path) -> None:
             await until(lambda: len(names()) == 3)
             pids = [each.pid for each in runtime.processes]
             await runtime.scale("single", 0)
-            assert runtime.processes == [] and not any(map(psutil.pid_exists, pids))
+            assert runtime.processes == []
+            assert not any(map(psutil.pid_exists, pids))
             await runtime.scale("single", 1)
             await until(lambda: names() == ["demo-single-0"])
             assert not followed.done()

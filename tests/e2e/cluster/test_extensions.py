@@ -65,7 +65,8 @@ def test_keda_is_told_the_triggers_and_paused_by_a_stop(
     assert made["spec"]["scaleTargetRef"]["name"] == f"{name}-single"
     assert made["spec"]["maxReplicaCount"] == 3
     kinds = [trigger["type"] for trigger in made["spec"]["triggers"]]
-    assert kinds[0] == "prometheus" and kinds[-1] == "cron"
+    assert kinds[0] == "prometheus"
+    assert kinds[-1] == "cron"
 
     service.edit(stop=True)
     paused = "autoscaling.keda.sh/paused-replicas"

@@ -12,7 +12,8 @@ def test_the_operator_is_available(kubectl: Kubectl, release: Release) -> None:
 
 def test_the_api_explains_itself(kubectl: Kubectl, release: Release) -> None:
     told = kubectl("explain", "llmservice.spec.routing.queue")
-    assert "FIELDS:" in told and "timeout" in told
+    assert "FIELDS:" in told
+    assert "timeout" in told
     assert "llms" in kubectl("api-resources", "--api-group=serving.ullage.dev")
 
 

@@ -38,4 +38,5 @@ def test_a_name_is_used_again_at_once(
     until(lambda: second.owned("statefulsets"), "the second's pool is there")
     second.settle()
     owners = {o["uid"] for x in second.owned(EVERYTHING) for o in x["metadata"]["ownerReferences"]}
-    assert owners >= {new} and old not in owners
+    assert owners >= {new}
+    assert old not in owners

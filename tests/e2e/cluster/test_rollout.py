@@ -76,7 +76,8 @@ def test_a_good_change_is_promoted(rolled: Service, busy: Callable[[], Any]) -> 
         rolled.edit(batching={"maxSequences": 15})
         tried = wait_for(rolled, "Canary")
         assert "%" in tried["step"]
-        assert "step 1 of 1" in tried["message"] and "until" in tried["message"], tried
+        assert "step 1 of 1" in tried["message"], tried
+        assert "until" in tried["message"], tried
         now = wait_for(rolled, "Stable")
         answers = streams.stop()
     assert now["stableRevision"] != old
@@ -98,9 +99,11 @@ def test_a_canary_that_breaks_is_rolled_back(
         now = wait_for(rolled, "RolledBack")
         answers = streams.stop()
     assert [a for a in answers if not a.is_whole] == []
-    assert now["failedRevision"] and now["failedRevision"] != now["stableRevision"]
+    assert now["failedRevision"]
+    assert now["failedRevision"] != now["stableRevision"]
     told = rolled.condition("RolloutHealthy")
-    assert told["status"] == "False" and "restart" in told["message"], told
+    assert told["status"] == "False", told
+    assert "restart" in told["message"], told
     until(lambda: {p["metadata"]["uid"] for p in rolled.pods()} == stable, "only the stable stay")
 
 
@@ -111,7 +114,8 @@ def test_a_canary_that_never_starts_is_rolled_back(
     rolled.edit(image="ullage/no-such-image:0", rollout={"startDeadline": "30s"})
     wait_for(rolled, "RolledBack")
     told = rolled.condition("RolloutHealthy")
-    assert told["status"] == "False" and "no-such-image" in told["message"], told
+    assert told["status"] == "False", told
+    assert "no-such-image" in told["message"], told
     until(lambda: {p["metadata"]["uid"] for p in rolled.pods()} == stable, "only the stable stay")
 
 

@@ -46,13 +46,16 @@ def test_engines_keep_kv_in_the_tiers_of_the_service(
 
 def test_a_wrong_request_is_answered_with_the_field(service: Service, client: Client) -> None:
     (answer,) = client.ask(service, ["x"], max_tokens=-1)
-    assert answer.status == 400 and "max_tokens" in answer.error
+    assert answer.status == 400
+    assert "max_tokens" in answer.error
 
 
 def test_kubectl_shows_the_state(kubectl: Kubectl, service: Service) -> None:
     header, row = kubectl("get", "llms", service.name).splitlines()
-    assert header.split()[0] == "NAME" and {"READY", "ROLLOUT"} <= set(header.split())
-    assert row.split()[0] == service.name and "True" in row
+    assert header.split()[0] == "NAME"
+    assert {"READY", "ROLLOUT"} <= set(header.split())
+    assert row.split()[0] == service.name
+    assert "True" in row
     status = service.status()
     conditions = {c["type"]: c for c in status["conditions"]}
     assert {"Ready", "Available", "Progressing", "Degraded"} <= set(conditions)

@@ -40,13 +40,15 @@ def test_a_wrong_manifest_is_refused(
     text = yaml.safe_dump(manifest("wrong", **spec))
     done = kubectl.run("apply", "--filename", "-", stdin=text)
     assert done.returncode == 1
-    assert field in done.stderr and reason in done.stderr, done.stderr
+    assert field in done.stderr, done.stderr
+    assert reason in done.stderr, done.stderr
 
 
 def test_an_unknown_field_is_named(kubectl: Kubectl, release: Release) -> None:
     text = yaml.safe_dump(manifest("wrong", modell={}))
     done = kubectl.run("apply", "--filename", "-", stdin=text)
-    assert done.returncode == 1 and 'unknown field "spec.modell"' in done.stderr, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert 'unknown field "spec.modell"' in done.stderr, done.stderr
 
 
 def test_a_missing_secret_is_named_within_a_minute(
@@ -70,7 +72,8 @@ def test_what_kubernetes_refuses_of_pods_names_the_pool(
     until(lambda: made.condition("Degraded").get("reason") in reasons, "it says so", 60)
     condition = made.condition("Degraded")
     told = condition["message"]
-    assert "dnsPolicy" in told and reasons[condition["reason"]] in told, told
+    assert "dnsPolicy" in told, told
+    assert reasons[condition["reason"]] in told, told
 
 
 def test_what_a_pod_template_may_not_say_is_named(

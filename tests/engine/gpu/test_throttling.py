@@ -38,7 +38,8 @@ def test_sustained_heat_takes_a_step_at_a_time_and_a_longer_calm_gives_it_back()
         state = follow(SECTION, reasons, seconds, state)
         shares.append(state.batch_share)
     assert shares == [1.0, 0.75, 0.5, 0.25, 0.25, 0.5]
-    assert state.is_off and state.reasons == HOT
+    assert state.is_off
+    assert state.reasons == HOT
     assert follow(SECTION, CLEAR, 60, state) == BoostState()
 
 
@@ -72,7 +73,8 @@ def test_the_share_stays_within_its_bounds_and_changes_for_a_reason(
         after = advance(section, state, reasons, elapsed_s)
         assert section.min_batch_share <= after.batch_share <= 1.0
         if after.batch_share < state.batch_share:
-            assert reasons and reasons <= after.reasons
+            assert reasons
+            assert reasons <= after.reasons
         if after.batch_share > state.batch_share:
             assert reasons == CLEAR
         assert reasons is not None or after == state

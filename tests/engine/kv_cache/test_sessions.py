@@ -170,7 +170,8 @@ def test_requests_of_one_session_share_its_bound(make_rig: Callable[..., Any]) -
     rig = make_rig(session_blocks=8, expected=8)
     assert rig.submit(rig.request("a", PROMPT, session="s")) is None
     refused = rig.submit(rig.request("b", [7] * 60, session="s"))
-    assert not refused.never and "session: its other requests leave" in refused.message
+    assert not refused.never
+    assert "session: its other requests leave" in refused.message
     assert rig.submit(rig.request("other", [7] * 60, session="t")) is None
     rig.run()
     assert rig.submit(rig.request("b", [7] * 60, session="s")) is None
@@ -181,5 +182,6 @@ def test_a_prompt_above_the_bound_of_a_session_is_refused_for_good(
 ) -> None:
     rig = make_rig(session_blocks=3)
     refused = rig.submit(rig.request("a", PROMPT, session="s"))
-    assert refused.never and "raise memory.sessionKVLimit" in refused.message
+    assert refused.never
+    assert "raise memory.sessionKVLimit" in refused.message
     assert rig.submit(rig.request("a", PROMPT)) is None

@@ -69,7 +69,8 @@ def test_less_to_load_takes_no_longer(
 ) -> None:
     seconds = loads(blocks, speeds)
     assert seconds == sorted(seconds, reverse=True)
-    assert len(seconds) == len(blocks) + 1 and seconds[-1] == 0
+    assert len(seconds) == len(blocks) + 1
+    assert seconds[-1] == 0
 
 
 def test_what_is_needed_beside_the_last_blocks_is_loaded_with_any() -> None:

@@ -174,7 +174,8 @@ def test_a_fused_kernel_gets_the_stored_numbers(new_weights: Callable[..., torch
         format: str,
         adds: bool = False,
     ) -> None:
-        assert zeros is not None and format == "int4"
+        assert zeros is not None
+        assert format == "int4"
         encoding = Encoding(format="int4", shape=(64, 256), group=128, has_zeros=True)
         pieces = {"values": values, "scales": scales, "zeros": zeros}
         product = x @ unpack(Packed(encoding, pieces)).dequantise().t()

@@ -84,7 +84,8 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
     before = path.stat()
     path.write_bytes(b"WEIGHTS")  # of the same size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert later.of(path) != digest and later.num_read == 1
+    assert later.of(path) != digest
+    assert later.num_read == 1
 
 
 def test_engines_that_start_together_read_a_file_once(tmp_path: Path) -> None:
@@ -117,7 +118,8 @@ def test_a_folder_that_cannot_be_written_costs_a_read(tmp_path: Path) -> None:
     path.write_bytes(b"weights")
     folder.write_text("no folder")
     digests = Digests(folder)
-    assert digests.of(path) == digests.of(path) and digests.num_read == 2
+    assert digests.of(path) == digests.of(path)
+    assert digests.num_read == 2
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -137,7 +139,8 @@ def test_who_waits_hears_the_result_and_the_error(tmp_path: Path) -> None:
         waits.append(None)
         go_on.set()
 
-    assert begin(slow)(on_wait) == "digest" and len(waits) == 1
+    assert begin(slow)(on_wait) == "digest"
+    assert len(waits) == 1
 
     def failing() -> str:
         raise WeightsError("gone")

@@ -97,7 +97,8 @@ def test_a_damaged_file_is_removed_and_fetched_again(hub: Hub, tmp_path: Path) -
 
     status, last, errors = ended(start(hub, tmp_path))
     assert (status, last["state"]) == (1, "failed")
-    assert "its SHA-256 is" in str(last["error"]) and "was removed" in errors
+    assert "its SHA-256 is" in str(last["error"])
+    assert "was removed" in errors
     assert not damaged.exists()
     assert ended(start(hub, tmp_path))[0] == 0
     assert damaged.read_bytes() == WEIGHTS

@@ -49,7 +49,7 @@ def write(path: Path, names: str = "abcdef", part_tensors: int = 0) -> list[Path
 def parts(tmp_path: Path) -> Iterator[list[Path]]:
     written = write(tmp_path / "model.gguf", part_tensors=2)
     assert [each.name for each in written][1:] == [PART, LAST]
-    yield written
+    return written
 
 
 def refusal(path: Path) -> str:

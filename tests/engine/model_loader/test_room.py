@@ -32,7 +32,8 @@ def test_what_fits_with_the_margin_is_taken() -> None:
         assert "need 116 MiB, but 116 MiB are free there; name a folder" in refuse(room, size), room
     for room in (Room(enough, scarce), Room(None, scarce)):
         told = refuse(room, size)
-        assert "it is in memory (tmpfs)" in told and "raise the memory limit" in told, room
+        assert "it is in memory (tmpfs)" in told, room
+        assert "raise the memory limit" in told, room
 
 
 @needs_tmpfs
@@ -44,7 +45,8 @@ def test_the_rooms_of_a_disk_and_of_memory(tmp_path: Path, monkeypatch: pytest.M
         assert room_of(tmp_path).memory is None
     status = os.statvfs(tmp_path)
     free = room_of(tmp_path).free
-    assert free is not None and 0 < free <= status.f_blocks * status.f_frsize
+    assert free is not None
+    assert 0 < free <= status.f_blocks * status.f_frsize
 
 
 def test_a_file_system_that_does_not_say_its_size_refuses_nothing(

@@ -428,7 +428,8 @@ def test_keys_need_no_certificates_of_the_image(
     new_pod(monkeypatch)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     message = refused()
-    assert "trust store not found" in message and "install ca-certificates in the image" in message
+    assert "trust store not found" in message
+    assert "install ca-certificates in the image" in message
 
 
 @needs_moto

@@ -84,7 +84,8 @@ def test_sizes_around_the_end_of_a_buffer(num_buffers_full: int, excess: int) ->
     before, placed, after = (uploader.upload(each) for each in (tensor[:3], tensor, tensor[-3:]))
     stream.finish()
     assert torch.equal(placed, tensor)
-    assert torch.equal(before, tensor[:3]) and torch.equal(after, tensor[-3:])
+    assert torch.equal(before, tensor[:3])
+    assert torch.equal(after, tensor[-3:])
 
 
 def test_parts_of_tensors_are_uploaded_and_may_go_at_once() -> None:

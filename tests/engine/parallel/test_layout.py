@@ -104,7 +104,8 @@ def test_a_split_has_the_smallest_maxima_there_are(
         parts,
         [lambda i, start, end: sum(first[start:end]), lambda i, start, end: sum(second[start:end])],
     )
-    assert found[0][0] == 0 and found[-1][1] == count
+    assert found[0][0] == 0
+    assert found[-1][1] == count
     assert all(before[1] == after[0] for before, after in pairwise(found))
     assert all(start < end for start, end in found)
     assert key(found) == min(key(runs) for runs in all_splits(0, count, parts))

@@ -32,7 +32,8 @@ def test_every_chunk_is_in_one_micro_batch(sizes: list[int], most: int, least: i
     assert parts == micro_batches(plan, most, least)
     ids = [chunk.request_id for part in parts for chunk in part.chunks]
     assert sorted(ids) == sorted(chunk.request_id for chunk in plan.chunks)
-    assert 1 <= len(parts) <= most and all(part.chunks and not part.moves for part in parts)
+    assert 1 <= len(parts) <= most
+    assert all(part.chunks and not part.moves for part in parts)
     # Each goes to the emptiest, so no two differ by more than the largest chunk.
     loads = [part.num_tokens for part in parts]
     assert max(loads) - min(loads) <= max(sizes)

@@ -94,7 +94,8 @@ def test_keys_and_values_of_float8_cost_little(
 def benchmark() -> Any:
     path = TEXT.with_name("quality.py")
     spec = importlib.util.spec_from_file_location("quality_benchmark", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -90,4 +90,6 @@ def test_a_family_without_it_says_so(
 ) -> None:
     loaded = new_loaded("gpt_oss", torch.float32, tmp_path, random_model, load)
     error = new_runner(loaded, deterministic=True).verify_row_invariance()
-    assert error is not None and "gpt_oss" in error and "windows" in error
+    assert error is not None
+    assert "gpt_oss" in error
+    assert "windows" in error

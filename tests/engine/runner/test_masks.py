@@ -67,7 +67,8 @@ def test_masks_keep_to_their_rows() -> None:
     free = chunk(4, temperature=0.0)
     rows = [free, chunk(4, temperature=0.0, allowed=mask_of([7])), free]
     first, masked, last = (each.token_id for each in sample(logits, rows))
-    assert first == last != 7 and masked == 7
+    assert first == last != 7
+    assert masked == 7
 
 
 def test_a_mask_shorter_than_the_vocabulary_allows_nothing_beyond() -> None:

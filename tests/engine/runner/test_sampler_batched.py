@@ -368,7 +368,8 @@ def test_alternatives_that_tie_are_in_the_order_of_ids(sample_rows: Any) -> None
     first, second = sample_rows(logits, chunks)
     assert first.top_ids == [31, 77, 900, 5, 8]
     assert second.top_ids == [31]
-    assert first.token_id == 31 and first.logprob == first.top_logprobs[0]
+    assert first.token_id == 31
+    assert first.logprob == first.top_logprobs[0]
 
 
 def test_penalties_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +484,8 @@ def test_warm_up_samples_all_that_a_step_can_ask_for(max_rows: int) -> None:
     plan = plan_sampling(chunks, PenaltyCounts(max_rows), vocab)
     assert len(plan.edits.arrays["penalised"]) == min(PENALTIES_AT_ONCE, max_rows * 4096)
     assert len(plan.edits.arrays["ruled_out"]) == max_rows + 1
-    assert plan.draws.needs_mass and plan.num_alternatives == 20
+    assert plan.draws.needs_mass
+    assert plan.num_alternatives == 20
     logits = torch.randn(max_rows, vocab, generator=torch.Generator().manual_seed(3)) * 20
     result = enqueue(logits, logits.clone(), plan).result
     assert int((result[:, 0] == UNSETTLED).sum()) >= min(max_rows, SORT_ROWS)

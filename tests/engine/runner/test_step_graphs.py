@@ -160,7 +160,8 @@ def test_graphs_repeat_what_launches_compute(
     runner.allocate_kv(NUM_BLOCKS)
     assert runner.num_graphs == 0
     runner.run_largest()
-    assert captures.captured == 16 and runner.num_graphs == 8
+    assert captures.captured == 16
+    assert runner.num_graphs == 8
 
 
 def test_models_with_experts_are_launched_anew(

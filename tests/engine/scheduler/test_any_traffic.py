@@ -343,7 +343,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 self.rig.step()
             scheduler = self.rig.scheduler
             pool = BLOCKS * self.rig.block_bytes
-            assert not self.left and not scheduler.has_work
+            assert not self.left
+            assert not scheduler.has_work
             assert scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes == pool
             assert scheduler.stats().headroom_bytes == pool
             scheduler.evict_all()

@@ -29,10 +29,12 @@ def test_only_the_last_chunk_of_a_prompt_is_sampled(bench: Any) -> None:
     scheduler = bench.make_scheduler()
     scheduler.submit(bench.make_request("a", 100))
     first = scheduler.schedule().chunks[0]
-    assert first.sampling is None and len(first.block_ids) == 4
+    assert first.sampling is None
+    assert len(first.block_ids) == 4
     scheduler.commit([])
     last = scheduler.schedule().chunks[0]
-    assert last.sampling is not None and len(last.block_ids) == 7
+    assert last.sampling is not None
+    assert len(last.block_ids) == 7
     assert len(last.history) == 100
 
 

@@ -97,13 +97,16 @@ def test_sequences_that_wait_give_up_their_states_the_least_important_first() ->
         compute(states, sequence, REPLAY)
         sequence.is_running = False
     compute(states, running, REPLAY)
-    assert early.conv.state and late.conv.state
+    assert early.conv.state
+    assert late.conv.state
     compute(states, running, 1)
-    assert early.conv.state and late.conv.state
+    assert early.conv.state
+    assert late.conv.state
     states.assign_slots(running)
     early.is_running = True
     states.assign_slots(early)
-    assert early.conv.state and late.conv.state is None
+    assert early.conv.state
+    assert late.conv.state is None
     states.check_integrity()
 
 

@@ -115,7 +115,8 @@ def test_a_short_sequence_is_computed_again(make_rig: MakeRig) -> None:
     rig.scheduler.evict_all()
     plan = rig.scheduler.schedule()
     assert rig.scheduler.stats().num_swaps == 0
-    assert not plan.moves and plan.chunks[0].start == 0
+    assert not plan.moves
+    assert plan.chunks[0].start == 0
 
 
 def test_without_a_free_slot_it_is_computed_again(make_rig: MakeRig) -> None:
@@ -300,8 +301,11 @@ def test_a_refusal_is_always_typed_and_says_what_to_do(make_rig: MakeRig) -> Non
     rig.submit(rig.request("a", prompt(1, 60), max_tokens=60))
     never = rig.submit(rig.request("b", prompt(2, 380), max_tokens=5))
     later = rig.submit(rig.request("c", prompt(3, 120), max_tokens=5))
-    assert never.never and "shorten it" in never.message
-    assert not later.never and later.retry_after_s > 0 and "try again later" in later.message
+    assert never.never
+    assert "shorten it" in never.message
+    assert not later.never
+    assert later.retry_after_s > 0
+    assert "try again later" in later.message
     assert later.needed_bytes > later.available_bytes >= 0
 
 

@@ -48,7 +48,8 @@ def test_nothing_new_is_admitted_before_what_a_preempted_sequence_is_owed(bench:
     while not scheduler.stats().num_preemptions:
         bench.step(scheduler)
     answer = scheduler.submit(bench.make_request("d", 40, max_tokens=90))
-    assert isinstance(answer, Rejected) and not answer.never
+    assert isinstance(answer, Rejected)
+    assert not answer.never
 
 
 def test_a_resumed_request_goes_on_where_it_was(bench: Any) -> None:
@@ -85,7 +86,8 @@ def test_the_rest_of_an_answer_from_elsewhere_is_refused_where_there_is_no_memor
     assert scheduler.submit(bench.make_request("a", 100, max_tokens=32)) is None
     rest = bench.make_request("b", 60, max_tokens=20, output=[3, 4])
     answer = scheduler.submit(rest)
-    assert isinstance(answer, Rejected) and not answer.never
+    assert isinstance(answer, Rejected)
+    assert not answer.never
     scheduler.check_integrity()
     assert len(bench.run(scheduler)["a"]) == 32
     assert scheduler.submit(rest) is None
@@ -129,6 +131,7 @@ def test_more_samples_than_the_waiting_room_has_places_are_served_alone(bench: A
     ]
     assert scheduler.submit_group(requests) == []
     late = scheduler.submit_group([bench.make_request("b", 20, 4)])
-    assert isinstance(late, Rejected) and not late.never
+    assert isinstance(late, Rejected)
+    assert not late.never
     while scheduler.has_work:
         scheduler.commit(bench.sample(scheduler.schedule()))

@@ -114,7 +114,8 @@ def test_nothing_is_kept_of_sequences_that_ended(make_rig: MakeRig) -> None:
         kept.append(speculation.num_sequences)
         rig.step()
         rig.scheduler.cancel("r0") if len(kept) == 3 else None
-    assert max(kept) == 3 and speculation.num_accepted_tokens
+    assert max(kept) == 3
+    assert speculation.num_accepted_tokens
     assert speculation.num_sequences == 0
 
 
@@ -152,7 +153,8 @@ def test_requests_whose_next_token_depends_on_more_than_kv_try_nothing(make_rig:
             while engine.has_work:
                 tokens += [token for output in engine.step() for token in output.token_ids]
             answers.append(tokens)
-        assert answers[0] == answers[1] and len(answers[1]) == 40, changes
+        assert answers[0] == answers[1], changes
+        assert len(answers[1]) == 40, changes
         assert rig.scheduler.speculation.num_draft_tokens == 0, changes
 
 

@@ -183,7 +183,8 @@ def test_bad_adapters_are_reported_by_name_and_cost_nobody_else_anything(
             found = errors(await engine.state())
             assert "no adapter_config.json" in found["gone"]
             assert "adapter_model.safetensors" in found["cut"]
-            assert "has r 32" in found["wide"] and "max_lora_rank 16" in found["wide"]
+            assert "has r 32" in found["wide"]
+            assert "max_lora_rank 16" in found["wide"]
             assert found["broken"] == "its rank is wrong"
             for name in found:
                 assert await refused(engine, name) == "MODEL_NOT_FOUND"

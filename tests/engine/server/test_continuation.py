@@ -243,6 +243,7 @@ def test_a_full_engine_refuses_the_rest_like_anything_new(
                 "KV_HEADROOM",
             )
             (line,) = [line for line in trace.read_text().splitlines() if "submit" in line]
-            assert " False " in line and "#1" in line
+            assert " False " in line
+            assert "#1" in line
 
     asyncio.run(scenario())

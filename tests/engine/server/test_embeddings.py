@@ -36,7 +36,8 @@ def ask(ids: Sequence[int] = (1, 2, 3), **fields: Any) -> pb.GenerateRequest:
 async def embedding(engine: Any, request: pb.GenerateRequest) -> tuple[float, ...]:
     answer = await engine.generate(request)
     [delta] = answer.deltas
-    assert not delta.text and not delta.num_tokens
+    assert not delta.text
+    assert not delta.num_tokens
     assert answer.finished.reason == pb.FINISH_REASON_STOP
     assert answer.finished.usage.completion_tokens == 0
     vector = struct.unpack("<3f", delta.embedding)

@@ -176,4 +176,5 @@ def test_models_of_the_hub_are_looked_at_when_they_are_there(
     )
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: ") and all(each in line for each in errors), line
+    assert line.startswith("error: "), line
+    assert all(each in line for each in errors), line

@@ -286,7 +286,8 @@ def test_every_invalid_field_is_named(serve: Serve) -> None:
                 assert error.retry_after_s is None
             too_long = await refusal(engine.generate(INVALID["too long"][0]))
             assert too_long.reason == "CONTEXT_TOO_LONG"
-            assert "8192 tokens" in too_long.message and "at most 8191" in too_long.message
+            assert "8192 tokens" in too_long.message
+            assert "at most 8191" in too_long.message
             unknown = await refusal(engine.generate(ask(model="gpt")))
             assert (unknown.code, unknown.reason) == (
                 grpc.StatusCode.NOT_FOUND,

@@ -80,7 +80,8 @@ def test_what_is_wrong_is_refused_unseen_by_the_worker(serve: Serve, tmp_path: P
                     error = await error_of(engine, ask(**fields))
                     assert error.code == grpc.StatusCode.INVALID_ARGUMENT, fields
                     assert error.metadata["field"] == field
-                    assert words in error.message and field in error.message
+                    assert words in error.message
+                    assert field in error.message
             assert not trace.exists()
             good = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
             answers = [await engine.generate(ask(grammar=good)) for _ in range(3)]
@@ -172,7 +173,8 @@ def test_who_leaves_while_a_grammar_is_compiled_takes_nobody_along() -> None:
         await compiler.began.wait()
         first.cancel()
         assert await second
-        assert first.cancelled() and len(compiler.compiled) == 2
+        assert first.cancelled()
+        assert len(compiler.compiled) == 2
 
     asyncio.run(scenario())
 

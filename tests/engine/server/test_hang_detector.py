@@ -49,12 +49,15 @@ def hangs_after(
 
 def test_a_step_that_sleeps_hangs_after_many_times_the_slowest_one() -> None:
     at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.05) * WARM)
-    assert 2.0 < at < 3.5 and reason == "asleep in a step"
+    assert 2.0 < at < 3.5
+    assert reason == "asleep in a step"
     at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.5, 0.01) * WARM)
-    assert 10.0 < at < 11.5 and reason == "asleep in a step"
+    assert 10.0 < at < 11.5
+    assert reason == "asleep in a step"
     # Of a worker that has measured its longest step, no later than one that computes.
     at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.5) * WARM, measured_s=0.5)
-    assert 8.0 < at < 9.5 and reason == "asleep in a step"
+    assert 8.0 < at < 9.5
+    assert reason == "asleep in a step"
 
 
 def test_before_the_first_step_only_the_deadline_holds() -> None:
@@ -66,7 +69,8 @@ def test_first_steps_have_twice_the_time() -> None:
     at, _ = hangs_after(lambda tick: ASLEEP, steps=(0.05,))
     assert 4.0 < at < 5.5
     at, reason = hangs_after(spinning(1.0), steps=(), measured_s=0.5)
-    assert 16.0 < at < 17.5 and reason == BUSY
+    assert 16.0 < at < 17.5
+    assert reason == BUSY
 
 
 BUSY = "busy in a step without an end"
@@ -85,21 +89,27 @@ def spinning(share: float, threads: int = 1, look_s: float = 0.25) -> Callable[[
 
 def test_a_step_that_computes_without_an_end_hangs_after_some_of_the_longest() -> None:
     at, reason = hangs_after(spinning(1.0), measured_s=0.6)
-    assert 8.0 < at < 9.5 and reason == BUSY
+    assert 8.0 < at < 9.5
+    assert reason == BUSY
     at, reason = hangs_after(spinning(1.0), measured_s=5.0)
-    assert 15.0 < at < 16.5 and reason == BUSY
+    assert 15.0 < at < 16.5
+    assert reason == BUSY
     # One that took long is remembered.
     at, reason = hangs_after(spinning(1.0), steps=(4.0, *(0.05,) * 1000), measured_s=0.6)
-    assert 12.0 < at < 13.5 and reason == BUSY
+    assert 12.0 < at < 13.5
+    assert reason == BUSY
     at, reason = hangs_after(spinning(1.0), steps=(4.0, *(0.05,) * 1024), measured_s=0.6)
-    assert 8.0 < at < 9.5 and reason == BUSY
+    assert 8.0 < at < 9.5
+    assert reason == BUSY
 
 
 def test_neighbours_time_is_not_a_workers() -> None:
     at, reason = hangs_after(spinning(0.5, threads=8), measured_s=0.6)
-    assert 16.0 < at < 17.5 and reason == BUSY
+    assert 16.0 < at < 17.5
+    assert reason == BUSY
     at, reason = hangs_after(spinning(0.1), measured_s=0.6)
-    assert 30.0 < at < 31.0 and reason == "no step within the deadline"
+    assert 30.0 < at < 31.0
+    assert reason == "no step within the deadline"
 
 
 SECONDS = st.floats(0.001, 12.0)
@@ -154,7 +164,8 @@ def test_a_hang_is_found_in_time_whatever_was_before(
     steps = tuple(history)
     for stats in (spinning(share), lambda tick: ASLEEP):
         at, reason = hangs_after(stats, steps=steps, measured_s=measured_s)
-        assert at < 15.0 and reason
+        assert at < 15.0
+        assert reason
 
 
 def test_steps_of_long_ago_are_forgotten() -> None:
@@ -176,20 +187,23 @@ def test_a_step_that_computes_is_slow_up_to_the_deadline(
     stats: Callable[[int], ProcStats | None],
 ) -> None:
     at, reason = hangs_after(stats)
-    assert 30.0 < at < 31.0 and reason == "no step within the deadline"
+    assert 30.0 < at < 31.0
+    assert reason == "no step within the deadline"
 
 
 @pytest.mark.parametrize("has_work", [True, False])
 @pytest.mark.parametrize("is_loading", [True, False])
 def test_a_stopped_worker_hangs_at_once(has_work: bool, is_loading: bool) -> None:
     at, reason = hangs_after(lambda tick: STOPPED, has_work=has_work, is_loading=is_loading)
-    assert 1.0 < at < 2.0 and reason == "stopped by a signal"
+    assert 1.0 < at < 2.0
+    assert reason == "stopped by a signal"
 
 
 def test_an_idle_worker_may_sleep_and_a_loading_one_has_long() -> None:
     assert hangs_after(lambda tick: ASLEEP, has_work=False) == (float("inf"), "")
     at, reason = hangs_after(lambda tick: ASLEEP, is_loading=True)
-    assert 600.0 < at < 601.0 and reason == "silent while loading"
+    assert 600.0 < at < 601.0
+    assert reason == "silent while loading"
 
 
 def test_a_heartbeat_is_no_step() -> None:
@@ -249,7 +263,8 @@ def test_vitals_of_a_process_that_computes_is_stopped_sleeps_and_is_gone(
     assert stopped.is_waiting
     os.kill(child.pid, signal.SIGCONT)
     until(child.pid, lambda stats: stats.cpu_ticks > stopped.cpu_ticks)
-    assert child.stdin is not None and child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout is not None
     child.stdin.write("\n")
     child.stdin.flush()
     child.stdout.readline()

@@ -336,7 +336,8 @@ def test_a_broken_model_is_one_line_before_a_worker_starts(
     done = command("--config", str(path), "--grpc-port", "0", "--metrics-port", "0")
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: ") and message in line, line
+    assert line.startswith("error: "), line
+    assert message in line, line
     assert "worker" not in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -89,7 +89,8 @@ def check(samples: dict[str, float]) -> None:
     assert samples["ullage_server_resident_bytes"] > 1e6
     assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
     config = [name for name in samples if name.startswith("vllm:cache_config_info")]
-    assert 'block_size="16"' in config[0] and 'num_gpu_blocks="100"' in config[0]
+    assert 'block_size="16"' in config[0]
+    assert 'num_gpu_blocks="100"' in config[0]
 
 
 PROFILE = MemoryProfile(

@@ -111,7 +111,8 @@ def test_enough_tokens_and_ends_wake_at_once() -> None:
         await push(failing.entries[0], "b")
         failing.entries[0].fail(ServiceError(grpc.StatusCode.INTERNAL, "LOST", "it is lost"))
         await jump(0.0)
-        assert failing.reading is not None and failing.reading.done()
+        assert failing.reading is not None
+        assert failing.reading.done()
         with pytest.raises(ServiceError, match="it is lost"):
             failing.reading.result()
 

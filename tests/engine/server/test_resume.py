@@ -83,7 +83,8 @@ def test_a_worker_that_computes_otherwise_marks_what_it_goes_on_with(
     async def scenario() -> None:
         async with serve(step_s=0.02, weights="3f1a", later_weights=later) as engine:
             before = await engine.state()
-            assert before.fingerprint and before.fingerprint_facts["weights"] == "3f1a"
+            assert before.fingerprint
+            assert before.fingerprint_facts["weights"] == "3f1a"
             responses: list[pb.GenerateResponse] = []
             seen: list[int] = []
             async for response in engine.inference.Generate(ask()):

@@ -400,7 +400,8 @@ def test_tokens_count_up_to_a_stop_string_and_each_has_its_time(tmp_path: Path) 
             supervisor._handle(cast(WorkerHandle, None), done)
         text = generate_latest(metrics.registry).decode()
         values = {line.split("{")[0]: line.split()[-1] for line in text.splitlines()}
-        assert len(entry.output_ids) == 3 and entry.finish == Finish("stop", " three")
+        assert len(entry.output_ids) == 3
+        assert entry.finish == Finish("stop", " three")
         assert values["ullage_generation_tokens_total"] == "3.0"
         assert values["ullage_time_to_first_token_seconds_count"] == "1.0"
         assert values["ullage_inter_token_latency_seconds_count"] == "2.0"

@@ -74,7 +74,8 @@ def test_three_failures_in_a_row_leave_an_engine_out_that_has_served(
             assert error.message.startswith(REASON)
 
             state = await engine.state()
-            assert not state.ready and state.not_ready_reason.startswith(REASON)
+            assert not state.ready
+            assert state.not_ready_reason.startswith(REASON)
             assert state.worker_restarts == 4
             assert await health(engine, "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
             assert await health(engine, "liveness") == health_pb2.HealthCheckResponse.SERVING

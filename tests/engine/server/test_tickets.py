@@ -359,6 +359,7 @@ def test_clients_that_reach_an_engine_cannot_drain_it(
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
             state = await engine.state()
-            assert state.ready and not state.draining
+            assert state.ready
+            assert not state.draining
 
     asyncio.run(scenario())

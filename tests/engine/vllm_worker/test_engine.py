@@ -171,7 +171,8 @@ def test_steps_are_tallied_and_a_request_waits_once() -> None:
     # The last token of an answer is never fed back.
     assert figures.step_tokens.total == prompt + 10 + 9 + 4
     assert sum(figures.queue_seconds.counts) == 1
-    assert figures.num_grown > 0 and figures.num_shrunk > 0
+    assert figures.num_grown > 0
+    assert figures.num_shrunk > 0
 
 
 class CountingVllm(FakeVllm):
@@ -328,7 +329,8 @@ def test_what_does_not_fit_is_refused_with_the_time_of_the_next_release() -> Non
     client = Client(engine)
     assert client.submit(make_request("a", 60, 20)) is None
     refusal = client.submit(make_request("b", [7] * 60, 20))
-    assert refusal is not None and not refusal.never
+    assert refusal is not None
+    assert not refusal.never
     assert (refusal.needed_bytes, refusal.available_bytes) == (
         5 * BLOCK * BYTES,
         3 * BLOCK * BYTES,
@@ -366,7 +368,8 @@ def test_what_never_fits_is_refused_for_good(
     longest = 400 if words == "leave no room" else 10_000
     engine, _, _ = make_engine(max_model_len=longest)
     refusal = Client(engine).submit(make_request("a", **request_changes))  # type: ignore[arg-type]
-    assert refusal is not None and refusal.never
+    assert refusal is not None
+    assert refusal.never
     assert words in refusal.message
 
 
@@ -375,7 +378,8 @@ def test_an_id_in_use_is_refused() -> None:
     client = Client(engine)
     client.submit(make_request("a"))
     refusal = client.submit(make_request("a"))
-    assert refusal is not None and "already" in refusal.message
+    assert refusal is not None
+    assert "already" in refusal.message
 
 
 def test_samples_share_their_prompt_and_are_admitted_together() -> None:
@@ -385,7 +389,8 @@ def test_samples_share_their_prompt_and_are_admitted_together() -> None:
     # Six whole blocks and one of each; as four requests they would need 28.
     assert client.submit(*samples) is None
     refusal = client.submit(*[make_request(f"x{i}", [5] * 100, 10) for i in range(4)])
-    assert refusal is not None and refusal.needed_bytes == 10 * BLOCK * BYTES
+    assert refusal is not None
+    assert refusal.needed_bytes == 10 * BLOCK * BYTES
     client.run()
     assert {tuple(client.texts[str(index)]) for index in range(4)} == {
         tuple(expected_text(samples[0]))
@@ -407,7 +412,8 @@ def test_where_prompts_are_not_kept_only_samples_of_one_share_them() -> None:
     assert (client.cached["0"], client.cached["1"]) == (0, 96)
     client.submit(make_request("2", 100, 10, session_id="s"))
     client.run()
-    assert client.cached["2"] == 0 and core.num_free == core.num_blocks
+    assert client.cached["2"] == 0
+    assert core.num_free == core.num_blocks
 
 
 def test_samples_that_do_not_fit_together_take_turns() -> None:
@@ -453,7 +459,8 @@ def test_one_that_is_complete_is_answered_at_once() -> None:
     request = make_request("a", 20, 5)
     complete = structs.replace(request, token_ids=request.token_ids + expected_text(request))
     client.submit(complete, resumed=True)
-    assert client.finished == {"a": "length"} and not engine.has_work
+    assert client.finished == {"a": "length"}
+    assert not engine.has_work
 
 
 def test_the_least_important_gives_way_when_others_outgrow_what_they_reserved() -> None:
@@ -495,7 +502,8 @@ def test_a_session_keeps_its_blocks_until_somebody_needs_them_or_it_is_idle() ->
     client.run()
     clock.now += 61.0
     engine.reservations.end_idle_sessions()
-    assert engine.stats().num_sessions == 0 and core.num_free == core.num_blocks
+    assert engine.stats().num_sessions == 0
+    assert core.num_free == core.num_blocks
 
 
 def test_sessions_that_share_a_prompt_give_way_as_well() -> None:
@@ -510,7 +518,8 @@ def test_sessions_that_share_a_prompt_give_way_as_well() -> None:
     # 24 blocks, while 18 to 20 are free.
     assert client.submit(make_request("large", [5] * 320, 60)) is None
     client.run()
-    assert client.finished["large"] == "length" and core.num_free == core.num_blocks
+    assert client.finished["large"] == "length"
+    assert core.num_free == core.num_blocks
 
 
 def test_a_turn_that_just_misses_its_blocks_is_refused() -> None:
@@ -566,7 +575,8 @@ def test_a_queue_is_bounded_in_batches() -> None:
     for index in range(32):
         assert client.submit(make_request(str(index), 10, 2)) is None
     refusal = client.submit(make_request("more", 10, 2))
-    assert refusal is not None and "waiting room" in refusal.message
+    assert refusal is not None
+    assert "waiting room" in refusal.message
 
 
 def test_output_ended_by_a_stop_string_says_how_long_outputs_are() -> None:
@@ -595,7 +605,8 @@ def test_what_vllm_looks_ahead_is_reserved_and_ends_a_sequence_sooner(
     assert client.finished["long"] == "length"
     assert len(client.texts["long"]) == 8 * BLOCK - 40 - lookahead_tokens
     whole = client.submit(make_request("whole", 8 * BLOCK - 1, 5))
-    assert whole is not None and whole.never
+    assert whole is not None
+    assert whole.never
     assert core.num_free == core.num_blocks
 
 
@@ -627,7 +638,8 @@ def test_a_request_that_vllm_gives_up_fails_with_the_reason() -> None:
     [failed] = engine.take_failed()
     assert (failed.request_id, failed.field) == ("a", "grammar")
     assert "cannot be followed" in failed.message
-    assert client.finished == {"b": "length"} and core.num_free == core.num_blocks
+    assert client.finished == {"b": "length"}
+    assert core.num_free == core.num_blocks
 
 
 def test_a_cancelled_request_leaves_nothing() -> None:
@@ -637,7 +649,8 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     client.step()
     engine.cancel("a")
     engine.cancel("a")
-    assert not engine.has_work and core.num_free == core.num_blocks
+    assert not engine.has_work
+    assert core.num_free == core.num_blocks
 
 
 def test_what_vllm_refuses_fails_alone_and_names_its_field() -> None:
@@ -652,14 +665,16 @@ def test_what_vllm_refuses_fails_alone_and_names_its_field() -> None:
         ("a", "temperature"),
         ("b", "temperature"),
     }
-    assert client.finished == {"c": "length"} and core.num_free == core.num_blocks
+    assert client.finished == {"c": "length"}
+    assert core.num_free == core.num_blocks
 
 
 def test_beams_are_refused_by_name() -> None:
     engine, _, _ = make_engine()
     Client(engine).submit(make_request("a", beam=BeamParams(width=2)))
     [failed] = engine.take_failed()
-    assert failed.field == "samples.beam" and not engine.has_work
+    assert failed.field == "samples.beam"
+    assert not engine.has_work
 
 
 def test_a_prompt_as_long_as_the_model_allows_is_embedded() -> None:
@@ -670,9 +685,11 @@ def test_a_prompt_as_long_as_the_model_allows_is_embedded() -> None:
     while engine.has_work:
         outputs += engine.step()
     [embedding] = outputs
-    assert isinstance(embedding, Embedding) and len(embedding.vector) == 4
+    assert isinstance(embedding, Embedding)
+    assert len(embedding.vector) == 4
     refusal = engine.submit_group([make_request("b", 101, 0, embed=True)])
-    assert isinstance(refusal, Rejected) and refusal.never
+    assert isinstance(refusal, Rejected)
+    assert refusal.never
     assert core.num_free == core.num_blocks
 
 
@@ -706,7 +723,8 @@ def test_one_that_finds_all_slots_in_use_waits_and_others_go_on() -> None:
     assert client.submit(make_request("base", max_tokens=5)) is None
     assert engine.stats().kv_committed_bytes == (4 + 2) * BLOCK * BYTES
     client.run_until(lambda: "base" in client.finished)
-    assert core.loaded == ["a"] and "waits 0" not in client.texts
+    assert core.loaded == ["a"]
+    assert "waits 0" not in client.texts
     # Not even the adapter that is loaded overtakes the one that waits for its slot.
     client.submit(make_request("2", adapter="a"))
     client.submit(make_request("urgent", max_tokens=3, adapter="a", priority=1))
@@ -746,9 +764,11 @@ def test_what_finds_neither_memory_nor_a_slot_is_refused() -> None:
     client = Client(engine)
     client.submit(make_request("a", 60, 20, adapter="a"))
     refusal = client.submit(make_request("b", [7] * 60, 20, adapter="b"))
-    assert refusal is not None and not refusal.never
+    assert refusal is not None
+    assert not refusal.never
     client.run()
-    assert core.loaded == ["a"] and core.num_free == core.num_blocks
+    assert core.loaded == ["a"]
+    assert core.num_free == core.num_blocks
 
 
 def test_who_waits_for_memory_keeps_its_adapter() -> None:
@@ -762,7 +782,8 @@ def test_who_waits_for_memory_keeps_its_adapter() -> None:
     # It would take the slot of the longest unused one, which is the one that the first waits for.
     client.submit(make_request("later", 1, 1, adapter="c"), resumed=True)
     client.run()
-    assert len(client.finished) == 5 and core.loaded == ["a", "c"]
+    assert len(client.finished) == 5
+    assert core.loaded == ["a", "c"]
     assert engine.stats().num_adapter_loads == 3
 
 
@@ -870,7 +891,8 @@ def test_statistics_add_up() -> None:
     client = Client(engine)
     client.submit(make_request("a", 100, 20))
     stats = engine.stats()
-    assert stats.num_waiting == 1 and stats.prefill_backlog_tokens == 100
+    assert stats.num_waiting == 1
+    assert stats.prefill_backlog_tokens == 100
     assert stats.kv_committed_bytes == 8 * BLOCK * BYTES
     client.step()
     client.step()
@@ -880,7 +902,8 @@ def test_statistics_add_up() -> None:
     assert stats.kv_committed_bytes == BLOCK * BYTES
     assert stats.kv_used_bytes == 100 * BYTES
     [release] = engine.releases()
-    assert release.num_bytes == 8 * BLOCK * BYTES and release.after_s > 0
+    assert release.num_bytes == 8 * BLOCK * BYTES
+    assert release.after_s > 0
     client.run()
     assert engine.stats() == replace_counts(engine)
 

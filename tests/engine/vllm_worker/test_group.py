@@ -161,7 +161,8 @@ def test_nodes_compute_when_all_are_there_and_end_with_their_leader(group: Group
     followers = [group.follow(1)]
     while (line := said(leader)) == "[1, 2]":
         pass
-    assert line == "[2]" and not group.computing()
+    assert line == "[2]"
+    assert not group.computing()
     followers.append(group.follow(2))
     former = group.wait_computing(1, 2)
     while (line := said(leader)) == "[2]":
@@ -234,7 +235,8 @@ def test_a_follower_that_computes_ends_when_its_leader_does(group: Group) -> Non
     follower.terminate()
     # It has taken the signal when it is neither pending nor being handled.
     wait_for(lambda: not _pending(follower.pid))
-    assert psutil.pid_exists(pids[1]) and leader.poll() is None
+    assert psutil.pid_exists(pids[1])
+    assert leader.poll() is None
     leader.kill()
     assert follower.wait(PATIENCE_S) == 0
     assert not psutil.pid_exists(pids[1])
@@ -401,6 +403,7 @@ def test_several_nodes_do_not_talk_on_the_loopback_interface() -> None:
     assert environment(1)["NCCL_SOCKET_IFNAME"] == "lo"
     alone = environment(1)
     several = environment(2, GLOO_SOCKET_IFNAME="eth1")
-    assert "NCCL_SOCKET_IFNAME" not in several and several["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert "NCCL_SOCKET_IFNAME" not in several
+    assert several["GLOO_SOCKET_IFNAME"] == "eth1"
     # Each node's cores are those of its own ranks.
     assert int(several["OMP_NUM_THREADS"]) >= int(alone["OMP_NUM_THREADS"])

@@ -122,7 +122,8 @@ def test_the_first_start_computes_twice_and_later_ones_once(tmp_path: Path) -> N
     start(core, tmp_path)
     assert core.num_probes == 3
     [path] = tmp_path.iterdir()
-    assert path.name.startswith("vllm-abab") and path.suffix == ".proof"
+    assert path.name.startswith("vllm-abab")
+    assert path.suffix == ".proof"
 
 
 def test_a_first_start_that_computes_two_things_is_not_kept(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def run() -> Iterator[Run]:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             stack.enter_context(process)
             stack.callback(process.kill)
-            assert process.stdout is not None and process.stdout.readline()
+            assert process.stdout is not None
+            assert process.stdout.readline()
             return process
 
         yield run_one
@@ -171,7 +172,8 @@ input()
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdin is not None
     path = FOLDER / f"sem.{process.stdout.readline().decode().strip()}"
     try:
         assert path.exists()

@@ -178,7 +178,8 @@ def test_short_memory_samples_and_failed_steps_change_nothing(
     for step in (2, 9, 20):
         engine.inject_out_of_memory(step)
     run(engine, told)
-    assert engine.scheduler.stats().num_preemptions > 0 and engine.num_oom_events == 3
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert engine.num_oom_events == 3
     assert bool(engine.scheduler.stats().num_swaps) == bool(host_slots)
     for group in groups:
         for request in group:
@@ -208,7 +209,8 @@ def test_steps_that_wait_for_memory_change_nothing(
     monkeypatch.setattr(runner, "execute", execute_in_vain)
     told = run(engine, {})
     monkeypatch.undo()
-    assert engine.num_oom_events > 4 and engine.scheduler.stats().num_preemptions == 0
+    assert engine.num_oom_events > 4
+    assert engine.scheduler.stats().num_preemptions == 0
     for request in requests:
         assert told[request.request_id] == alone(runner, request), request.request_id
 

@@ -96,6 +96,7 @@ def test_every_token_is_the_models_own(
         engine.scheduler.check_integrity()
         if not unfinished and not waiting:
             break
-    assert not unfinished and not engine.has_work
+    assert not unfinished
+    assert not engine.has_work
     assert engine.take_failed() == []
     assert (runner.num_failed > 0) <= (share > 0)

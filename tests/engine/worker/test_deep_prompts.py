@@ -60,7 +60,8 @@ def start(tmp_path: Path, random_model: Callable[..., Any]) -> Callable[[PromptC
         own.warm_up()
         own.allocate_kv(LONGEST // 16 + 8)
         own.finalize()
-        assert own.prompt_cost.step_budget > 1.0 and own.longest_step_s > 0.0
+        assert own.prompt_cost.step_budget > 1.0
+        assert own.longest_step_s > 0.0
         own.prompt_cost = cost
         own.prompt_tokens = CHUNK
         runner = CostedRunner(own.runner, cost)

@@ -149,7 +149,9 @@ def test_answers_alone_match_their_grammars(undisturbed: dict[str, list[int]]) -
         if name.startswith("json"):
             assert set(json.loads(text)) == {"name", "on"}
         elif name == "regex":
-            assert text.isascii() and text.islower() and 20 <= len(text) <= 60
+            assert text.isascii()
+            assert text.islower()
+            assert 20 <= len(text) <= 60
     assert len({tuple(tokens) for tokens in undisturbed.values()}) == 5
 
 
@@ -199,7 +201,8 @@ def test_a_vocabulary_that_cannot_be_loaded_fails_the_request_and_no_other() -> 
     tokens = run(engine, [[make_request("matched", REGEX, 1)], [make_request("free", "", 5)]])
     assert tokens.keys() == {"free"}
     (failed,) = engine.take_failed()
-    assert failed.request_id == "matched" and "cannot read tokenizer.json" in failed.message
+    assert failed.request_id == "matched"
+    assert "cannot read tokenizer.json" in failed.message
     assert not failed.field, "the engine is at fault, not the request"
 
 
@@ -226,4 +229,5 @@ def test_a_cancelled_request_is_forgotten() -> None:
         engine.step()
     engine.cancel("a")
     plan = StepPlan([])
-    assert not engine.has_work and engine.grammars.constrain(plan)[0] is plan
+    assert not engine.has_work
+    assert engine.grammars.constrain(plan)[0] is plan

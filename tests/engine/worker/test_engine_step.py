@@ -137,7 +137,8 @@ def test_steps_are_tallied_as_they_were_computed() -> None:
     assert figures.step_tokens.total == sum(size for plan in runner.plans for _, size in plan)
     assert figures.step_sequences.total == sum(map(len, runner.plans))
     assert (figures.num_grown, figures.num_shrunk) == (2, 1)
-    assert sum(figures.queue_seconds.counts) == 1 and figures.queue_seconds.total < 60
+    assert sum(figures.queue_seconds.counts) == 1
+    assert figures.queue_seconds.total < 60
 
 
 def test_a_large_prompt_chunk_is_halved_for_that_step() -> None:
@@ -374,7 +375,8 @@ def test_a_request_without_finite_logits_fails_alone_and_its_kv_is_forgotten() -
     submit(engine, "bad", 100)
     assert run(engine) == {"good": [20, 21, 22, 23]}
     (failed,) = engine.take_failed()
-    assert failed.request_id == "bad" and "NaN or infinite" in failed.message
+    assert failed.request_id == "bad"
+    assert "NaN or infinite" in failed.message
     assert engine.num_nonfinite_logits == 1
     runner.damaged = ""
     submit(engine, "again", 100, max_tokens=1)

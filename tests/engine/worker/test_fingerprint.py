@@ -41,7 +41,7 @@ def source(
 ) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("source") / "model"
     random_model("llama", 1, **SIZES).save_pretrained(folder)
-    yield folder
+    return folder
 
 
 def loaded(source: Path, weights_dir: Path, **fields: Any) -> RankStartup:

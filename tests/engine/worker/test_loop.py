@@ -179,4 +179,5 @@ def test_a_worker_that_has_no_server_says_why_it_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", run, *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0
-    assert "server is gone" in ended.stderr and "No such file" in ended.stderr
+    assert "server is gone" in ended.stderr
+    assert "No such file" in ended.stderr

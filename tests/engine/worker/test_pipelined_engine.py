@@ -148,12 +148,14 @@ def test_what_is_cancelled_in_flight_is_collected_and_dropped() -> None:
     (in_flight,) = [each.plan for each in engine._in_flight]
     for name in "abcd":
         engine.cancel(name)
-    assert engine.has_work and not engine.scheduler.has_work
+    assert engine.has_work
+    assert not engine.scheduler.has_work
     stages.damaged = names(in_flight)[0]
     assert run(engine) == {}
     assert stages.events[-1] == ("collect", names(in_flight))
     # Nobody is told of a fault in what nobody waits for, but it counts.
-    assert engine.take_failed() == [] and engine.num_nonfinite_logits == 1
+    assert engine.take_failed() == []
+    assert engine.num_nonfinite_logits == 1
     stages.damaged = ""
     submit(engine, "a")
     assert run(engine) == {"a": [8, 9, 10, 11]}
@@ -177,7 +179,8 @@ def test_what_is_damaged_and_cancelled_in_flight_leaves_no_kv_to_others() -> Non
         outputs += engine.step()
         engine.scheduler.check_integrity()
     assert [each.num_cached_tokens for each in outputs] == [0] * 4
-    assert engine.num_nonfinite_logits == 1 and engine.take_failed() == []
+    assert engine.num_nonfinite_logits == 1
+    assert engine.take_failed() == []
 
 
 def test_a_damaged_request_fails_alone_and_the_other_plan_goes_on() -> None:

@@ -253,7 +253,8 @@ def test_other_documents_stay_and_mistakes_are_told(
     path.write_text(yaml.safe_dump_all([secret, manifest(memory={"threshold": 0.9})]))
     assert main(["upgrade-manifest", "-f", str(path)]) == 0
     first, second = yaml.safe_load_all(capsys.readouterr().out)
-    assert first == secret and second["spec"]["memory"] == {"thresholdPercent": 90}
+    assert first == secret
+    assert second["spec"]["memory"] == {"thresholdPercent": 90}
 
     path.write_text(yaml.safe_dump(manifest(memory={"threshold": 1.855})))
     assert main(["upgrade-manifest", "-f", str(path)]) == 2
@@ -315,10 +316,12 @@ def test_a_share_that_changes_is_named_with_the_nearest_percent(
     after = upgraded(changed)
     percents = [leaf for leaf in leaves(before) if isinstance(leaf, float) and leaf != share]
     if not rename.old.endswith(IN_PERCENT) or all(each.is_integer() for each in percents):
-        assert after == before and (not notes or not rename.new or "method" in rename.old)
+        assert after == before
+        assert not notes or not rename.new or "method" in rename.old
         return
     [exact], [percent] = percents, leaves(after)
-    assert isinstance(percent, int) and abs(percent - exact) <= 0.5
+    assert isinstance(percent, int)
+    assert abs(percent - exact) <= 0.5
     [note] = notes
     assert f"{share!r} is {rename.new}: {percent} now" in note.message
     assert f"write {rename.new}: {percent} instead" in remedy(note.path, share)
@@ -415,7 +418,8 @@ def test_the_page_about_upgrades_has_every_field_that_changed() -> None:
     }
     moved = {each.old.rpartition(".")[2] for each in RENAMES if "podTemplate" in each.new}
     assert not [name for name in moved if f"`{name}`" not in PAGE]
-    assert "`timeout` of `prompts.compress`" in PAGE and "`Extractive` now" in PAGE
+    assert "`timeout` of `prompts.compress`" in PAGE
+    assert "`Extractive` now" in PAGE
     assert "| `processes`" in PAGE
 
 

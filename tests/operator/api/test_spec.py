@@ -623,6 +623,7 @@ def test_slices_of_gpus_make_no_group(manifest, pools):
         parse(manifest(device="CUDA", pools=sliced))
     [problem] = caught.value.problems
     assert problem.path == f"spec.pools.{name}.gpus"
-    assert "4 of nvidia.com/mig-1g.10gb" in problem.message and "set gpus: 1" in problem.message
+    assert "4 of nvidia.com/mig-1g.10gb" in problem.message
+    assert "set gpus: 1" in problem.message
     one = {name: pool | {"gpus": 1, "gpuResourceName": "nvidia.com/mig-1g.10gb"}}
     assert parse(manifest(device="CUDA", pools=one)).spec.pools[name].gpus == 1

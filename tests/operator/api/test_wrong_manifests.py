@@ -110,7 +110,8 @@ def test_the_plan_answers_with_field_and_reason(
             assert main(["plan", "-f", str(path)]) == 2
             [line] = capsys.readouterr().err.splitlines()
             _, _, problem = line.partition(f"{path}: ")
-            assert problem.startswith(f"{wrong.field}: ") and wrong.text in problem
+            assert problem.startswith(f"{wrong.field}: ")
+            assert wrong.text in problem
 
 
 def test_the_api_answers_with_the_same_field_and_the_rules_text(
@@ -162,7 +163,8 @@ def test_a_name_that_clients_ask_for_stays(api: Api) -> None:
     changed = {"spec": {"model": {"name": "other"}}}
     answer = api.client.patch(f"{api.services}/right", json=changed, headers=MERGE)
     [cause] = answer.json()["details"]["causes"]
-    assert cause["field"] == "spec.model.name" and "is what clients ask for" in cause["message"]
+    assert cause["field"] == "spec.model.name"
+    assert "is what clients ask for" in cause["message"]
     image = {"spec": {"model": {"source": "file:///other"}}}
     assert api.client.patch(f"{api.services}/right", json=image, headers=MERGE).status_code == 200
 
@@ -187,7 +189,8 @@ def test_scaling_is_about_the_pool_of_ordinary_requests(api: Api, role: str) -> 
     assert api.client.patch(path, json=own, headers=MERGE).status_code == 200
     again = {"spec": {"replicas": 4}}
     answer = api.client.patch(f"{path}/scale", json=again, headers=MERGE)
-    assert answer.status_code == 422 and "set pools.NAME.replicas" in answer.json()["message"]
+    assert answer.status_code == 422
+    assert "set pools.NAME.replicas" in answer.json()["message"]
 
 
 @pytest.mark.parametrize("example", sorted(CRD.parents[1].glob("examples/*.yaml")), ids=str)

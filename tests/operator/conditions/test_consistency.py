@@ -124,16 +124,19 @@ def test_the_status_has_it_from_the_engines_reports(make_plan: Callable[..., Ser
 
     alike = dict.fromkeys(unheard, report(weights="1"))
     found = reported(make_plan(Observed(now=NOW, pods=pods, engine_health=alike)))
-    assert found is not None and (found["status"], found["reason"]) == ("True", "Alike")
+    assert found is not None
+    assert (found["status"], found["reason"]) == ("True", "Alike")
 
     canary = {**alike, "demo-single-next-0": report(weights="2")}
     found = reported(make_plan(Observed(now=NOW, pods=pods, engine_health=canary)))
-    assert found is not None and (found["status"], found["reason"]) == ("False", "TwoRevisions")
+    assert found is not None
+    assert (found["status"], found["reason"]) == ("False", "TwoRevisions")
     assert "demo-single-next-0" in found["message"]
 
     differing = {**alike, "demo-single-1": report(weights="2")}
     found = reported(make_plan(Observed(now=NOW, pods=pods, engine_health=differing)))
-    assert found is not None and (found["status"], found["reason"]) == ("False", "EnginesDiffer")
+    assert found is not None
+    assert (found["status"], found["reason"]) == ("False", "EnginesDiffer")
     assert found["message"].endswith("weights differ: 1 (demo-single-0), 2 (demo-single-1)")
 
 

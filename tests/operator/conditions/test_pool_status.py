@@ -40,7 +40,8 @@ def test_only_another_restart_is_an_event() -> None:
     assert worker_restart_notes(status(single=4), status(single=4, large=1)) == []
     assert worker_restart_notes(status(single=4), status(single=0)) == []  # of another pod
     [note] = worker_restart_notes(status(single=4, large=0), status(single=6, large=0))
-    assert note.reason == "WorkerRestarted" and note.warning
+    assert note.reason == "WorkerRestarted"
+    assert note.warning
     assert note.message.startswith("pool single: 2 workers")
 
 
@@ -67,7 +68,8 @@ def test_the_status_names_the_level_alone(make_plan: Callable[..., ServicePlan])
     observed = Observed(now=datetime(2026, 1, 2, tzinfo=UTC), pressure_levels={"single": 2})
     pools = make_plan(observed, pools={"large": {}}).status["pools"]
     assert pools["single"]["pressureLevel"] == 2
-    assert "headroom" not in pools["single"] and "pressureLevel" not in pools["large"]
+    assert "headroom" not in pools["single"]
+    assert "pressureLevel" not in pools["large"]
 
 
 def test_a_pool_that_sleeps_has_no_hot_engines_any_more(

@@ -262,7 +262,8 @@ def test_a_pod_that_pulls_its_image_or_was_just_made_is_in_no_trouble() -> None:
     assert unmounted_recheck_s(unmounted(19), NOW) == 1.0
     assert unmounted_recheck_s(unmounted(50), NOW) == 30.0
     pulling = unmounted(300, PodReadyToStartContainers="True")
-    assert diagnose([pulling], NOW) == [] and unmounted_recheck_s(pulling, NOW) is None
+    assert diagnose([pulling], NOW) == []
+    assert unmounted_recheck_s(pulling, NOW) is None
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])

@@ -160,7 +160,8 @@ def test_a_stored_service_that_became_invalid_says_so(world, start, played):
     operator = start()
     until(lambda: world.condition("Ready").get("reason") == "InvalidSpec", "InvalidSpec")
     found = world.condition("Ready")
-    assert found["status"] == "False" and "not 'plenty'" in found["message"]
+    assert found["status"] == "False"
+    assert "not 'plenty'" in found["message"]
     assert world.owned() == {}
     assert operator.is_running
 
@@ -299,7 +300,8 @@ def test_a_definition_older_than_the_operator_is_filled_and_told_of(world, start
     assert ("statefulsets", "s-single") in converged(world)
     until(lambda: world.condition("DefinitionOutdated"), "it says so")
     found = world.condition("DefinitionOutdated")
-    assert found["status"] == "True" and "spec.memory.hostKV; apply the crds/" in found["message"]
+    assert found["status"] == "True"
+    assert "spec.memory.hostKV; apply the crds/" in found["message"]
     loosen(world, "memory", "maxKV", "description")
     world.patch(f"{world.services}/s", {"spec": {"routing": {"largeRequestTokens": 9}}})
     until(lambda: not world.condition("DefinitionOutdated"), "the definition is the operator's")

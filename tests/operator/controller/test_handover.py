@@ -19,7 +19,8 @@ def test_the_number_of_engines_is_handed_over_and_taken_back(world, operator):
         fields = world.get(path)["metadata"]["managedFields"]
         return {f["manager"] for f in fields if "f:replicas" in f["fieldsV1"].get("f:spec", {})}
 
-    assert world.get(path)["spec"]["replicas"] == 3 and owners() == {"ullage-operator"}
+    assert world.get(path)["spec"]["replicas"] == 3
+    assert owners() == {"ullage-operator"}
     scaling = {"provider": "KEDA", "prometheusURL": "http://p:9090", "maxReplicas": 9}
     change = {"spec": {"pools": {"single": {"autoscaling": scaling}}}}
     assert world.patch(f"{world.services}/s", change).status_code == 200

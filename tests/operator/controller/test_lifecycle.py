@@ -60,7 +60,9 @@ def test_a_second_operator_takes_over_and_the_first_writes_no_more(world, start,
     converged(world)
     second = start("--lease-duration=8")
     until(lambda: second.metric('objects{kind="LLMService"}') == 1, "the second watches", SOON)
-    assert first.leads and not second.leads and second.reconciled() == 0
+    assert first.leads
+    assert not second.leads
+    assert second.reconciled() == 0
     first.signal(end)
     scale(world, 3)
     until(lambda: second.leads, "the second leads", SOON)
@@ -82,7 +84,8 @@ def test_a_lead_that_cannot_be_renewed_ends_and_comes_back(world, start, played)
     until(lambda: not operator.leads, "it no longer leads", SOON)
     until(lambda: quiet(played), "nothing is written any more", SOON)
     scale(world, 2)
-    assert quiet(played, 3.0) and replicas(world) == 1
+    assert quiet(played, 3.0)
+    assert replicas(world) == 1
     played.grant("update", "leases")
     until(lambda: replicas(world) == 2, "the edit is applied once it leads again", SOON)
 
@@ -104,7 +107,8 @@ def test_a_missing_right_is_named_and_the_rest_goes_on(world, start, played, ver
     message = world.condition("MissingPermission")["message"]
     assert f"{verb} networkpolicies.networking.k8s.io in namespace {world.namespace}" in message
     plurals = {plural for plural, _ in world.owned()}
-    assert "statefulsets" in plurals and "networkpolicies" not in plurals
+    assert "statefulsets" in plurals
+    assert "networkpolicies" not in plurals
     played.grant(verb, "networkpolicies")
     until(lambda: not world.condition("MissingPermission"), "the condition is gone", SOON)
     until(lambda: ("networkpolicies", "s-router") in world.owned(), "the rest is made", SOON)
@@ -241,7 +245,8 @@ def test_a_service_deleted_while_it_is_being_made_leaves_nothing(world, operator
     world.client.delete(f"{world.services}/s")
     until(lambda: slow.times == 0 or world.owned() == {}, "the run ends", SOON)
     until(lambda: quiet(played, 3.0), "nothing more is written", SOON)
-    assert world.owned() == {} and world.service() == {}
+    assert world.owned() == {}
+    assert world.service() == {}
 
 
 def test_an_operator_killed_amid_its_writes_leaves_work_that_the_next_ends(world, start, played):

@@ -27,7 +27,8 @@ def test_without_an_api_server_it_says_what_to_set(tmp_path):
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "KUBECONFIG" in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "KUBECONFIG" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -128,7 +128,8 @@ def test_pods_wait_for_their_configuration(world, played, start) -> None:
     world.create()
     until(lambda: degraded(world) == "ApplyFailed", "the condition says so", SOON)
     kept = world.owned().keys()
-    assert ("deployments", "s-router") in kept and ("statefulsets", "s-single") not in kept
+    assert ("deployments", "s-router") in kept
+    assert ("statefulsets", "s-single") not in kept
     world.client.delete(f"{path}/s-single")
     until(lambda: ("statefulsets", "s-single") in world.owned(), "they start", SOON)
 
@@ -145,11 +146,11 @@ def test_what_was_not_remembered_is_not_done() -> None:
     result.on_failed(obj("Service", "demo-single"), ClusterPostponed("later", 2.0))
     assert not result.must_wait(engines, None)
     result.on_failed(obj("ConfigMap", "demo-router"), ClusterDenied("no", "patch", 30.0))
-    assert result.must_wait(router, None) and not result.must_wait(engines, None)
+    assert result.must_wait(router, None)
+    assert not result.must_wait(engines, None)
     result.on_failed(obj("ConfigMap", "demo-rollout"), ClusterRefused("never"))
-    assert result.must_wait(engines, None) and not result.must_wait(
-        obj("ConfigMap", "demo-single"), None
-    )
+    assert result.must_wait(engines, None)
+    assert not result.must_wait(obj("ConfigMap", "demo-single"), None)
     assert list(result.denied) == [Denied("patch", "configmaps", "models")]
     assert (result.result, result.delay_s) == ("temporary", 2.0)
     [problem] = result.problems
@@ -173,7 +174,8 @@ def test_few_of_many_are_named() -> None:
         result.on_failed(obj("Service", f"s{number}"), ClusterPostponed("x" * 9999, 1.0))
     [problem] = result.problems
     assert problem.reason == "ApplyDelayed"
-    assert problem.message.endswith("; and 2 more") and len(problem.message) < 4096
+    assert problem.message.endswith("; and 2 more")
+    assert len(problem.message) < 4096
     assert not any(result.must_wait(obj("StatefulSet", f"s{n}", "apps/v1"), None) for n in range(5))
 
 

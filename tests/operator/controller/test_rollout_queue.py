@@ -133,7 +133,8 @@ def test_a_new_default_image_rolls_few_services_at_a_time(services: Services) ->
     assert services.woken == []
     for ended, begun in (("b", "c"), ("a", "d"), ("c", "e")):
         assert services.step(ended) == "Promoted"
-        assert services.woken.pop() == begun and not services.woken
+        assert services.woken.pop() == begun
+        assert not services.woken
         assert services.step(begun) == "RollingOut"
     assert services.step("d") == services.step("e") == "Promoted"
     assert services.woken == []
@@ -167,7 +168,8 @@ def test_edits_and_engines_that_do_not_serve_wait_for_nobody(services: Services)
             key: services.live(name, item) for key, item in services.objects[name].items()
         }
         assert services.step(name) != "RolloutQueued"
-    assert services.image("c") == "mine" and services.image("d") == "two"
+    assert services.image("c") == "mine"
+    assert services.image("d") == "two"
 
 
 def test_a_successor_counts_what_is_under_way(services: Services) -> None:
@@ -185,7 +187,8 @@ def test_an_image_that_is_taken_back_keeps_nobody_waiting(services: Services) ->
         services.step(name)
     services.settings = Settings(engine_image="one", cuda_engine_image="")
     assert services.step("c") == "Stable"
-    assert services.woken == [] and services.image("c") == "one"
+    assert services.woken == []
+    assert services.image("c") == "one"
     services.settings = Settings(engine_image="two", cuda_engine_image="")
     services.step("a")
     assert services.woken == [], "nobody waits"
@@ -199,10 +202,12 @@ def test_what_waits_for_people_keeps_nobody_waiting() -> None:
     assert queue.may_begin(first, lambda: ())
     rolling = RolloutProgress("one", NOW, RolloutStage.CANARY, "two")
     queue.on_planned(first, rolling)
-    assert queue.may_begin(first, lambda: ()) and not queue.may_begin(second, lambda: ())
+    assert queue.may_begin(first, lambda: ())
+    assert not queue.may_begin(second, lambda: ())
     queue.on_planned(second, RolloutProgress("one", NOW, reason=QUEUED))
     queue.on_planned(first, replace(rolling, is_held=True))
-    assert woken == ["b"] and queue.may_begin(second, lambda: ())
+    assert woken == ["b"]
+    assert queue.may_begin(second, lambda: ())
 
 
 def test_a_service_that_never_answers_its_turn_keeps_one_place_only() -> None:
@@ -243,7 +248,8 @@ def test_new_default_requests_roll_few_services_at_a_time(renewed: Services) -> 
     assert [renewed.step(name) for name in "cde"] == ["RolloutQueued"] * 3
     for ended, begun in (("b", "c"), ("a", "d"), ("c", "e")):
         assert renewed.step(ended) == "Promoted"
-        assert renewed.woken.pop() == begun and not renewed.woken
+        assert renewed.woken.pop() == begun
+        assert not renewed.woken
         assert renewed.step(begun) == "RollingOut"
     assert renewed.step("d") == renewed.step("e") == "Promoted"
     assert renewed.cpus() == [NEW] * 5
@@ -255,7 +261,8 @@ def test_a_renewal_takes_its_place_until_the_new_pods_are_ready(renewed: Service
     renewed.step("a")
     renewed.step("b")
     assert [renewed.step(name) for name in "abc"] == ["RollingOut", "Promoted", "RollingOut"]
-    assert renewed.step("a") == "RollingOut" and renewed.step("d") == "RolloutQueued"
+    assert renewed.step("a") == "RollingOut"
+    assert renewed.step("d") == "RolloutQueued"
     renewed.restart()
     assert renewed.step("e") == "RolloutQueued", "a successor counts both"
 
@@ -310,7 +317,8 @@ def test_what_routers_and_engines_share_reaches_both_while_a_service_waits(
     assert renewed.step("d") == "Paused"
     renewed.edit("d", tickets=KEYS)
     assert renewed.step("d") == "Paused"
-    assert renewed.reads_ticket_keys("d") == (True, True) and renewed.image("d") == "one"
+    assert renewed.reads_ticket_keys("d") == (True, True)
+    assert renewed.image("d") == "one"
 
 
 def test_an_edit_that_could_not_be_written_does_not_wait_either(renewed: Services) -> None:
@@ -353,7 +361,8 @@ def test_services_that_were_rolled_back_are_renewed_in_turn(
     services.step("c")
     for ended, begun in (("b", "c"), ("a", "d")):
         services.step(ended)
-        assert services.woken.pop() == begun and not services.woken
+        assert services.woken.pop() == begun
+        assert not services.woken
         services.step(begun)
     for name in "cd":
         services.step(name)

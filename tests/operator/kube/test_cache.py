@@ -62,12 +62,14 @@ def test_events_are_kept_by_service():
     cache.changed(scopes[CONFIG_MAP], made(name="a", version=3))
     cache.changed(scopes[CONFIG_MAP], made(name="b", version=4, instance="t"))
     cache.changed(scopes[POD], made(POD, "p", 5, spec={"nodeName": "x", "volumes": [1]}))
-    assert cache.service(KEY) is not None and cache.services() == [KEY]
+    assert cache.service(KEY) is not None
+    assert cache.services() == [KEY]
     assert watched.names() == {"a"}
     assert [pod["spec"] for pod in cache.pods(KEY)] == [{"nodeName": "x", "containers": []}]
     assert watched.woken == [KEY, KEY, ServiceKey("n", "t"), KEY]
     cache.deleted(scopes[CONFIG_MAP], made(name="a", version=6))
-    assert watched.names() == set() and watched.woken[-1] == KEY
+    assert watched.names() == set()
+    assert watched.woken[-1] == KEY
 
 
 def test_an_object_that_changes_its_service_wakes_both():
@@ -93,7 +95,8 @@ def test_a_list_tells_what_was_deleted_in_a_gap():
 def test_an_own_write_is_seen_at_once_and_its_event_wakes_nobody():
     watched = Watched()
     watched.cache.written(made(version=7))
-    assert watched.names() == {"c"} and watched.woken == []
+    assert watched.names() == {"c"}
+    assert watched.woken == []
     watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=7))
     assert watched.woken == []
     watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=8, data={"k": "v"}))
@@ -136,17 +139,18 @@ def test_what_is_denied_or_absent_is_told_until_it_is_listed():
     scopes = watched.scopes
     cache.changed(scopes[SERVICE], made(SERVICE, "s", 2))
     watched.woken.clear()
-    assert cache.denied(scopes[CONFIG_MAP], "watch") and not cache.denied(
-        scopes[CONFIG_MAP], "watch"
-    )
+    assert cache.denied(scopes[CONFIG_MAP], "watch")
+    assert not cache.denied(scopes[CONFIG_MAP], "watch")
     assert cache.absent(scopes[MONITOR])
     assert watched.woken == [KEY, KEY]
     assert cache.missing("n") == [Denied("watch", "configmaps", "")]
     assert str(cache.missing("n")[0]) == "watch configmaps in all namespaces"
-    assert not cache.sees(CONFIG_MAP, "n") and cache.serves(CONFIG_MAP, "n")
+    assert not cache.sees(CONFIG_MAP, "n")
+    assert cache.serves(CONFIG_MAP, "n")
     assert not cache.serves(MONITOR, "n")
     relist(cache, scopes[CONFIG_MAP], [], 30)
-    assert cache.missing("n") == [] and cache.sees(CONFIG_MAP, "n")
+    assert cache.missing("n") == []
+    assert cache.sees(CONFIG_MAP, "n")
     assert watched.woken == [KEY, KEY, KEY]
 
 
@@ -157,7 +161,8 @@ def test_field_managers_and_last_applied_are_not_kept():
         "annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}", "mine": "y"},
     }
     kept = slim(CONFIG_MAP, noted)["metadata"]
-    assert "managedFields" not in kept and kept["annotations"] == {"mine": "y"}
+    assert "managedFields" not in kept
+    assert kept["annotations"] == {"mine": "y"}
     own = {"manager": "ullage-operator", "operation": "Update", "fieldsV1": {"f:data": {}}}
     for entry, is_kept in (
         (own, True),
@@ -248,18 +253,22 @@ def test_nothing_is_seen_before_events_have_brought_what_a_sweep_names():
     cache = watched.cache
     cache.changed(scope, made(name="a", version=3))
     cache.swept(scope, {("n", "a"): 3, ("n", "b"): 4, ("n", "c"): 5}, 6)
-    assert not cache.sees(CONFIG_MAP, "n") and cache.is_behind(scope)
+    assert not cache.sees(CONFIG_MAP, "n")
+    assert cache.is_behind(scope)
     cache.deleted(scope, made(name="b", version=7))
     cache.changed(scope, made(name="c", version=5))
-    assert cache.sees(CONFIG_MAP, "n") and watched.names() == {"a", "c"}
+    assert cache.sees(CONFIG_MAP, "n")
+    assert watched.names() == {"a", "c"}
 
 
 def test_what_cannot_be_listed_is_told_but_what_was_seen_stays():
     watched = Watched()
     cache = watched.cache
     scopes = watched.scopes
-    assert not cache.failing(scopes[CONFIG_MAP], "500") and cache.sees(CONFIG_MAP, "n")
+    assert not cache.failing(scopes[CONFIG_MAP], "500")
+    assert cache.sees(CONFIG_MAP, "n")
     cache.absent(scopes[MONITOR])
-    assert cache.failing(scopes[MONITOR], "500") and not cache.sees(MONITOR, "n")
+    assert cache.failing(scopes[MONITOR], "500")
+    assert not cache.sees(MONITOR, "n")
     assert cache.unlisted("n") == ["podmonitors.monitoring.coreos.com: 500"]
     assert cache.serves(MONITOR, "n")

@@ -114,7 +114,8 @@ def test_what_repeats_within_minutes_makes_no_second_event(
     times = (0, 1, 60, REPEAT_S - 1, REPEAT_S)
     first, later = recorded(monkeypatch, *((seconds, NOTE, SERVICE) for seconds in times))
     assert first["metadata"]["name"] != later["metadata"]["name"]
-    assert "series" not in first and "series" not in later
+    assert "series" not in first
+    assert "series" not in later
 
 
 def test_another_decision_and_another_service_have_events_of_their_own(

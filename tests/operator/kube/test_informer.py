@@ -161,7 +161,8 @@ def test_a_server_that_fails_for_long_is_asked_ever_less(api):
             await seen.until(lambda: seen.restarts("unavailable") >= 4)
             assert not seen.cache.sees(*CONFIG_MAPS)
             [reason] = seen.cache.unlisted("default")
-            assert reason.startswith("configmaps: GET ") and "500" in reason
+            assert reason.startswith("configmaps: GET ")
+            assert "500" in reason
 
     run(scenario)
     delays = []
@@ -218,8 +219,10 @@ def test_a_kind_that_cannot_be_listed_keeps_nobody_waiting_until_it_can(api):
         async with watching(CONFIG_MAPS, SERVICES) as seen:
             await seen.cluster.apply(config_map("a"))
             await seen.until(lambda: seen.cache.complete)
-            assert seen.cache.sees(*CONFIG_MAPS) and not seen.cache.sees(*SERVICES)
-            assert seen.cache.missing("default") == [] and seen.names() == {"a"}
+            assert seen.cache.sees(*CONFIG_MAPS)
+            assert not seen.cache.sees(*SERVICES)
+            assert seen.cache.missing("default") == []
+            assert seen.names() == {"a"}
             failing.times = 0
             await seen.until(lambda: seen.cache.sees(*SERVICES))
             assert seen.cache.unlisted("default") == []
@@ -235,7 +238,8 @@ def test_without_services_nothing_is_complete(api):
             assert (await client.post(CRDS, json=definition)).status_code == 201
         async with watching(LLM_SERVICES) as seen:
             await seen.until(lambda: seen.restarts("unavailable", "LLMService") >= 4)
-            assert seen.cache.unlisted("default") and not seen.cache.complete
+            assert seen.cache.unlisted("default")
+            assert not seen.cache.complete
 
     run(scenario)
 

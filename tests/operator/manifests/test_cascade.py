@@ -66,7 +66,8 @@ def test_pods_mount_what_steps_need(make_plan: MakePlan) -> None:
     config = router_config(plan).cascade
     assert config is not None
     near_step, far_step, own = config.steps
-    assert near_step.tls and far_step.tls
+    assert near_step.tls
+    assert far_step.tls
     assert near_step.tls.server_name == "small-router.models.svc"
     assert (far_step.tls.server_name, near_step.key_dir) == ("x.y", None)
     assert (own.tls, own.key_dir) == (None, None)
@@ -84,7 +85,8 @@ def test_pods_mount_what_steps_need(make_plan: MakePlan) -> None:
 
 def test_an_address_names_the_certificate(make_plan: MakePlan) -> None:
     config = router_config(make_plan(cascade={"steps": [FAR | {"tls": {"secretName": "a"}}]}))
-    assert config.cascade and config.cascade.steps[0].tls
+    assert config.cascade
+    assert config.cascade.steps[0].tls
     assert config.cascade.steps[0].tls.server_name == "far-router.other.svc"
 
 

@@ -58,7 +58,8 @@ def test_followers_have_disks_too(make_plan: MakePlan) -> None:
     wide = DISK | {"gpus": 4, "nodes": 2}
     made = stateful_sets(make_plan(engine="VLLM", pools={"large": wide}).apply)
     disks = [spec.get("volumeClaimTemplates") for spec in made.values()]
-    assert len(made) == 3 and disks.count(None) == 1
+    assert len(made) == 3
+    assert disks.count(None) == 1
     assert (
         made["demo-large-group"]["volumeClaimTemplates"]
         == (made["demo-large"]["volumeClaimTemplates"])
@@ -91,7 +92,8 @@ def room(plan: ServicePlan) -> tuple[int | None, int | None]:
 
 def test_a_model_that_is_fetched_has_room_on_its_node(make_plan: MakePlan) -> None:
     asked, limit = room(make_plan(model=LLAMA))
-    assert asked is not None and limit is not None
+    assert asked is not None
+    assert limit is not None
     assert 154 * GB <= asked <= 157 * GB
     assert limit == 4 * asked
 
@@ -112,7 +114,8 @@ def test_the_request_holds_the_files_whatever_is_made_of_them(
     model = {"source": f"hf://org/m-{billions}B{suffix}", "name": "m", "quantization": quantization}
     asked, limit = room(make_plan(engine="Native", model=model))
     files = billions * GB * bits / 8
-    assert asked is not None and limit is not None
+    assert asked is not None
+    assert limit is not None
     assert files < asked < 1.2 * files + 3 * GB
     assert limit > 2 * asked
 
@@ -147,7 +150,8 @@ def test_files_of_kv_are_requested_beside_the_model(make_plan: MakePlan) -> None
     assert asked == (34 << 30) + (64 << 20)
     both, _ = room(make_plan(model=LLAMA, pools={"single": tiers}))
     model, _ = room(make_plan(model=LLAMA))
-    assert model is not None and both == asked + model
+    assert model is not None
+    assert both == asked + model
     tiers["memory"]["tiers"]["file"] |= {"claimName": "kv"}  # type: ignore[operator]
     assert room(make_plan(pools={"single": tiers})) == (None, None)
 
@@ -189,4 +193,5 @@ def test_an_eviction_for_the_disk_says_what_to_set(said: str, remedy: str) -> No
     meta = {"name": "demo-single-0", "labels": {naming.POOL_LABEL: "single"}}
     status = {"phase": "Failed", "reason": "Evicted", "message": said}
     problem = diagnose_pod({"metadata": meta, "spec": {}, "status": status}, None)  # type: ignore[arg-type]
-    assert problem is not None and problem.message.startswith(f"{said.strip()}; {remedy}")
+    assert problem is not None
+    assert problem.message.startswith(f"{said.strip()}; {remedy}")

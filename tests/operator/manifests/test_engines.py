@@ -81,7 +81,8 @@ def test_adapters_that_engines_have_no_room_for_are_refused_by_field(
     with pytest.raises(InvalidManifest) as caught:
         parse(manifest(**{"engine": "VLLM", "model": MODEL, "adapters": ADAPTERS, **spec}))
     [problem] = caught.value.problems
-    assert problem.path == path and message in problem.message
+    assert problem.path == path
+    assert message in problem.message
 
 
 def test_engines_read_which_engine_they_are_and_its_adapters(make_plan: MakePlan) -> None:

@@ -95,7 +95,8 @@ def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
     assert (config.gpus, config.parallelism.tensor, config.parallelism.pipeline) == (4, 2, 2)
     assert config.parallelism.micro_batches == 8
     environment = worker_env(1, config.gpus, config.parallelism.nccl)
-    assert environment["NCCL_BUFFSIZE"] == "4194304" and environment["NCCL_MIN_NCHANNELS"] == "4"
+    assert environment["NCCL_BUFFSIZE"] == "4194304"
+    assert environment["NCCL_MIN_NCHANNELS"] == "4"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert (config.memory.max_kv, config.memory.safety_reserve) == (1 << 30, 2 << 30)
     assert config.batching.prefill_window == 0.008

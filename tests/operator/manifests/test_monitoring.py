@@ -56,7 +56,8 @@ def test_series_say_whose_they_are_as_dashboards_ask(make_plan):
         obj["metadata"]["name"]: obj for obj in made if obj["kind"] in ("Deployment", "StatefulSet")
     }
     monitors = [obj for obj in made if obj["kind"] == "PodMonitor"]
-    assert monitors and pods
+    assert monitors
+    assert pods
     for monitor in monitors:
         [endpoint] = monitor["spec"]["podMetricsEndpoints"]
         [relabeling] = endpoint["relabelings"]

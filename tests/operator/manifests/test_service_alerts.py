@@ -94,7 +94,8 @@ def test_alerts_are_about_this_services_pods_only(make_groups):
         assert re.fullmatch(routers, name)
     of_others = ("demo-big-single-0", "demo-single-single-0", "demo-router-single-0")
     for name in (*of_others, "demo-router-router-6c9f8d7b5-x2x4z"):
-        assert not re.fullmatch(engines, name) and not re.fullmatch(routers, name)
+        assert not re.fullmatch(engines, name)
+        assert not re.fullmatch(routers, name)
 
 
 def test_every_metric_of_a_rule_is_one_that_pods_export(make_groups):

@@ -62,7 +62,8 @@ def test_without_tenants_there_is_no_section_and_no_volume(make_plan: MakePlan) 
 def test_each_router_may_have_the_whole_limit(make_plan: MakePlan) -> None:
     made = make_plan(tenants={**TENANTS, "acrossRouters": "Each"}, router={"replicas": 3})
     section = router_config(made).tenants
-    assert section is not None and section.share == 1.0
+    assert section is not None
+    assert section.share == 1.0
 
 
 def test_the_pod_mounts_the_whole_secret(make_plan: MakePlan) -> None:
@@ -76,7 +77,8 @@ def test_the_pod_mounts_the_whole_secret(make_plan: MakePlan) -> None:
     [mount] = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
     assert mount == {"name": "keys", "mountPath": "/etc/ullage-keys", "readOnly": True}
     section = router_config(plan).tenants
-    assert section is not None and section.keys_dir == mount["mountPath"]
+    assert section is not None
+    assert section.keys_dir == mount["mountPath"]
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,13 @@ def test_a_pools_tiers_take_the_place_of_all_of_the_services(make_plan: MakePlan
     own = {"remote": {"copy": True}}
     plan = make_plan(memory={"tiers": ALL}, pools={"large": {"memory": {"tiers": own}}})
     tiers = engine(plan, "large").memory.tiers
-    assert tiers.host.size == 256 << 20 and tiers.file is None
-    assert tiers.remote and tiers.remote.copy and tiers.remote.deadline == 1.0
-    assert engine(plan).memory.tiers.file and kv_volume(plan)
+    assert tiers.host.size == 256 << 20
+    assert tiers.file is None
+    assert tiers.remote
+    assert tiers.remote.copy
+    assert tiers.remote.deadline == 1.0
+    assert engine(plan).memory.tiers.file
+    assert kv_volume(plan)
     assert kv_volume(plan, "demo-large") is None
 
 
@@ -141,7 +145,8 @@ def test_files_are_in_a_volume_that_can_be_written(
     """The root file system is read only, and nothing is kept in a container's own layer."""
     plan = make_plan(memory={"tiers": {"file": file}})
     tier = engine(plan).memory.tiers.file
-    assert tier and kv_volume(plan) == (tier.path, volume) == (path, volume)
+    assert tier
+    assert kv_volume(plan) == (tier.path, volume) == (path, volume)
     limit = volume.get("emptyDir", {}).get("sizeLimit", "1Ei")
     assert parse_bytes(limit) > tier.size
 
@@ -159,7 +164,8 @@ def test_a_mount_of_the_pod_template_may_hold_the_files(make_plan: MakePlan, mou
     plan = make_plan(**plan_with)
     assert kv_volume(plan) is None
     tier = engine(plan).memory.tiers.file
-    assert tier and tier.path == "/data/kv"
+    assert tier
+    assert tier.path == "/data/kv"
 
 
 segments = st.lists(st.sampled_from(["a", "ab", "b"]), max_size=4)
@@ -344,7 +350,8 @@ async def test_engines_show_one_another_the_certificates_that_they_serve_with(
     plan = make_plan(tls={"engines": tls}, memory={"tiers": {"remote": {}}})
     config = engine(plan)
     remote = config.memory.tiers.remote
-    assert remote and remote.server_name == (server_name or "demo-engine.models.svc")
+    assert remote
+    assert remote.server_name == (server_name or "demo-engine.models.svc")
     volumes = {v["name"]: v["secret"]["secretName"] for v in pod(plan)["volumes"] if "secret" in v}
     mounts = {m["mountPath"]: m["name"] for m in pod(plan)["containers"][0]["volumeMounts"]}
     assert volumes[mounts[str(config.server.tls_dir)]] == "back"

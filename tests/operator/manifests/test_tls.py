@@ -60,7 +60,8 @@ def test_configurations_name_what_pods_mount(make_plan: MakePlan) -> None:
         kubernetes_validate.validate(item, "1.35", strict=True)
     tls = router_config(plan).tls
     mounted = secrets(plan, "Deployment", "demo-router")
-    assert tls.router and tls.engines
+    assert tls.router
+    assert tls.engines
     assert mounted[tls.router.dir] == "front"
     assert mounted[str(tls.router.client_ca_dir)] == "clients"
     assert mounted[tls.engines.dir] == "back-router"
@@ -75,7 +76,8 @@ def test_probes_have_a_port_of_their_own(make_plan: MakePlan) -> None:
     assert probes(plan, "Deployment", "demo-router") == [8081] * 3
     assert probes(plan, "StatefulSet", "demo-single") == [8081] * 3
     section = router_config(plan).probes
-    assert section is not None and section.port == 8081
+    assert section is not None
+    assert section.port == 8081
     assert engine_config(plan).server.probe_port == 8081
     services = [find(plan, "Service", name) for name in ("demo-router", "demo-single")]
     assert not [p for s in services for p in s["spec"]["ports"] if p["port"] == 8081]
@@ -88,7 +90,8 @@ def test_each_side_by_itself(make_plan: MakePlan) -> None:
     assert probes(front, "StatefulSet", "demo-single") == [9000] * 3
     back = make_plan(tls={"engines": {"secretName": "back", "serverName": "e.test"}})
     config = router_config(back)
-    assert config.tls.router is None and config.probes is None
+    assert config.tls.router is None
+    assert config.probes is None
     assert config.tls.engines == EngineTLS(dir="/etc/ullage-engine-tls", server_name="e.test")
     assert secrets(back, "Deployment", "demo-router") == {"/etc/ullage-engine-tls": "back"}
     assert probes(back, "Deployment", "demo-router") == [None] * 3
@@ -131,7 +134,9 @@ def test_a_local_run_gives_each_pod_its_own_secrets(manifest: Make, tmp_path: Pa
     texts = {file.path.name: yaml.safe_load(file.text) for file in plan.files}
     router = msgspec.convert(texts["router.yaml"], RouterConfig)
     engine = msgspec.convert(texts["engine.yaml"], EngineConfig)
-    assert router.tls.router and router.tls.engines and router.probes
+    assert router.tls.router
+    assert router.tls.engines
+    assert router.probes
     assert router.tls.router.dir == str(tmp_path / "front")
     assert router.tls.engines.dir == str(tmp_path / "back-router")
     assert engine.server.tls_dir == str(tmp_path / "back")

@@ -50,9 +50,11 @@ def test_an_operator_that_answers_is_left_its_service_and_asked_again() -> None:
     theirs = Played(THEIRS)
     status, _ = theirs.reconcile({"engines": "1/1"}, 0.0)
     status, serves = ours.reconcile(status, 1.0)
-    assert not serves and status["operator"] == {"name": THEIRS, "challenger": OURS}
+    assert not serves
+    assert status["operator"] == {"name": THEIRS, "challenger": OURS}
     status, serves = theirs.reconcile(status, 2.0)
-    assert serves and status == {"engines": "1/1", "operator": {"name": THEIRS}}
+    assert serves
+    assert status == {"engines": "1/1", "operator": {"name": THEIRS}}
     for now_s in (3.0, ANSWER_S + 2, ASK_AGAIN_S):
         assert ours.reconcile(status, now_s) == (status, False)
     assert ours.reconcile(status, ASK_AGAIN_S + 2)[0]["operator"]["challenger"] == OURS
@@ -96,7 +98,8 @@ def test_the_second_of_two_releases_leaves_services_alone(world, start) -> None:
     second = start("--lease-name=second")
     until(lambda: world.condition("Contested").get("status") == "True", "the status says", LONG_S)
     message = world.condition("Contested")["message"]
-    assert "/second also watches this service" in message and "watch.namespaces" in message
+    assert "/second also watches this service" in message
+    assert "watch.namespaces" in message
     until(lambda: second.reconciled("yielded") > 1, "the second has its answer", LONG_S)
     assert second.reconciled("ok") == 0
     world.patch(f"{world.services}/s", {"spec": {"router": {"replicas": 3}}})

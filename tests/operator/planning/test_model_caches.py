@@ -89,7 +89,8 @@ def with_pod(observed: Observed, item: dict[str, Any], **progress: Any) -> Obser
 
 def test_new_engines_wait_until_the_model_is_there() -> None:
     first = planned(SEEN)
-    assert "Job" in kinds(first) and "StatefulSet" not in kinds(first)
+    assert "Job" in kinds(first)
+    assert "StatefulSet" not in kinds(first)
     assert condition(first, "Progressing")["reason"] == "ModelFetching"
     assert cache(first)["phase"] == "Pending"
 
@@ -100,12 +101,14 @@ def test_new_engines_wait_until_the_model_is_there() -> None:
     expected = {"phase": "Fetching", "bytes": 3 << 30, "totalBytes": 4 << 30}
     assert cache(second).items() >= expected.items()
     assert "3.0 of 4.0 GiB" in condition(second)["message"]
-    assert second.recheck_s is not None and second.recheck_s <= 10
+    assert second.recheck_s is not None
+    assert second.recheck_s <= 10
     small = with_pod(seen, pod(seen, "Running"), bytes=3 << 20, total_bytes=20 << 20)
     assert "3.0 of 20.0 MiB" in condition(planned(small))["message"]
 
     third = planned(with_job(after(running, second), "Complete"))
-    assert "StatefulSet" in kinds(third) and "Job" not in kinds(third)
+    assert "StatefulSet" in kinds(third)
+    assert "Job" not in kinds(third)
     assert condition(third)["status"] == "True"
     assert [item["kind"] for item in third.delete] == []
 
@@ -218,10 +221,12 @@ def test_what_was_fetched_is_remembered_when_its_job_is_gone() -> None:
     gone = after(seen, fetched)
     gone = replace(gone, objects={k: v for k, v in gone.objects.items() if k.kind != "Job"})
     again = planned(gone)
-    assert "Job" not in kinds(again) and cache(again)["phase"] == "Fetched"
+    assert "Job" not in kinds(again)
+    assert cache(again)["phase"] == "Fetched"
 
     other = planned(gone, service("hf://org/other"))
-    assert "Job" in kinds(other) and cache(other)["phase"] == "Pending"
+    assert "Job" in kinds(other)
+    assert cache(other)["phase"] == "Pending"
 
 
 def test_where_the_job_fails_engines_start_as_ever_and_the_cause_is_said() -> None:
@@ -232,7 +237,8 @@ def test_where_the_job_fails_engines_start_as_ever_and_the_cause_is_said() -> No
     assert "StatefulSet" in kinds(made)
     told = condition(made)
     assert (told["status"], told["reason"]) == ("False", "FetchFailed")
-    assert "no such model; check it" in told["message"] and "delete Job s-fetch-" in told["message"]
+    assert "no such model; check it" in told["message"]
+    assert "delete Job s-fetch-" in told["message"]
     assert cache(made)["phase"] == "Failed"
 
 
@@ -294,7 +300,8 @@ def test_a_canary_of_another_model_begins_once_that_is_there() -> None:
     names = {key_of(item).name for item in first.apply}
     assert "s-single-next" not in names
     told = condition(first, "Progressing")
-    assert told["reason"] == "ModelFetching" and "hf://org/new" in told["message"]
+    assert told["reason"] == "ModelFetching"
+    assert "hf://org/new" in told["message"]
 
     seen = after(served(), first)
     second = planned(with_job(seen, "Complete"), target)
@@ -316,4 +323,5 @@ def test_whatever_a_pod_answers_the_status_has_numbers_of_bytes(answer: dict[str
     seen = after(SEEN, planned(SEEN))
     told = cache(planned(with_pod(seen, pod(seen, "Running"), **answer)))
     for name in ("bytes", "totalBytes"):
-        assert type(told[name]) is int and told[name] >= 0
+        assert type(told[name]) is int
+        assert told[name] >= 0

@@ -360,7 +360,8 @@ def test_a_service_of_0_1_0_goes_on_and_its_fields_are_named() -> None:
         "spec.memory.threshold",
         "spec.healing.minHealth",
     ]
-    assert plan.apply == GOES_ON.apply and plan.delete == GOES_ON.delete
+    assert plan.apply == GOES_ON.apply
+    assert plan.delete == GOES_ON.delete
     degraded = conditions(plan)["Degraded"]
     assert degraded["reason"] == "InvalidSpec"
     assert "spec.memory.threshold: was dropped by the API server" in degraded["message"]
@@ -372,7 +373,8 @@ def test_a_service_of_0_1_0_with_several_pools_waits_for_their_roles() -> None:
     for pool in manifest["spec"]["pools"].values():
         pool["role"] = "Standard"
     plan, declared = planned(manifest, OBSERVED)
-    assert declared.service is None and plan.apply == GOES_ON.apply
+    assert declared.service is None
+    assert plan.apply == GOES_ON.apply
     assert "role" in conditions(plan)["Degraded"]["message"]
 
 
@@ -390,7 +392,8 @@ def test_a_service_that_0_1_0_left_behind_keeps_its_objects_and_wakes() -> None:
     plan, _ = planned(of_0_1_0(), observed_of([without_kept_spec(item) for item in LIVE]))
     [woken] = plan.apply
     assert (woken["metadata"]["name"], woken["spec"]["replicas"]) == ("demo-single", 1)
-    assert plan.delete == () and plan.status["engines"] == GOES_ON.status["engines"]
+    assert plan.delete == ()
+    assert plan.status["engines"] == GOES_ON.status["engines"]
 
 
 def test_pools_without_roles_of_their_own_are_named() -> None:
@@ -454,7 +457,8 @@ def test_a_release_that_was_kept_in_the_form_of_0_1_0_is_no_change() -> None:
     ]
     target = release_of(parse_filled(STORED)[0], SETTINGS)
     recalled = load(state, target, LIVE)
-    assert recalled is not None and recalled.release == target
+    assert recalled is not None
+    assert recalled.release == target
 
 
 @pytest.mark.parametrize("field", ["memory.hostKV", "healing", "slo.ttftP95", "rollout.thresholds"])

@@ -154,7 +154,8 @@ def test_an_invalid_edit_starts_nothing_that_was_stopped(manifest: Make) -> None
     declared = read(wrong, Settings())
     assert declared.service is None
     stands = standing(wrong, declared, observed, Settings())
-    assert stands is not None and stands.is_partial
+    assert stands is not None
+    assert stands.is_partial
     assert plan_standing(stands, observed, Settings()).apply == ()
 
 
@@ -167,7 +168,8 @@ def test_keda_is_paused_where_nothing_else_is_known(manifest: Make, is_stopped: 
     wrong["spec"]["limits"] = {"requestTimeout": "never"}
     observed = Observed(now=NOW, objects={key_of(item): item for item in live})
     stands = standing(wrong, read(wrong, Settings()), observed, Settings())
-    assert stands is not None and stands.is_partial
+    assert stands is not None
+    assert stands.is_partial
     applied = plan_standing(stands, observed, Settings()).apply
     [scaler] = [item for item in applied if item["kind"] == "ScaledObject"]
     assert (scaler["metadata"]["annotations"] == PAUSED) is is_stopped

@@ -218,7 +218,8 @@ def test_noise_and_short_dips_take_nothing_away():
     at = pool.now
     before = pool.replicas
     pool.run(3 * 3600, lambda now: 0 if now % 240 < 120 else 5000)  # two quiet minutes of four
-    assert pool.changes(at) == [] and pool.replicas == before
+    assert pool.changes(at) == []
+    assert pool.replicas == before
     pool.run(3600, lambda now: 700)
     assert pool.replicas == 1
 
@@ -230,7 +231,8 @@ def test_a_restarted_operator_takes_nothing_away_before_a_window():
     at = pool.now
     before = pool.replicas
     pool.run(290, lambda now: 100)
-    assert pool.changes(at) == [] and pool.replicas == before
+    assert pool.changes(at) == []
+    assert pool.replicas == before
     pool.run(1200, lambda now: 100)
     assert pool.replicas == 1
 
@@ -238,7 +240,8 @@ def test_a_restarted_operator_takes_nothing_away_before_a_window():
 def test_late_answers_need_more_engines_than_memory_does():
     pool = Pool(POLICY)
     pool.run(3600, lambda now: 2000, late_above=0.4)
-    assert pool.replicas >= 5 and pool.measure(2000, 0.4).late == 0
+    assert pool.replicas >= 5
+    assert pool.measure(2000, 0.4).late == 0
     patient = Pool(structs.replace(POLICY, targets=structs.replace(POLICY.targets, ttft=False)))
     patient.run(3600, lambda now: 2000, late_above=0.4)
     assert patient.replicas == 3

@@ -177,7 +177,8 @@ def test_what_ends_no_request_has_seconds_to_end_and_what_serves_its_whole_drain
 
 def test_followers_are_left_to_their_probes_and_forgotten_with_their_node() -> None:
     follower = replace(stuck(), is_follower=True, has_reported=False)
-    assert verdict(follower).restarts == () and verdict(follower).recheck_s is None
+    assert verdict(follower).restarts == ()
+    assert verdict(follower).recheck_s is None
     lost = replace(follower, is_terminating=True, is_on_lost_node=True, overdue_s=61)
     assert reasons(verdict(lost)) == ["NodeLost"]
 
@@ -260,7 +261,9 @@ class Pool:
     def check(
         self, sick: Simulated, seen: list[EnginePod], restart: Restart, cut_off: bool
     ) -> None:
-        assert not sick.is_well and restart.pod.has_started and not restart.pod.is_terminating
+        assert not sick.is_well
+        assert restart.pod.has_started
+        assert not restart.pod.is_terminating
         others = [p for p in seen if p.name != sick.name and p.is_ready and not p.is_terminating]
         assert not restart.pod.is_ready or others or (restart.reason == "Silent" and cut_off)
 

@@ -119,8 +119,10 @@ def test_keda_wakes_by_the_requests_that_routers_hold(make_plan: MakePlan):
     spec = found(made, "ScaledObject")["spec"]
     assert (spec["minReplicaCount"], spec["cooldownPeriod"]) == (0, 90)
     memory, activity = (trigger["metadata"] for trigger in spec["triggers"])
-    assert memory["serverAddress"] == URL and memory["threshold"] == "0.7"
-    assert 'pool="single"' in activity["query"] and activity["activationThreshold"] == "0"
+    assert memory["serverAddress"] == URL
+    assert memory["threshold"] == "0.7"
+    assert 'pool="single"' in activity["query"]
+    assert activity["activationThreshold"] == "0"
     assert "ullage_router_wanted_requests" in activity["query"]
     assert all(isinstance(value, str) for value in (*memory.values(), *activity.values()))
 

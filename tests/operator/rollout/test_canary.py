@@ -110,7 +110,8 @@ def test_a_good_canary_is_promoted_step_by_step(cluster):
     assert cluster.stages[2:5] == ["Starting", "Canary 20% (1/2)", "Canary 25% (2/2)"]
     assert cluster.stages[-1] == "Stable"
     assert "Promoting" in cluster.stages
-    assert cluster.image() == "two" and not cluster.has_canary
+    assert cluster.image() == "two"
+    assert not cluster.has_canary
     assert cluster.condition("RolloutHealthy")["reason"] == "Promoted"
 
 
@@ -147,12 +148,14 @@ def test_a_bad_canary_is_removed_and_not_tried_again(cluster):
     told = cluster.condition("RolloutHealthy")
     assert (told["status"], told["reason"]) == ("False", "Errors")
     assert "50 of 100 requests failed" in told["message"]
-    assert cluster.image() == "one" and not cluster.has_canary
+    assert cluster.image() == "one"
+    assert not cluster.has_canary
     assert cluster.condition("Ready")["status"] == "True"
     cluster.canary = GOOD
     cluster.step()
     cluster.edit(router={"replicas": 3})
-    assert cluster.status["rollout"]["stage"] == "RolledBack" and not cluster.has_canary
+    assert cluster.status["rollout"]["stage"] == "RolledBack"
+    assert not cluster.has_canary
     cluster.edit(image="three")
     assert cluster.image("demo-single-next") == "three"
 
@@ -164,7 +167,8 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
     assert cluster.status["rollout"]["stage"] == "Starting"
     assert (cluster.image(), cluster.image("demo-single-next")) == ("one", "three")
     cluster.edit(image="one")
-    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
+    assert cluster.status["rollout"]["stage"] == "Stable"
+    assert not cluster.has_canary
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,8 @@ def test_an_edit_of_adapters_is_no_rollout_where_there_is_room(manifest):
     for adapters in ([SQL], [SQL, LAW], [LAW | {"source": "hf://a/b"}], []):
         cluster.edit(**ROOM, adapters=adapters)
         assert loaded(cluster) == ([each["name"] for each in adapters], before)
-        assert not cluster.has_canary and cluster.status["rollout"]["stage"] == "Stable"
+        assert not cluster.has_canary
+        assert cluster.status["rollout"]["stage"] == "Stable"
 
 
 def test_an_edit_that_engines_have_no_room_for_is_a_rollout(manifest):
@@ -227,12 +232,14 @@ def test_an_edit_that_engines_have_no_room_for_is_a_rollout(manifest):
     assert cluster.stages[-1] == "Stable"
     with_slots = loaded(cluster)[1]
     cluster.edit(engine="VLLM", adapters=[SQL, SQL | {"name": "python"}])
-    assert loaded(cluster) == (["sql", "python"], with_slots) and not cluster.has_canary
+    assert loaded(cluster) == (["sql", "python"], with_slots)
+    assert not cluster.has_canary
     cluster.edit(engine="VLLM", adapters=[SQL, LAW])
     assert cluster.has_canary, "a claim that no engine mounts"
     cluster.edit(engine="VLLM", adapters=[])
     # Engines that run keep the file that they mount.
-    assert loaded(cluster) == ([], with_slots) and cluster.has_canary
+    assert loaded(cluster) == ([], with_slots)
+    assert cluster.has_canary
 
 
 def test_adapters_of_a_release_that_an_older_operator_kept_are_no_change(manifest):
@@ -247,7 +254,8 @@ def test_adapters_of_a_release_that_an_older_operator_kept_are_no_change(manifes
     del text["release"]["adapterClaims"]
     cluster.objects[key]["data"]["state.json"] = json.dumps(text)
     cluster.step()
-    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
+    assert cluster.status["rollout"]["stage"] == "Stable"
+    assert not cluster.has_canary
 
 
 def test_the_peers_of_a_canary_are_of_its_own_revision(cluster):
@@ -259,7 +267,8 @@ def test_the_peers_of_a_canary_are_of_its_own_revision(cluster):
     assert (peers("demo-single"), peers("demo-single-next")) == (None, ["demo-single-next:9000"])
     for _ in range(7):
         cluster.step()
-    assert cluster.stages[-1] == "Stable" and peers("demo-single") == ["demo-single:9000"]
+    assert cluster.stages[-1] == "Stable"
+    assert peers("demo-single") == ["demo-single:9000"]
 
 
 def test_a_canary_of_several_nodes_has_followers_of_its_own(cluster):
@@ -310,7 +319,8 @@ def test_nothing_is_tried_beside_engines_that_do_not_serve(cluster):
     cluster.edit(image="two")
     assert cluster.image() == "one", "a worker may just have restarted"
     cluster.step(1)
-    assert cluster.image() == "two" and not cluster.has_canary
+    assert cluster.image() == "two"
+    assert not cluster.has_canary
 
 
 def test_stable_engines_that_restart_promote_nothing(cluster):
@@ -339,7 +349,8 @@ def test_a_promoted_canary_serves_until_routers_know_the_stable_engines(cluster)
         cluster.step(minutes)
         assert cluster.has_canary
     cluster.step(0.3)
-    assert cluster.stages[-1] == "Stable" and not cluster.has_canary
+    assert cluster.stages[-1] == "Stable"
+    assert not cluster.has_canary
 
 
 def test_a_canary_of_another_revision_is_not_ready_for_this_one(cluster):
@@ -491,10 +502,12 @@ def test_without_its_memory_a_canary_is_left_alone(cluster):
     routers = cluster.config("demo-router")
     del cluster.objects["ConfigMap", "demo-rollout"]
     cluster.step()
-    assert cluster.has_canary and cluster.config("demo-router") == routers
+    assert cluster.has_canary
+    assert cluster.config("demo-router") == routers
     assert cluster.status["rollout"]["stage"] == "Paused"
     cluster.edit(image="one")
-    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
+    assert cluster.status["rollout"]["stage"] == "Stable"
+    assert not cluster.has_canary
 
 
 def test_a_canary_without_a_gpu_waits_says_so_and_is_rolled_back(cluster):
@@ -580,13 +593,16 @@ def test_no_value_of_the_environment_reaches_a_config_map(cluster):
     for _ in range(3):
         cluster.step()
     cluster.edit(pools=with_token("hf_two"), rollout={})
-    assert cluster.has_canary and engine_env(cluster, "demo-single-next")["HF_TOKEN"] == "hf_two"
+    assert cluster.has_canary
+    assert engine_env(cluster, "demo-single-next")["HF_TOKEN"] == "hf_two"
     assert engine_env(cluster)["HF_TOKEN"] == "hf_one"
-    assert "hf_one" not in config_maps(cluster) and "hf_two" not in config_maps(cluster)
+    assert "hf_one" not in config_maps(cluster)
+    assert "hf_two" not in config_maps(cluster)
     cluster.canary = BAD
     cluster.step()
     cluster.step()
-    assert cluster.stages[-1] == "RolledBack" and not cluster.has_canary
+    assert cluster.stages[-1] == "RolledBack"
+    assert not cluster.has_canary
     assert engine_env(cluster)["HF_TOKEN"] == "hf_one"  # as the pods that run have it
     cluster.edit(pools=with_token("hf_one"))
     cluster.step()

@@ -82,7 +82,8 @@ def test_the_message_says_what_was_measured():
     found = analyze(side(80, 20), side(999, 1), ROLLOUT)
     assert found.message == "20 of 100 requests failed, 1 of 1000 on stable engines"
     found = analyze(side(100, 0, [1.0] * 100), side(100, 0, [0.1] * 100), ROLLOUT)
-    assert "TTFT p95" in found.message and "E2E p95" in found.message
+    assert "TTFT p95" in found.message
+    assert "E2E p95" in found.message
 
 
 def test_an_equal_canary_is_rarely_failed_and_a_worse_one_is_found():

@@ -122,7 +122,8 @@ def test_values_of_variables_are_not_kept(manifest):
     template = {"spec": {"containers": [{"name": "engine", "env": [variable]}]}}
     release = release_of(parse(manifest(pools={"single": {"podTemplate": template}})), Settings())
     text = dump(initial(release, NOW))
-    assert "s3cret" not in text and "valueHash" in text
+    assert "s3cret" not in text
+    assert "valueHash" in text
     assert load(text, release).release == release
 
 
@@ -235,10 +236,12 @@ def test_a_loss_holds_what_runs(running, annotation, holds):
     assert (found is not None) == holds
     if found:
         assert (found.stable, found.canary, found.reason) == ("old", "new", "MemoryLost")
-        assert found.is_held and "demo-rollout" in found.message
+        assert found.is_held
+        assert "demo-rollout" in found.message
         assert "serving.ullage.dev/rollout=promote:new" in found.message
 
 
 def test_what_cannot_be_seen_holds_everything():
     found = unreadable("new", NOW)
-    assert found.is_held and "ConfigMaps" in found.message
+    assert found.is_held
+    assert "ConfigMaps" in found.message

@@ -83,7 +83,8 @@ def test_a_canary_that_no_router_tells_of_says_why_from_its_first_step(manifest:
         if stages[-2:] == ["Canary", "Canary"] or stages[-1] == "RolledBack":
             message = status["rollout"]["message"]
             assert "no router has reported what it counted" in message
-            assert reason in message and "let it reach port 9090" in message
+            assert reason in message
+            assert "let it reach port 9090" in message
             assert "the chart's value mesh" in message
     assert {"Canary", "RolledBack"} <= set(stages)
 
@@ -109,7 +110,9 @@ def test_an_engine_that_ends_the_operators_stream_is_named_with_the_remedy() -> 
             trouble = streams.engine_health(KEY)["uid"].trouble
             assert trouble.startswith(f"127.0.0.1:{port}: ")
             message = unheard([trouble])
-            assert trouble in message and "port 8081" in message and "docs/mesh.md" in message
+            assert trouble in message
+            assert "port 8081" in message
+            assert "docs/mesh.md" in message
             await streams.close()
 
     asyncio.run(scenario())

@@ -106,7 +106,10 @@ def test_lines_of_adapters_keep_the_order_of_those_that_any_engine_can_serve() -
         later = here.join("single", waiter(20, arrival=3.0, adapter="sql"))
         python = here.join("single", waiter(30, arrival=4.0, adapter="python"))
         assert here.lengths() == {"single": 4}
-        assert sql.is_head and plain.is_head and python.is_head and not later.is_head
+        assert sql.is_head
+        assert plain.is_head
+        assert python.is_head
+        assert not later.is_head
         # What any engine can serve leaves the engines alone that have the adapter, and no others.
         assert (here.ahead(0, plain), here.claims(plain)) == ({}, {("single", "sql"): 100})
         # What needs an adapter waits for all before it, but not for those of another adapter.
@@ -127,7 +130,8 @@ def test_lines_of_adapters_keep_the_order_of_those_that_any_engine_can_serve() -
         assert here.passed == 2
         # A higher priority goes first, whatever line it is in.
         urgent = here.join("single", waiter(10, arrival=5.0, priority=100))
-        assert here.ahead(0, sql, "sql") == {"single": 50} and here.claims(urgent) == {}
+        assert here.ahead(0, sql, "sql") == {"single": 50}
+        assert here.claims(urgent) == {}
         for entry in (sql, plain, python, urgent):
             while await entry.wait_turn(0.0):
                 pass

@@ -101,7 +101,8 @@ async def test_a_request_wakes_a_pool_which_sleeps_again_when_idle(world, operat
         await engine.stop()
         await until(lambda: reason(world) == "Idle")
         size = world.service()["status"]["pools"]["single"]
-        assert size["desiredReplicas"] == 0 and "no request for" in size["scaling"]["message"]
+        assert size["desiredReplicas"] == 0
+        assert "no request for" in size["scaling"]["message"]
 
 
 async def test_load_adds_engines_and_silent_routers_change_nothing(world, operator, start_service):

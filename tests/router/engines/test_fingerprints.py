@@ -62,7 +62,8 @@ def test_the_router_says_how_its_engines_differ(
             assert fingerprints == {"count": 2, "differing": {"processor": by_value}}
             assert await gauges(service) == {"single": 2.0, "large": 1.0}
             described = await service.grpc.GetModel(pb.GetModelRequest())
-            assert not described.fingerprint and not described.fingerprint_facts
+            assert not described.fingerprint
+            assert not described.fingerprint_facts
 
             service.engines[1].set_facts(weights="w", processor="p")
             await known(service)
@@ -233,7 +234,8 @@ def test_an_answer_goes_on_where_it_stays_exact_if_it_can(start_service: StartSe
             assert MARK not in answer.headers
             names = {answer.headers["x-ullage-engine"], answer.headers["x-ullage-resumed-on"]}
             kinds = {e.headroom.fingerprint for e in service.engines if e.headroom.engine in names}
-            assert len(names) == 2 and len(kinds) == 1
+            assert len(names) == 2
+            assert len(kinds) == 1
 
     asyncio.run(scenario())
 

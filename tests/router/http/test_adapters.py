@@ -270,7 +270,8 @@ def test_small_ones_pass_one_that_waits_for_an_adapter(start_service: StartServi
             # No more than that pass it.
             third = asyncio.create_task(service.complete("short", max_tokens=16))
             await service.until(lambda: len(queue) == 2 or third.done())
-            assert len(queue) == 2 and not with_adapter.done()
+            assert len(queue) == 2
+            assert not with_adapter.done()
             having.push(headroom_bytes=100 * block)
             assert [(await task).status_code for task in (with_adapter, third)] == [200, 200]
             assert served(service)[0][2] == "sql"
@@ -318,7 +319,8 @@ def test_what_names_an_adapter_does_not_block_an_engine_without_it(
             await service.until(lambda: len(router.queue) == 2)
             lacking.push(ready=True)
             assert (await without).status_code == 200
-            assert len(router.queue) == 1 and served(service) == [[], ["tiny"]]
+            assert len(router.queue) == 1
+            assert served(service) == [[], ["tiny"]]
             service.engine.push(ready=True)
             assert (await with_adapter).status_code == 200
             assert served(service) == [["sql"], ["tiny"]]
@@ -410,7 +412,8 @@ def test_a_tenant_learns_only_of_models_that_it_may_use(
                 described = await service.grpc.GetModel(pb.GetModelRequest(), metadata=metadata)
                 assert {adapter.name for adapter in described.adapters} == {*models} - {"tiny"}
                 assert described.model == ("tiny" if "tiny" in models else "")
-                assert described.tokenizer_json and described.max_model_len
+                assert described.tokenizer_json
+                assert described.max_model_len
                 assert described.fingerprint == digest
                 assert ("adapters" in described.fingerprint_facts) == (name == "carol")
                 parents = {model["parent"] for model in listed.json()["data"]}

@@ -135,7 +135,8 @@ async def test_events_tell_of_engines_answers_and_refusals(start_service: "Start
 
             answer = await service.chat("Hi")
             record = await told.record(answer.headers["x-request-id"])
-            assert record["action"] == "accept" and record["predicted_bytes"] > 0
+            assert record["action"] == "accept"
+            assert record["predicted_bytes"] > 0
             assert record["retry_after_s"] is None
 
             await push(service, headroom_bytes=500)

@@ -78,7 +78,8 @@ async def test_it_goes_on_when_the_router_comes_back_and_ends_by_ctrl_c(
     process = await asyncio.create_subprocess_exec(
         *command, "-o", "json", stdout=pipe, stderr=pipe, limit=1 << 20
     )
-    assert process.stdout and process.stderr
+    assert process.stdout
+    assert process.stderr
     async with asyncio.timeout(WAIT_S):
         assert json.loads(await process.stdout.readline())["model"] == "tiny"
         await server.stop(1.0)

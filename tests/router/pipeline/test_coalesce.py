@@ -230,7 +230,8 @@ def test_a_failure_is_told_to_all() -> None:
         for answer in answers:
             with pytest.raises(ServiceError) as caught:
                 await texts(answer)
-            assert caught.value.reason == "WORKER_LOST" and caught.value is not lost
+            assert caught.value.reason == "WORKER_LOST"
+            assert caught.value is not lost
 
     asyncio.run(scenario())
 
@@ -462,7 +463,8 @@ def test_a_stream_that_is_replaced_says_so(start_service: "StartService") -> Non
                     service.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
                 )
                 rest = [line async for line in lines if line]
-            assert "REPLACED" in rest[-2] and rest[-1] == "data: [DONE]"
+            assert "REPLACED" in rest[-2]
+            assert rest[-1] == "data: [DONE]"
             service.engine.script.pause.set()
             assert (await newer).status_code == 200
 

@@ -337,7 +337,8 @@ def test_a_suspect_waits_where_another_one_is(start_service: StartService) -> No
             later = await service.complete()  # those beside them go on
             assert later.json()["choices"][0]["text"] == TEXT
             assert len(service.engine.requests) == 6
-            assert not (first.done() or second.done())
+            assert not (first.done())
+            assert not (second.done())
             gate.set()
             answers = await asyncio.gather(first, second)
             assert [text_of(answer) for answer in answers] == [TEXT] * 2

@@ -130,7 +130,8 @@ def test_what_ends_in_time_passes_a_head_that_only_some_engines_can_serve() -> N
             assert (step.engine, step.choices) == ("a", {})
     free = replace(IDLE, id="free")
     step = decide(claimed(10, head), [BUSY, free], POLICY)
-    assert isinstance(step, Run) and step.engine == "free", "the engine that nobody waits for"
+    assert isinstance(step, Run), "the engine that nobody waits for"
+    assert step.engine == "free", "the engine that nobody waits for"
 
 
 def test_no_head_is_passed_that_may_not_be() -> None:

@@ -83,7 +83,8 @@ def test_a_large_pool_alone_is_everybodys_home() -> None:
     alone = replace(POLICY, pools=("large",))
     for prompt in (100, 1500):
         found = decide(facts(prompt), [large()], alone)
-        assert isinstance(found, Run) and (found.pool, found.step) == ("large", "accept")
+        assert isinstance(found, Run)
+        assert (found.pool, found.step) == ("large", "accept")
 
 
 def ladder(*rungs: Rung) -> RoutingPolicy:
@@ -219,7 +220,8 @@ def test_a_session_gets_no_more_than_it_may_hold() -> None:
     bound = engine(free=100, profile=profile)
     whole = decide(facts(prompt=100, most=600), [bound], POLICY)
     held = decide(facts(prompt=100, most=600, has_session=True), [bound], POLICY)
-    assert isinstance(whole, Run) and isinstance(held, Run)
+    assert isinstance(whole, Run)
+    assert isinstance(held, Run)
     assert (whole.max_tokens, held.max_tokens) == (600, 320 - 100)
     refused = decide(facts(prompt=400, has_session=True), [bound], POLICY)
     assert isinstance(refused, Refuse)

@@ -48,7 +48,8 @@ def test_calls_stay_with_their_results() -> None:
 def test_a_summary_is_a_labelled_turn_and_roles_alternate() -> None:
     turns = talk(4)
     made = with_summary(turns, [1, 2], "user: short")
-    assert made[0] == turns[0] and list(made[3:]) == turns[3:]
+    assert made[0] == turns[0]
+    assert list(made[3:]) == turns[3:]
     assert made[1] == turn("user", LABEL.format(count=2) + "user: short")
     assert made[2] == turn("assistant", REPLY)
 
@@ -119,7 +120,8 @@ def test_a_service_sums_up_and_says_so(start_service: "StartService") -> None:
             assert answer.headers["x-ullage-degraded"] == "compressed_turns=4"
             prompt = sent(service)
             assert "[Summary of the first 4 messages" in prompt
-            assert "2026-05-00" in prompt and "2026-05-01" in prompt
+            assert "2026-05-00" in prompt
+            assert "2026-05-01" in prompt
             assert prompt.startswith("<system>be brief\n<user>[Summary")
             assert all(t["content"] in prompt for t in turns[5:])
             seen = await service.stats()

@@ -18,7 +18,8 @@ def test_facts_come_before_chatter() -> None:
     size = sum(len(turn["content"]) for turn in TALK)
     summary = extractive_summary(TALK, size // 5)
     assert len(summary) <= size // 5
-    assert "user: " in summary and "assistant: " in summary
+    assert "user: " in summary
+    assert "assistant: " in summary
     assert summary.index("Lovelace") < summary.index("pay_now()")
     assert share_kept(key_facts(TALK[0]["content"] + TALK[1]["content"]), summary) == 1.0
 

@@ -71,7 +71,8 @@ def test_a_broken_file_keeps_its_tenants_keys_and_no_others(tmp_path: Path) -> N
     (tmp_path / "bob").write_text(newer)
     (tmp_path / "carol").unlink()
     after = load_keys(tmp_path, before.digests)
-    assert len(after.problems) == 1 and "alice" in after.problems[0]
+    assert len(after.problems) == 1
+    assert "alice" in after.problems[0]
     ring = KeyRing(after.digests)
     owners = [ring.owner(key) for key in (alice, bob, newer, carol)]
     assert owners == ["alice", None, "bob", None]
@@ -90,7 +91,8 @@ def test_a_folder_that_is_gone_keeps_everything(tmp_path: Path) -> None:
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(new_key())
     loaded = load_keys(tmp_path, {})
-    assert not loaded.digests and "not a tenant's name" in loaded.problems[0]
+    assert not loaded.digests
+    assert "not a tenant's name" in loaded.problems[0]
 
 
 def test_a_key_belongs_to_one_tenant(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def test_engines_get_a_name_of_the_tenants_own(
             await over_grpc(service, "bob", alice)  # a name that was found out is no key
             await over_http(service, "alice", "")
             last = [request.session_id for request in service.engine.requests[-2:]]
-            assert last[0] not in (alice, bob) and last[1] == ""
+            assert last[0] not in (alice, bob)
+            assert last[1] == ""
 
     asyncio.run(scenario())
 

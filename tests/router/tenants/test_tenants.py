@@ -143,7 +143,8 @@ def test_what_a_tenant_may_not(start_service: "StartService", keys: Path) -> Non
         async with start_service(tenants=tenants) as service:
             with pytest.raises(openai.PermissionDeniedError) as model:
                 await chat(service, ALICE)
-            assert model.value.code == "MODEL_NOT_ALLOWED" and model.value.param == "model"
+            assert model.value.code == "MODEL_NOT_ALLOWED"
+            assert model.value.param == "model"
             with pytest.raises(openai.PermissionDeniedError) as disabled:
                 await chat(service, BOB)
             assert disabled.value.code == "TENANT_DISABLED"
@@ -206,7 +207,8 @@ def test_requests_per_minute(start_service: "StartService", keys: Path) -> None:
             told = await grpc_refusal(service, ("authorization", f"Bearer {ALICE}"))
             assert told.reason == "RATE_LIMIT_EXCEEDED"
             assert told.metadata["limit"] == "requests_per_minute"
-            assert told.retry_after_s is not None and 1 <= told.retry_after_s <= 30
+            assert told.retry_after_s is not None
+            assert 1 <= told.retry_after_s <= 30
             assert await chat(service, BOB)
 
     asyncio.run(scenario())
@@ -334,7 +336,8 @@ def test_a_tenants_stream_waits_for_its_next_token(
                 lines = told.aiter_lines()
                 assert "Hello" in await anext(lines)
                 other = await service.http.post(path, json=body, headers=bearer(BOB))
-                assert "world" in other.text and "[DONE]" in other.text
+                assert "world" in other.text
+                assert "[DONE]" in other.text
                 await service.until(lambda: service.engine.active == 0)
                 rest = asyncio.create_task(_rest(lines))
                 done, _ = await asyncio.wait({rest}, timeout=0.3)
@@ -383,7 +386,8 @@ def test_keys_change_while_it_runs(start_service: "StartService", keys: Path) ->
                 return bool((await service.stats())["tenants"]["keys"]["problems"])
 
             await until(service, has_problem)
-            assert await is_known(ROGUE) and await is_known(BOB)
+            assert await is_known(ROGUE)
+            assert await is_known(BOB)
             metrics = (await service.monitoring.get("/metrics")).text
             assert "ullage_router_key_problems 1.0" in metrics
             (keys / "alice").unlink()

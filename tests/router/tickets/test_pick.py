@@ -158,7 +158,8 @@ def test_a_pick_goes_where_the_request_would_go(preferred: str) -> None:
         )
         facts = RequestFacts(10, 16, 16, preferred=preferred, draw=draw)
         wanted = decide(facts, engines, policy)
-        assert isinstance(run, Run) and isinstance(wanted, Run)
+        assert isinstance(run, Run)
+        assert isinstance(wanted, Run)
         assert run.engine == wanted.engine == (preferred or "e1")
 
 

@@ -63,7 +63,8 @@ def takes_groups(format: Format, depth: int, groups: int) -> bool:
 
 def attends(head_dim: int, block_tokens: int) -> bool:
     """Whether the attention kernels take such heads and pages: Triton's blocks are powers of two,
-    and its matrix products at least 16 wide."""
+    and its matrix products at least 16 wide.
+    """
     return (
         head_dim >= 16 and not head_dim & (head_dim - 1) and not block_tokens & (block_tokens - 1)
     )
@@ -91,7 +92,8 @@ def paged_attentions(
     window: int = 0,
 ) -> "list[PagedDecode | PagedPrefill]":
     """Prepare attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
-    attended [tokens, heads * head_dim]; one launch for all decodes, one for all prompts."""
+    attended [tokens, heads * head_dim]; one launch for all decodes, one for all prompts.
+    """
     from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
 
     buffers = (rotated, attended, workspace, window)
@@ -107,7 +109,8 @@ def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
     """Prepare a step's convolutions, one launch a layer: projected [tokens, 3 * channels] into out
-    [tokens, channels]."""
+    [tokens, channels].
+    """
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
     return FusedConvolution(plan, put, projected, out)
@@ -123,7 +126,8 @@ def quantized_matmul(
     adds: bool = False,
 ) -> None:
     """Multiplies as `ullage_engine.kernels.triton.matmul` does; ValueError for an unknown
-    format."""
+    format.
+    """
     from ullage_engine.kernels.triton import matmul
 
     for supported in get_args(Format):

@@ -26,14 +26,16 @@ from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, 
 @jit
 def shift_of(peak: tl.tensor) -> tl.tensor:
     """Return the peak, or zero where nothing has been seen: minus infinity less itself is not a
-    number."""
+    number.
+    """
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @jit
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
     """Return a head's scale, by which queries or sums are multiplied in place of all that is
-    stored."""
+    stored.
+    """
     if FP8:
         return tl.load(place).to(tl.float32)
     return 1.0
@@ -156,7 +158,8 @@ def own_share(
     base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
 ) -> tl.tensor:
     """Return (begin, end) of one split of positions base to length; begin is base and whole
-    spans."""
+    spans.
+    """
     share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
     begin = base + split * share
     return begin, tl.minimum(begin + share, length)
@@ -345,7 +348,8 @@ def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
 
 def span_tokens(head_dim: int, itemsize: int) -> int:
     """Return the tokens of KV a program has at once: with three stages at most 96 KiB of shared
-    memory."""
+    memory.
+    """
     return 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 512 else 16
 
 
@@ -487,7 +491,8 @@ class PagedPrefill:
 
 def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
     """Return the rows of queries that a program has, heads times tokens, as many as registers hold
-    beside float8 or sinks; float32 is not for tensor cores."""
+    beside float8 or sinks; float32 is not for tensor cores.
+    """
     if itemsize == 4:
         return 32
     return 128 if head_dim <= (128 if is_plain else 64) else 64

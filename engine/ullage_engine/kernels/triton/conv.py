@@ -86,7 +86,7 @@ class FusedConvolution:
     def __init__(
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """projected [tokens, 3 * channels] of B, C and u, into out [tokens, channels]."""
+        """Projected [tokens, 3 * channels] of B, C and u, into out [tokens, channels]."""
         self._projected = projected
         self._out = out
         self._taps, self._tails = put(plan.taps), put(plan.tails)

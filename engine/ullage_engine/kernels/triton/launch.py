@@ -36,7 +36,8 @@ def jit(function: Callable[..., Any]) -> Kernel:
 
 def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Compile a kernel once for all values of these parameters: for counts that differ from step
-    to step, because a step that needs another variant waits a second for it."""
+    to step, because a step that needs another variant waits a second for it.
+    """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
         kernel: Kernel = triton.jit(function, do_not_specialize=list(numbers))
@@ -81,7 +82,8 @@ def e2m1(code: tl.tensor) -> tl.tensor:
 @jit
 def e8m0(code: tl.tensor) -> tl.tensor:
     """Read a power of two from its biased exponent, float32; 0 stands for 2^-127 and read as
-    zero."""
+    zero.
+    """
     return (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 

@@ -177,7 +177,8 @@ def rotate_heads(
     NORMS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
     """Normalises and rotates some heads of one row, and writes queries, keys and values to their
-    places."""
+    places.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HALF)

@@ -72,7 +72,8 @@ def multiply_packed(
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
     """Add a product with two values a byte: even and odd columns of x are multiplied apart,
-    because taking x apart costs less than putting weights together."""
+    because taking x apart costs less than putting weights together.
+    """
     for start in range(0, depth, STEP):
         pairs = start // 2 + tl.arange(0, STEP // 2)
         inside = pairs < depth // 2
@@ -198,7 +199,8 @@ def group_of(
 
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
     """Return how much of the depth is multiplied at once by a tile of so many rows: within a
-    group, without a remainder if possible, and no more than registers hold."""
+    group, without a remainder if possible, and no more than registers hold.
+    """
     # Float8 is unpacked in registers, and groups have sums of their own beside the whole.
     most_rows = 16 if format == "fp8" and group else 32
     is_wide = itemsize == 4 or rows > most_rows or format == "mxfp4"
@@ -285,7 +287,8 @@ def quantized_matmul(
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
     """Return (rows, columns, warps) of a program's tile: small where weights are what is waited
-    for, and rather small than leave multiprocessors idle."""
+    for, and rather small than leave multiprocessors idle.
+    """
     if rows > 64:
         return 128, 64, warps_of(128)
     block_rows = max(16, power_of_two(rows))
@@ -295,7 +298,8 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 def warps_of(rows: int) -> int:
     """Return the warps of a program whose tile has so many rows: the sums of a large one do not
-    fit into the registers of four."""
+    fit into the registers of four.
+    """
     return 8 if rows >= 128 else 4
 
 
@@ -308,7 +312,8 @@ def find_tile(
     ROWS: tl.constexpr,
 ) -> tl.tensor:
     """Find (expert, first row, row after the expert's last) of a tile; expert EXPERTS: there is
-    none."""
+    none.
+    """
     experts = tl.arange(0, PADDED)
     end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
     start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
@@ -471,10 +476,12 @@ class TritonExperts:
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
         """Write each row's product with its expert's matrix: x [pairs and more, in] sorted by
-        expert, ends int32 [experts] the row after each one's last, out [pairs and more, out]."""
+        expert, ends int32 [experts] the row after each one's last, out [pairs and more, out].
+        """
         grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
         """Write the same products for few rows in any order: out [pairs, out], of expert `chosen`
-        [pairs]; x has a row for each of them or for each token."""
+        [pairs]; x has a row for each of them or for each token.
+        """
         picked_matmul(x, chosen, *self._weights, out, self._format)

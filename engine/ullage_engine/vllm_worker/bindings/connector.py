@@ -190,10 +190,9 @@ class RankPart:
         num_blocks: int,
         tensor_rank: int,
     ) -> None:
-        """
-        Raises:
-            ArenaError: the memory's owner has ended.
-            ValueError: the bytes of a block do not lie together in the tensors of a layer.
+        """Raises:
+        ArenaError: the memory's owner has ended.
+        ValueError: the bytes of a block do not lie together in the tensors of a layer.
         """
         self._pools = [_by_block(each, num_blocks) for each in _apart(kv_caches)]
         self.block_bytes = sum(pool.shape[1] for pool in self._pools)

@@ -182,7 +182,8 @@ def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
     """Make vLLM's executor ask the ledger for the size of the KV pool, and kill its ranks at its
-    end."""
+    end.
+    """
 
     class SizedExecutor(base):  # type: ignore[misc]
         kv_configs: list[KVCacheConfig]
@@ -427,7 +428,8 @@ class VllmCore:
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
         """Keep blocks outside the device, too, under keys of the namespace `space`, in slots of
-        `block_bytes`."""
+        `block_bytes`.
+        """
         self._engine.engine_core.engine_core.model_executor.collective_rpc(
             cut_slots, args=(block_bytes,)
         )
@@ -631,7 +633,8 @@ class VllmCore:
     @contextmanager
     def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
         """Let requests of the block ask for `num_logprobs` log-probabilities, even where the
-        argument `max_logprobs` allows fewer."""
+        argument `max_logprobs` allows fewer.
+        """
         model = self._config.model_config
         most = model.max_logprobs
         if most >= 0:  # else all of the vocabulary
@@ -686,7 +689,8 @@ class VllmCore:
 
     def changed_table(self) -> str:
         """Compute the tables of all ranks again; return the name of one that differs, or an empty
-        string."""
+        string.
+        """
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
@@ -710,7 +714,8 @@ class VllmCore:
     def _make_grammar(self, request: Request) -> Grammar:
         """Make the matcher of a request's grammar, in place of vLLM's own function."""
         params = request.sampling_params
-        assert params is not None and params.extra_args is not None
+        assert params is not None
+        assert params.extra_args is not None
         matcher = self._grammars.compile(params.extra_args[GRAMMAR]).result().deep_copy()
         internal = request.request_id
         sent = params.extra_args.get(RESUMED)

@@ -68,7 +68,8 @@ def test_hot_answers_in_one_batch_match_their_own_grammars(
     for seed in range(3):
         assert answers[f"json{seed}"].finish == answers[f"regex{seed}"].finish == "stop"
         check(texts[f"json{seed}"])
-        assert len(texts[f"regex{seed}"]) == 6 and texts[f"regex{seed}"][3] == "-"
+        assert len(texts[f"regex{seed}"]) == 6
+        assert texts[f"regex{seed}"][3] == "-"
     assert len(set(texts.values())) == len(texts)
 
 
@@ -91,7 +92,8 @@ def test_a_resumed_answer_goes_on_where_its_grammar_was(
 def test_max_tokens_cuts_json_short(worker: Any, make_request: MakeRequest) -> None:
     answer = worker.submit(make_request("cut", [1, 2], grammar=JSON, max_tokens=5))
     worker.finish_all()
-    assert answer.finish == "length" and len(answer.token_ids) == 5
+    assert answer.finish == "length"
+    assert len(answer.token_ids) == 5
 
 
 def test_a_grammar_that_the_worker_cannot_compile_fails_only_its_request(
@@ -100,7 +102,8 @@ def test_a_grammar_that_the_worker_cannot_compile_fails_only_its_request(
     bad = worker.submit(make_request("bad", [1, 2], grammar="not a grammar"))
     good = worker.submit(make_request("good", [1, 2]))
     worker.finish_all()
-    assert "grammar" in bad.failed and good.finish == "length"
+    assert "grammar" in bad.failed
+    assert good.finish == "length"
 
 
 def test_no_stop_token_before_min_tokens_unless_the_grammar_is_at_its_end(

@@ -32,14 +32,16 @@ def test_it_answers_a_question_with_a_sentence_that_ends(
     worker.finish_all()
     # "The capital of France is Paris."
     assert answer.token_ids[:7] == [504, 3575, 282, 4649, 314, 7042, 30]
-    assert answer.finish == "stop" and answer.token_ids[-1] == END_OF_TURN
+    assert answer.finish == "stop"
+    assert answer.token_ids[-1] == END_OF_TURN
 
 
 def test_an_out_of_memory_fault_changes_no_token(worker: Any, make_request: MakeRequest) -> None:
     alone = worker.submit(make_request("alone", QUESTION, max_tokens=12))
     worker.finish_all()
     figures = worker.fresh_state().figures
-    assert sum(figures.step_seconds.counts) >= 12 and figures.step_seconds.total > 0
+    assert sum(figures.step_seconds.counts) >= 12
+    assert figures.step_seconds.total > 0
     before = worker.fresh_state().num_oom_events
     worker.send(Fault(after_steps=3))
     again = worker.submit(make_request("again", QUESTION, max_tokens=12))
@@ -123,7 +125,8 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(
     with pytest.raises((ConfigError, WorkerStartError, WeightsError)) as caught:
         config = read_file(write_config(tmp_path, **sections | {"memory": memory}), EngineConfig)
         start(config, lambda _: None, tmp_path / "group", lambda *_: ["sleep", "60"])
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_worker_that_cannot_start_sends_its_reason_and_ends(

@@ -111,4 +111,5 @@ def test_of_several_failures_the_one_that_another_start_would_not_mend_is_told()
     both = rank_failed({1: lost, 2: Failed("memory.deviceBytes: too little")})
     assert (str(both), both.may_retry) == ("rank 2: memory.deviceBytes: too little", False)
     again = rank_failed({1: lost, 3: lost})
-    assert again.may_retry and str(again) == f"rank 1: {lost.error}; rank 3: {lost.error}"
+    assert again.may_retry
+    assert str(again) == f"rank 1: {lost.error}; rank 3: {lost.error}"

@@ -51,7 +51,8 @@ def test_a_stopped_child_is_a_stopped_worker() -> None:
             until(lambda: bool(children(parent.pid)))
             (child,) = children(parent.pid)
             vitals = read_proc_stats(parent.pid)
-            assert vitals is not None and not vitals.is_stopped
+            assert vitals is not None
+            assert not vitals.is_stopped
             os.kill(child, signal.SIGSTOP)
             until(lambda: is_stopped(parent.pid))
             os.kill(child, signal.SIGCONT)

@@ -68,7 +68,7 @@ def start_group(
             if distributed.is_initialized():
                 distributed.destroy_process_group()
 
-    yield begin
+    return begin
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}])

@@ -161,11 +161,13 @@ def test_the_next_group_finds_what_the_last_one_had(
         group.started.stop()
         broker.worker_lost()
     assert spaces[0] == spaces[1] != b""
-    assert texts[0] == texts[1] and len(texts[0]) == 24
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 24
     assert [(each.tier, each.num_blocks) for each in hits] == [("host", 5)]
 
 
 def assert_steady(state: WorkerState) -> None:
     lines = {line.name: line for line in state.ledger}
-    assert lines["kv_host_tier"].on_host and lines["kv_host_tier"].allocated_bytes == 4 << 20
+    assert lines["kv_host_tier"].on_host
+    assert lines["kv_host_tier"].allocated_bytes == 4 << 20
     assert state.headroom_bytes == state.kv_pool_bytes
