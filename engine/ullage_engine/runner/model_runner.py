@@ -657,7 +657,7 @@ class ModelRunner:
             for width in reversed(self._graphs.widths):
                 batch = self._batch(plan, partial(max, width))
                 action = self._decode_action(batch)
-                # Run before the capture, since kernels may not be compiled while one is recorded.
+                # Run once before, since compiling and loading kernels cannot be captured.
                 action()
                 self._graphs.capture(batch, action)
 
