@@ -1,16 +1,16 @@
 """The layers that mix tokens: attention with its backends, and LFM2's gated short convolution.
 
-Attention is projections, head norms, rotation and paged KV. Rotary position embedding rotates
-halves (Su et al., 2021, in GPT-NeoX's order); norms are root mean square norms (Zhang and Sennrich,
-2019). `DefaultBackend` gathers KV pages on any device, `DeterministicBackend` gives a token the
-same bits in every batch, and `PagedBackend` reads pages where they lie, by Triton kernels.
+Attention consists of projections, head norms, rotation and paged KV. Rotary position embedding
+rotates halves (Su et al., 2021, in GPT-NeoX's order). Norms are root mean square norms (Zhang and
+Sennrich, 2019). `DefaultBackend` gathers KV pages on any device, `DeterministicBackend` is
+batch-invariant, and `PagedBackend` reads pages in place with Triton kernels.
 
 The convolution runs over a flat batch of sequences:
 
     B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-k+1+j};  hidden += out(y)
 
-A sequence's state is the last k - 1 rows of B·u. All rows that a step's taps read lie in one
-matrix: those the step computes, then each chunk's state (see `ConvPlan`).
+A sequence's state is the last k - 1 rows of B·u. All rows that the taps of a step read lie in one
+matrix: first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
 
 `ForwardContext` holds a step's rows and hands out views of the arena's buffers.
 """
@@ -70,14 +70,22 @@ from ullage_engine.layers.linear import Linear, PlainLinear, RowInvariantLinear
 from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import ModelConfig
 
+NORMALISED_AT_ONCE = 4 << 20
+"""Elements normalised at once, which bounds the temporary. Usual steps take one launch."""
+
+HeadNorms = tuple[torch.Tensor, torch.Tensor]
+"""Weights [head_dim] of the norms of queries and of keys."""
+
 
 class Attention(Protocol):
     """Attention of some rows of a step."""
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already.
+        """Attend in one layer, after the KV of the rows' own tokens is written to the cache.
 
-        sinks [heads]: of each head's softmax, the logit of one more entry with nothing behind it.
+        Args:
+            cache: KV of the layer.
+            sinks: logits [heads] of one more entry in each head's softmax, which has no value.
         """
         ...
 
@@ -86,26 +94,39 @@ class AttentionBackend(Protocol):
     """The operations that a model's layers are computed with."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
-        """Make a matrix of the computing type; `rows` is [out, in], as it is stored."""
+        """Make an unquantised linear layer of `rows` [out, in], as checkpoints store weights."""
         ...
 
     def attentions(
         self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
-        """Prepare attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim]
-        into attended [tokens, heads * head_dim]. A row sees the last `window` tokens, 0: all."""
+        """Prepare the attention of every row of a step, for all layers with the same window.
+
+        Args:
+            rows: rows of the step and their pages.
+            put: copies index arrays to the device.
+            rotated: input [heads + kv_heads, tokens, head_dim].
+            attended: output [tokens, heads * head_dim].
+            window: number of last tokens that a row attends to; 0 for all.
+        """
         ...
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
-        """Make sure of what the class promises for all matrices made so far; what is wrong, else
-        None. Only rows that are sampled are multiplied by `head`."""
+        """Check batch invariance, if the backend promises it, for all layers made so far.
+
+        Args:
+            head: the layer that multiplies only sampled rows.
+
+        Returns:
+            The fault, or None without one.
+        """
         ...
 
 
 def _gathered_parts(
     rows: PagedRows, limits: StepLimits
 ) -> tuple[list[DecodeGroup], list[PrefillTile]]:
-    """Cut a step into parts whose context fits the workspace."""
+    """Cut a step into groups of decodes and tiles of prompts whose context fits the workspace."""
     block_tokens = limits.block_tokens
     bucket = limits.context_blocks
     groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
@@ -113,7 +134,7 @@ def _gathered_parts(
 
 
 class DefaultBackend:
-    """Computes whole products, and attention in whatever shapes are fastest."""
+    """The backend of any device: whole products, and attention over gathered pages."""
 
     def __init__(
         self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -141,8 +162,10 @@ class DefaultBackend:
 
 
 class DeterministicBackend:
-    """Computes each row from its token's context alone: independent of the other rows of the step,
-    and of how the context was cut into steps."""
+    """The batch-invariant backend: each row depends on its token's context alone.
+
+    The other rows of the step do not change its bits, and neither do the chunks of the context.
+    """
 
     def __init__(
         self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -150,6 +173,7 @@ class DeterministicBackend:
         products = RowProducts()
         mask = shaped(arena["mask"], MAX_TILE_ROWS, span_mask_width())
         fill_span_mask(mask)
+
         self._matrices: list[RowInvariantLinear] = []
         self._products = products
         self._limits = limits
@@ -184,21 +208,23 @@ class DeterministicBackend:
         limits = self._limits
         if model_config.has_sinks or any(layer.window for layer in model_config.layers):
             return f"{model_config.architecture} has windows and sinks, which have no such path"
+
         steps = {limits.product_rows(tokens) for tokens in range(1, limits.max_tokens + 1)}
         samples = {limits.product_rows(rows) for rows in range(1, limits.max_rows + 1)}
-        # Matrices of one shape are multiplied alike, so one of each is enough.
+        # Matrices of one shape are multiplied by the same kernel, so one of each is enough.
         for matrix in {each.shape: each for each in self._matrices}.values():
             if not matrix.verify_row_invariance(samples if matrix is head else steps):
                 return (
                     f"products of {UNIT_ROWS} rows with {list(matrix.shape)} weights give a row "
                     "other bits in another place"
                 )
+
         for sequences, rows in self._attended_shapes():
             self._verify_attention(sequences, rows)
         return None
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
-        """List (sequences, rows of queries a KV head) of every product of attention."""
+        """Return (sequences, rows of queries of a KV head) for every product of attention."""
         size = self._model_config.group_size
         limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
@@ -216,15 +242,15 @@ class DeterministicBackend:
 
 
 def can_page(model_config: ModelConfig, block_tokens: int, device: torch.device) -> bool:
-    """Whether `PagedBackend` computes such a model there."""
+    """Return whether `PagedBackend` can compute a model on a device."""
     return triton.runs_on(device) and triton.attends(model_config.head_dim, block_tokens)
 
 
 class PagedBackend:
-    """Computes attention without gathering."""
+    """The backend of Triton's kernels, which read KV pages in place."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
-        """`partials`: float32, `ullage_engine.kernels.arena.partial_elements`."""
+        """Attend in `partials`, float32 of `ullage_engine.kernels.arena.partial_elements`."""
         self._workspace = PagedWorkspace(model_config, partials)
 
     def linear(self, rows: torch.Tensor) -> Linear:
@@ -240,8 +266,10 @@ class PagedBackend:
 
 
 class ForwardContext:
-    """The rows of a step and views of the arena, made once so that a layer is only its
-    operations."""
+    """The rows of a step and views of the arena.
+
+    The views are made once a step, so that layers only launch operations.
+    """
 
     def __init__(
         self,
@@ -251,49 +279,53 @@ class ForwardContext:
         arena: dict[str, torch.Tensor],
         staging: Staging | None = None,
     ) -> None:
-        """`staging`: by which index arrays reach a device where `PagedBackend` computes."""
+        """Lay out a batch in the arena.
+
+        `staging` copies index arrays to the device for `PagedBackend`; other backends have None.
+        """
         self.batch = batch
         self.device = arena["hidden"].device
         self.tokens = len(batch.token_ids)
         self.rows = limits.product_rows(self.tokens)
         """Number of rows of every matrix product: tokens and padding."""
+
         self._staging = staging
         if staging is not None:
             staging.begin()
+
         self.hidden = shaped(arena["hidden"], self.rows, model_config.hidden)
         self.normed = shaped(arena["normed"], self.rows, model_config.hidden)
         self._arena = arena
 
     def view(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the start of a buffer, in this shape."""
+        """Return the start of a buffer of the arena, in this shape."""
         return shaped(self._arena[name], *shape)
 
     def find(self, name: str) -> torch.Tensor | None:
-        """Return a flat buffer that only some steps have."""
+        """Return a flat buffer of the arena, or None if the arena has no buffer of that name."""
         return self._arena.get(name)
 
     def indices(self, values: Indices) -> torch.Tensor:
-        """Return numbers as a tensor on the device, where they are after `upload`."""
+        """Return a tensor on the device that has the values after `upload`."""
         if self._staging is not None:
             return self._staging.put(values)
         return torch.from_numpy(values).to(self.device)
 
     def upload(self) -> None:
-        """Send all index arrays to the device: after the last of them, before any operation."""
+        """Copy all index arrays to the device.
+
+        Call it after the last `indices` and before the first operation.
+        """
         if self._staging is not None:
             self._staging.upload()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotates heads x [heads, tokens, head_dim] by tables [tokens, head_dim] into `out`."""
+    """Rotate heads x [heads, tokens, head_dim] by tables [tokens, head_dim]; write to `out`."""
     half = x.shape[-1] // 2
     torch.mul(x, cos, out=out)
     out[..., :half].addcmul_(x[..., half:], sin[:, :half])
     out[..., half:].addcmul_(x[..., :half], sin[:, half:])
-
-
-NORMALISED_AT_ONCE = 4 << 20
-"""Numbers normalised at once, which bounds the temporary: any usual step's in one launch."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -306,7 +338,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """Normalises each head of [tokens, heads, head_dim] by itself, in place."""
+    """Normalise each head of [tokens, heads, head_dim] by itself, in place."""
     size = max(1, NORMALISED_AT_ONCE // heads[0].numel())
     for start in range(0, heads.shape[0], size):
         rows = heads[start : start + size]
@@ -323,27 +355,23 @@ class RotaryTables:
         self.sin = sin
 
     def read(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Write the rows of both tables for some positions to cos and sin [tokens, head_dim]."""
+        """Write the rows of both tables at `positions` to cos and sin [tokens, head_dim]."""
         torch.index_select(self.cos, 0, positions, out=cos)
         torch.index_select(self.sin, 0, positions, out=sin)
 
 
-HeadNorms = tuple[torch.Tensor, torch.Tensor]
-"""Weights [head_dim] of the norms of queries and of keys."""
-
-
 class Rotary(Protocol):
-    """What is done to a layer's queries, keys and values before attention."""
+    """The operations on a layer's queries, keys and values before attention."""
 
     def run(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
     ) -> None:
-        """Normalises and rotates queries and keys, and stores keys and values."""
+        """Normalise and rotate queries and keys, and store keys and values in the cache."""
         ...
 
 
 class TorchRotary:
-    """One operation after another, each for all heads."""
+    """Rotary of torch: one operation after another, each for all heads."""
 
     def __init__(
         self,
@@ -357,6 +385,7 @@ class TorchRotary:
         heads = model_config.num_heads
         head_dim = model_config.head_dim
         rotated_heads = heads + model_config.num_kv_heads
+
         by_token = qkv.view(tokens, -1, head_dim)
         by_head = by_token.transpose(0, 1)
         self._queries = by_token[:, :heads]
@@ -365,6 +394,7 @@ class TorchRotary:
         self._values = by_head[rotated_heads:]
         self._rotated = rotated
         self._rotated_keys = rotated[heads:]
+
         self._codes = step.find("kv_codes")
         self._cos = step.view("step_cos", tokens, head_dim)
         self._sin = step.view("step_sin", tokens, head_dim)
@@ -381,7 +411,7 @@ class TorchRotary:
 
 
 class FusedRotary:
-    """One kernel, which reads the tables and writes the pages in place."""
+    """Rotary of one Triton kernel, which reads the tables and writes the pages in place."""
 
     def __init__(
         self,
@@ -390,7 +420,7 @@ class FusedRotary:
         qkv: torch.Tensor,  # [tokens, qkv_width]
         rotated: torch.Tensor,  # [heads, tokens, head_dim]
     ) -> None:
-        # Imported when needed: only where there is Triton.
+        # Imported here because Triton is not installed everywhere.
         from ullage_engine.kernels.triton.layer import rotate_and_store
 
         self._rotate_and_store = rotate_and_store
@@ -419,7 +449,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """`fused`: by kernels, which need no rotated keys."""
+        """Prepare a step; `fused` if Triton's kernels compute, which need no rotated keys."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -430,7 +460,8 @@ class AttentionStep:
             if fused
             else TorchRotary(step, model_config, tables, qkv, rotated)
         )
-        # Each window is prepared once, however many layers have it.
+
+        # Each window is prepared once for all layers that have it.
         windows = {layer.window for layer in model_config.layers if layer.mixer == "attention"}
         rows = {window: step.batch.paged(window) for window in windows}
         self._attentions = {
@@ -442,18 +473,24 @@ class AttentionStep:
     def rotate_and_store(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, window: int
     ) -> None:
-        """Prepare `qkv` for attention, and writes every token's keys and values to a layer with
-        such a window."""
+        """Prepare `qkv` for attention, and write the keys and values of every token to the cache.
+
+        `window` is the layer's.
+        """
         self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
+        """Write the attention of a layer with this window to `attended`."""
         for attention in self._attentions[window]:
             attention.run(cache, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """hidden += out(softmax(rotate(q) rotate(k)ᵀ / √d) v), with what the family adds to it."""
+    """hidden += out(softmax(rotate(q) rotate(k)ᵀ / √d) v).
+
+    Some model families add head norms, biases, sinks or a window.
+    """
 
     qkv: Linear
     output: Linear
@@ -467,15 +504,17 @@ class AttentionLayer:
     output_bias: torch.Tensor | None = None
 
     def run(self, step: ForwardContext, shared: AttentionStep, cache: LayerCache) -> None:
-        """Add the layer's result for `step.normed` to `step.hidden`; writes every token's KV."""
+        """Add the layer's result for `step.normed` to `step.hidden`, and store every token's KV."""
         self.qkv.forward(step.normed, shared.qkv)
         if self.qkv_bias is not None:
             shared.qkv.add_(self.qkv_bias)
+
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm, self.k_norm)
         shared.rotate_and_store(norms, self.eps, cache, self.window)
         shared.attend(cache, self.window, self.sinks)
+
         self.output.forward_add(shared.attended, step.hidden)
         if self.output_bias is not None:
             step.hidden.add_(self.output_bias)
@@ -487,7 +526,7 @@ class ConvStep:
     def __init__(
         self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
     ) -> None:
-        """`fused`: by one kernel, which needs no buffers of the arena."""
+        """Prepare a step; `fused` if one Triton kernel computes, which needs no further buffers."""
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)
@@ -501,7 +540,7 @@ class ConvStep:
 
 
 class GatheredConvolution:
-    """Rows are gathered once a tap; for any device."""
+    """The convolution of any device, which gathers the rows of each tap."""
 
     def __init__(
         self,
@@ -511,45 +550,55 @@ class GatheredConvolution:
         projected: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """projected [tokens, 3 * channels] into out [tokens, channels]."""
+        """Prepare the convolution of projected [tokens, 3 * channels] to out [tokens, channels]."""
         tokens, channels = out.shape
         state_rows = len(plan.slots) * (model_config.conv_kernel - 1)
         self._b, self._c, self._u = projected.chunk(3, dim=1)
         self._out = out
+
+        # Products and states are neighbours in one matrix, so that one gather reads both.
         self._source = step.view("conv_source", tokens + state_rows, channels)
         self._tapped = step.view("conv_tapped", tokens, channels)
         self._kept = step.view("conv_kept", state_rows, channels)
         self._products = self._source[:tokens]
         self._states = self._source[tokens:].view(len(plan.slots), -1, channels)
-        # The last tap is the row itself.
+
+        # The last tap reads the row itself, so it needs no gather.
         self._taps = step.indices(plan.taps[:-1])
         self._tails = step.indices(plan.tails.ravel())
         self._slots = step.indices(np.maximum(plan.slots, 0))
         self._next_slots = step.indices(plan.next_slots)
+
+        # Chunks at the beginning of a sequence have no slot; their state is zeros.
         fresh = np.flatnonzero(plan.slots == NO_SLOT)
         self._fresh = step.indices(fresh) if len(fresh) else None
 
     def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
         """Write C · Σ_j taps_j (B·u) for every row, and the states after the step.
 
-        taps [kernel, channels], the oldest first; state [slots, kernel - 1, channels].
+        Args:
+            taps: weights [kernel, channels], the oldest first.
+            state: states [slots, kernel - 1, channels], read and written.
         """
         torch.mul(self._b, self._u, out=self._products)
         torch.index_select(state, 0, self._slots, out=self._states)
         if self._fresh is not None:
             self._states.index_fill_(0, self._fresh, 0)
+
         torch.mul(self._products, taps[-1], out=self._out)
         for rows, weight in zip(self._taps, taps, strict=False):
             torch.index_select(self._source, 0, rows, out=self._tapped)
             self._out.addcmul_(self._tapped, weight)
+
         torch.index_select(self._source, 0, self._tails, out=self._kept)
         state.index_copy_(0, self._next_slots, self._kept.view_as(self._states))
+
         self._out.mul_(self._c)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvLayer:
-    """The weights of one layer; `taps` is [kernel, channels], the oldest first."""
+    """One convolution layer; `taps` is [kernel, channels], the oldest first."""
 
     project: Linear
     taps: torch.Tensor
@@ -558,7 +607,8 @@ class ConvLayer:
     def run(self, step: ForwardContext, shared: ConvStep, state: torch.Tensor) -> None:
         """Add the layer's result for `step.normed` to `step.hidden`.
 
-        state [slots, kernel - 1, channels]: one slot of each chunk is read, another written.
+        The layer reads one slot of `state` [slots, kernel - 1, channels] for each chunk, and writes
+        another.
         """
         self.project.forward(step.normed, shared.projected)
         shared.convolution.run(self.taps, state)

@@ -1,15 +1,14 @@
-"""The decoder, which every model here is: embed, layers, norm, project.
+"""The decoder that computes every model: embedding, layers, norm, projection to logits.
 
-In each layer x += mixer(norm(x)); x += feed_forward(norm(x)). What the mixers and feed-forwards
-are, `ModelConfig` says (`ullage_engine.model_config.registry`). One rank of several computes a run
-of the layers, or a part of each.
+Each layer computes x += mixer(norm(x)); x += feed_forward(norm(x)). `ModelConfig` decides which
+mixers and feed-forwards the layers have (`ullage_engine.model_config.registry`). A rank of a group
+computes some consecutive layers, or a part of each layer.
 
-Scales of float8 KV come from the largest key and value that a layer can make of any input, known
-from its weights alone. A normalised row has the length √hidden at most, so |w · (row * norm)| is at
-most √hidden |w * norm| (Cauchy and Schwarz). What inputs really give lies below that by about the
-same √hidden, 5 or 6 of the 14 powers of two between E4M3's least normal number and its largest:
-scales of these bounds saturate nothing and keep the precision of floating point, with no text to
-calibrate on.
+Scales of float8 KV come from the largest key and value that a layer can make of any input, which
+follows from its weights alone. A normalised row is at most √hidden long, so |w · (row * norm)| is
+at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below this bound by about the same
+√hidden: 5 or 6 of the 14 powers of two between E4M3's least normal number and its largest. Scales
+of these bounds never saturate, keep the precision of floating point, and need no calibration text.
 """
 
 import math
@@ -48,6 +47,9 @@ from ullage_engine.layers.rotary_tables import different_table
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.quantization.formats import VALUES
 
+RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
+"""An operation like `ullage_engine.layers.attention.rms_norm`."""
+
 
 class MlpStep:
     """The tensors that all dense feed-forward layers share in one step."""
@@ -85,18 +87,14 @@ class MlpLayer:
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write silu(gate) * up for gate_up [tokens, 2 * intermediate]; changes its gate half."""
+    """Write silu(gate) * up for gate_up [tokens, 2 * intermediate], and overwrite its gate half."""
     width = out.shape[-1]
     torch.mul(F.silu(gate_up[:, :width], inplace=True), gate_up[:, width:], out=out)
 
 
-RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
-"""An operation like `ullage_engine.layers.attention.rms_norm`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What is computed on rows between products."""
+    """The operations on rows between matrix products."""
 
     rms_norm: RmsNorm
     gate: GatedActivation
@@ -104,10 +102,11 @@ class Operations:
 
 
 def make_operations(*, fused: bool) -> Operations:
-    """Return kernels, one for each operation, or what torch composes of its own."""
+    """Return Triton's operations, one kernel each, or the ones composed of torch's."""
     if not fused:
         return Operations(rms_norm, gate, clamped_gate)
-    # Imported when needed: only where there is Triton.
+
+    # Imported here because Triton is not installed everywhere.
     from ullage_engine.kernels.triton import layer
 
     return Operations(layer.rms_norm, layer.gate, layer.clamped_gate)
@@ -120,7 +119,7 @@ def kv_bounds(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Bounds of each head's rotated keys, then of each head's values, float32 [2 * kv_heads]."""
+    """Return bounds of each head's rotated keys, then of its values, float32 [2 * kv_heads]."""
     lengths = _lengths(layer, norm, model_config, limits, arena)
     return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
 
@@ -131,18 +130,27 @@ def head_bounds(
     k_norm: torch.Tensor | None = None,
     qkv_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Bounds as `kv_bounds` returns them, from |w * norm| of each row w of keys and values, float32
-    [2 * kv_heads * head_dim]."""
+    """Return the bounds of `kv_bounds`.
+
+    Args:
+        lengths: |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
+        model_config: the configuration of this rank's part of the model.
+        k_norm: weights [head_dim] of the norm of keys; None without a norm.
+        qkv_bias: bias [qkv_width] of the projection; None without a bias.
+    """
     largest = math.sqrt(model_config.hidden) * lengths
     if qkv_bias is not None:
         largest += qkv_bias[model_config.query_width :].float().abs()
     by_head = largest.view(2 * model_config.num_kv_heads, model_config.head_dim).amax(1)
+
     keys = by_head[: model_config.num_kv_heads]
-    # Rotation keeps the length of a pair, and either of it may become all of that.
+    # Rotation keeps the length of a pair of numbers, and either number may become that long.
     keys.mul_(math.sqrt(2))
     if k_norm is not None:
+        # The norm of a head replaces the bound: a normalised head is at most √head_dim long.
         keys.copy_(math.sqrt(model_config.head_dim) * k_norm.float().abs().max())
     keys.mul_(model_config.rope_scale)
+
     return by_head
 
 
@@ -155,7 +163,8 @@ def _lengths(
 ) -> torch.Tensor:
     """Compute |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
 
-    Multiplies a diagonal of the norm's weights, since a matrix of any format multiplies.
+    The layer multiplies the diagonal matrix of the norm's weights, since layers of every format
+    can multiply.
     """
     hidden = model_config.hidden
     rows = limits.product_rows(min(limits.max_tokens, hidden))
@@ -163,31 +172,34 @@ def _lengths(
     products = shaped(arena["qkv"], rows, model_config.qkv_width)
     kv = products[:, model_config.query_width :]
     squares = torch.zeros(kv.shape[1], dtype=torch.float64, device=norm.device)
+
     for start in range(0, hidden, rows):
         columns = torch.arange(start, min(start + rows, hidden), device=norm.device)
         inputs.zero_()[columns - start, columns] = norm[columns]
         layer.qkv.forward(inputs, products)
         squares += torch.linalg.vector_norm(kv, dim=0, dtype=torch.float64).square_()
+
     return squares.sqrt_().float()
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Prepared tensors by name, and matrices made of them in whatever format they have."""
+    """The prepared tensors by name, and the makers of linear layers in the tensors' formats."""
 
     tensors: dict[str, torch.Tensor]
     linear: Callable[[str], Linear]
+    """Maker of the linear layer of a name."""
     experts: Callable[[str], ExpertLinears]
-    """The matrix that every expert has of its own."""
+    """Maker of the linear layers of a layer's experts."""
     embedding: TiledEmbedding | None = None
-    """The embedding, if it is in tiles."""
+    """The embedding, if it is tiled."""
     reduce: Reduce | None = None
-    """Adds up what several ranks computed, each with its part of every expert."""
+    """Sum over ranks that each have a part of every expert; None without other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer; `memory` is the index of its cache, or of its state."""
+    """One layer; `memory` is the index of its KV cache or of its convolution state."""
 
     mixer_norm: torch.Tensor
     mixer: AttentionLayer | ConvLayer
@@ -196,8 +208,10 @@ class DecoderLayer:
     mlp: MlpLayer | Experts
 
     def formats(self) -> tuple[object, ...]:
-        """Return what tells apart the kernels by which the layer's matrices are multiplied: a GGUF
-        file has some layers in a format of their own."""
+        """Return the encodings of the layer's matrices, which decide the kernels that multiply.
+
+        Layers of one model may differ: a GGUF file has some layers in a format of their own.
+        """
         mixer = self.mixer
         mlp = self.mlp
         first = mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
@@ -206,7 +220,7 @@ class DecoderLayer:
 
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
-    """Return rows as many as their products have; padding repeats the last one."""
+    """Return rows padded to the rows of a product; padding repeats the last row."""
     count = limits.product_rows(len(rows)) if len(rows) else 0
     padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
     return padded
@@ -223,7 +237,7 @@ class DecoderStep:
 
 
 class Decoder:
-    """Computes the hidden states and logits of a step in buffers it is given."""
+    """The decoder that torch computes, in the buffers of the arena."""
 
     def __init__(
         self,
@@ -238,16 +252,20 @@ class Decoder:
         self._arena = arena
         self._backend = backend
         self._sampled_rows = torch.empty(0, dtype=torch.int32)
+
         self._embedding = weights.tensors.get("embedding")
         self._tiled_embedding = weights.embedding
         self._norm = weights.tensors.get("norm")
         head = "embedding" if model_config.tied else "head"
         has_head = head in weights.tensors or f"{head}.{VALUES}" in weights.tensors
         self._head = weights.linear(head) if has_head else None
+
         positions = (limits.max_model_len, model_config.head_dim)
-        tables = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
-        self._tables = RotaryTables(model_config, *tables)
-        # Only kernels read whole steps of indices from one place of the arena.
+        cos = shaped(arena["cos"], *positions)
+        sin = shaped(arena["sin"], *positions)
+        self._tables = RotaryTables(model_config, cos, sin)
+
+        # Only Triton's kernels read all indices of a step from one place of the arena.
         self._staging = Staging(arena["indices"].view(torch.uint8)) if limits.fused else None
         self._operations = make_operations(fused=limits.fused)
         build = _Builder(weights, model_config, arena, self._operations, limits.deterministic)
@@ -261,29 +279,39 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute hidden states of the batch's rows after the last layer, not yet normalised.
+        """Compute the hidden states of a batch, and write its KV and convolution states.
 
-        Writes the KV of every token, and every sequence's convolution state. `hidden_in` [tokens,
-        hidden] is what the layers before these made of the tokens; without it they are embedded.
-        `layers`: run only these. The result lives in the arena until the next step.
+        Args:
+            batch: rows of the step.
+            caches: KV of each attention layer.
+            states: states of each convolution layer.
+            hidden_in: hidden states [tokens, hidden] of the previous stage; None on the first
+                stage, which embeds the tokens.
+            layers: indices of the layers to run; None for all.
+
+        Returns:
+            Hidden states [tokens, hidden] after the last layer, not normalised. They lie in the
+            arena and are valid until the next step.
         """
         return self.compute(self.prepare(batch), caches, states, hidden_in, layers)
 
     def prepare(self, batch: StepBatch) -> DecoderStep:
-        """Lays out a step in the arena, and begins to copy its index arrays to the device.
+        """Lay out a step in the arena, and begin to copy its index arrays to the device.
 
-        Steps of the same shapes lie at the same addresses: what was computed of one can be repeated
-        for another that was prepared since.
+        Steps of the same shapes lie at the same addresses. The operations on one step can therefore
+        be replayed for a step that is prepared later.
         """
         model_config = self._model_config
         limits = self._limits
         rows = ForwardContext(batch, model_config, limits, self._arena, self._staging)
         token_ids = rows.indices(batch.token_ids)
+
         fused = limits.fused
         attention = AttentionStep(rows, model_config, self._tables, self._backend, fused=fused)
         conv = None
         if batch.conv is not None:
             conv = ConvStep(rows, model_config, batch.conv, fused=fused)
+
         self._sampled_rows = rows.indices(padded_rows(batch.sampled_rows, limits))
         rows.upload()
         return DecoderStep(rows, token_ids, attention, conv)
@@ -296,8 +324,10 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute a prepared step; see `forward`. Where kernels compute and there are no experts,
-        nothing is read on the host."""
+        """Compute a prepared step; see `forward`.
+
+        Triton's kernels read nothing on the host, unless the model has experts.
+        """
         rows = step.rows
         num_tokens = rows.batch.num_tokens
         if hidden_in is None:
@@ -311,26 +341,29 @@ class Decoder:
         return rows.hidden[:num_tokens]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of the batch's sampled rows to out [rows and padding, vocab]; `hidden`
-        is what the last `forward` has returned."""
+        """Write the logits of the batch's sampled rows to out [rows and padding, vocab].
+
+        `hidden` is the result of the last `forward`.
+        """
         chosen = shaped(self._arena["normed"], out.shape[0], self._model_config.hidden)
         torch.index_select(hidden, 0, self._sampled_rows, out=chosen)
         self._project(chosen, out)
 
     def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of some rows of such a result to out [rows, vocab]."""
+        """Write the logits of some rows of a result of `forward` to out [rows, vocab]."""
         chosen = shaped(self._arena["normed"], *rows.shape)
         self._project(chosen.copy_(rows), out)
 
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write logits of hidden states [rows, hidden], which it overwrites."""
-        assert self._head is not None and self._norm is not None, "not the last stage"
+        """Write the logits of hidden states [rows, hidden], and overwrite those."""
+        assert self._head is not None, "not the last stage"
+        assert self._norm is not None, "not the last stage"
         eps = self._model_config.rms_eps
         self._operations.rms_norm(chosen, self._norm, eps, chosen)
         self._head.forward(chosen, out)
 
     def one_of_each_kind(self) -> list[int]:
-        """Return the indices of layers that together do all that the model does."""
+        """Return the indices of layers that together have every kind of layer of the model."""
         kinds = {
             (spec, layer.formats()): index
             for index, (spec, layer) in enumerate(
@@ -340,8 +373,10 @@ class Decoder:
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute scales with which every key and value of each layer can be stored as float8;
-        overwrites the arena."""
+        """Compute scales with which every key and value of each layer fits float8.
+
+        The computation overwrites the arena.
+        """
         scales = []
         for layer in self._layers:
             if isinstance(layer.mixer, AttentionLayer):
@@ -352,18 +387,18 @@ class Decoder:
         return scales
 
     def check_tables(self) -> str:
-        """Compute the rotary tables a second time; return the name of one that comes out
-        otherwise, else nothing."""
+        """Compute the rotary tables a second time; return the name of one that differs, or ""."""
         return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:
-        """See `AttentionBackend.verify_row_invariance`."""
+        """Check batch invariance; see `AttentionBackend.verify_row_invariance`."""
         return self._backend.verify_row_invariance(self._head)
 
     def _embed(self, token_ids: torch.Tensor, step: ForwardContext) -> None:
         if self._tiled_embedding is not None:
             self._tiled_embedding.read(token_ids, step.hidden[: step.tokens])
             return
+
         assert self._embedding is not None, "not the first stage"
         torch.index_select(self._embedding, 0, token_ids, out=step.hidden[: step.tokens])
 
@@ -380,8 +415,10 @@ class Decoder:
         eps = self._model_config.rms_eps
         deterministic = self._limits.deterministic
         mlp = MlpStep(step, self._model_config, deterministic)
-        # Padding would choose experts, too, and have them read; only whole units of rows need it.
+        # Padding rows would choose experts, whose weights would be read for nothing. Only
+        # deterministic products need them.
         routed = step.rows if deterministic else step.batch.num_tokens
+
         for layer in layers:
             rms_norm(step.hidden, layer.mixer_norm, eps, step.normed)
             if isinstance(layer.mixer, AttentionLayer):
@@ -389,6 +426,7 @@ class Decoder:
             else:
                 assert conv is not None, "a batch without the convolutions' rows"
                 layer.mixer.run(step, conv, states[layer.memory])
+
             rms_norm(step.hidden, layer.mlp_norm, eps, step.normed)
             if isinstance(layer.mlp, MlpLayer):
                 layer.mlp.run(step, mlp)
@@ -397,7 +435,7 @@ class Decoder:
 
 
 class _Builder:
-    """Makes layers of their prepared tensors."""
+    """The maker of layers from prepared tensors."""
 
     def __init__(
         self,

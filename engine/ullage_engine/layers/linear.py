@@ -1,12 +1,11 @@
-"""Linear layers: what models multiply by, plain or quantised.
+"""Linear layers, plain or quantised.
 
-The C++ library and Triton's kernels read small numbers themselves. Elsewhere panels of a quantised
-matrix are dequantised into scratch memory and multiplied as any other; the scratch is one buffer
-for all matrices of a model, so no step allocates for it.
+The C++ library and Triton's kernels read quantised weights directly. The other layers dequantise a
+panel of weights into scratch memory and multiply by it. All layers of a model share one scratch
+buffer, so no step allocates memory for it.
 
-w8a8 rounds every row of activations to int8 with a scale of its own; products are summed as int32,
-and the scales of row and column are multiplied in afterwards. Sums of whole numbers are exact, so a
-row's result depends on nothing but the row.
+w8a8 rounds every row of activations to int8 with a scale of its own. Products are summed as int32,
+then multiplied by the scales of row and column. Integer sums are exact, so w8a8 is batch-invariant.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,9 +26,29 @@ from ullage_engine.quantization.formats import (
     unpack_tiles,
 )
 
+# Dequantisation.
+PANEL_BYTES = 2 << 20
+"""Bytes of weights dequantised at a time: about the size that stays in a core's cache until the
+product reads them."""
+
+# Products of int8.
+PASS_ROWS = 64
+"""Rows rounded and multiplied at a time; they bound the scratch memory."""
+_MOST = 127
+"""Largest rounded activation."""
+_LEAST_SCALE = 1e-12
+"""Least scale of a row of activations, so that a row of zeros does not divide by zero."""
+_EXACT_TERMS = 1024
+"""Products of int8 that float32 adds up exactly: 1024 * 127 * 127 < 2^24."""
+_CUDA_LEAST_ROWS = 32
+"""Rows that int8 products are padded to on CUDA: cuBLAS multiplies int8 from 17 rows on."""
+
+FusedProduct = Callable[..., None]
+"""A kernel like `ullage_engine.kernels.triton.quantized_matmul`, with the same arguments."""
+
 
 class Linear(Protocol):
-    """A weight matrix [in, out]; both operations write into memory they are given."""
+    """A linear layer with weights [in, out]; both operations write to the caller's memory."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,10 +65,10 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """Numbers of the computing type."""
+    """Unquantised linear layer."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """`rows` is [out, in], as checkpoints store it."""
+        """Multiply by `rows` [out, in], as checkpoints store weights."""
         self._weight = rows.t()
         self.shape = (rows.shape[1], rows.shape[0])
 
@@ -61,10 +80,10 @@ class PlainLinear:
 
 
 class RowInvariantLinear:
-    """Numbers of the computing type, by products whose rows do not depend on one another."""
+    """Unquantised linear layer with batch-invariant products."""
 
     def __init__(self, rows: torch.Tensor, products: RowProducts) -> None:
-        """`rows` is [out, in], as checkpoints store it."""
+        """Multiply by `rows` [out, in], as checkpoints store weights."""
         self._weight = rows.t()
         self._products = products
         self.shape = (rows.shape[1], rows.shape[0])
@@ -76,45 +95,45 @@ class RowInvariantLinear:
         self._products.add(x, self._weight, out)
 
     def verify_row_invariance(self, sizes: Iterable[int]) -> bool:
-        """See `RowProducts.verify_row_invariance`."""
+        """Check the products of each number of rows; see `RowProducts.verify_row_invariance`."""
         return self._products.verify_row_invariance(self._weight, sizes)
 
 
-PANEL_BYTES = 2 << 20
-"""Bytes of weights dequantised at a time: about what a core's cache keeps until they are
-multiplied."""
-
-
 class Dequantizer(Protocol):
-    """Dequantises rows of one matrix."""
+    """The dequantiser of one matrix, a panel of rows at a time."""
 
     def fill(self, start: int, end: int) -> torch.Tensor:
-        """Write rows start to end as [end - start, in], in scratch memory that the next call
-        reuses."""
+        """Return rows start to end, dequantised, as [end - start, in].
+
+        They lie in scratch memory, which the next call overwrites.
+        """
         ...
 
 
 def dequant_rows(encoding: Encoding, itemsize: int) -> int:
-    """Return the rows of a panel, at least one."""
+    """Return the number of rows of a panel, at least one."""
     rows, columns = encoding.shape
     return min(rows, max(1, PANEL_BYTES // (columns * itemsize)))
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Return the scratch memory for the weights of panels of so many rows."""
+    """Return the bytes of scratch memory for the weights of panels of `rows` rows."""
     return rows * encoding.shape[1] * itemsize
 
 
 def nibble_bytes(encoding: Encoding, rows: int) -> int:
-    """Return the scratch memory for halves of bytes while such panels are filled."""
+    """Return the bytes of scratch memory for the unpacked int4 of `rows` rows."""
     return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
 
 
 def make_dequantizer(
     packed: Packed, rows: int, dtype: torch.dtype, scratch: torch.Tensor
 ) -> Dequantizer:
-    """Panels of at most `rows` rows in `scratch`, uint8: weights at its start, halves at its end,
-    so that one matrix's halves are never another's weights."""
+    """Make the dequantiser of a matrix, for panels of at most `rows` rows.
+
+    `scratch`, uint8, holds weights at its start and unpacked int4 at its end. Matrices share it,
+    and the unpacked int4 of one matrix never overwrites the dequantised weights of another.
+    """
     encoding = packed.encoding
     end = dequant_bytes(encoding, rows, dtype.itemsize)
     panel = scratch[:end].view(dtype).view(rows, -1)
@@ -126,7 +145,7 @@ def make_dequantizer(
 
 @dataclass(frozen=True, slots=True)
 class Int8Dequantizer:
-    """Dequantises int8."""
+    """Dequantiser of int8."""
 
     packed: Packed
     panel: torch.Tensor
@@ -138,7 +157,7 @@ class Int8Dequantizer:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Dequantizer:
-    """Dequantises float8 E4M3."""
+    """Dequantiser of float8 E4M3."""
 
     packed: Packed
     panel: torch.Tensor
@@ -151,7 +170,7 @@ class Fp8Dequantizer:
 
 @dataclass(frozen=True, slots=True)
 class Int4Dequantizer:
-    """Dequantises int4 that is laid out row by row."""
+    """Dequantiser of int4 that is laid out row by row."""
 
     packed: Packed
     panel: torch.Tensor
@@ -168,7 +187,7 @@ class Int4Dequantizer:
 def _split(
     values: torch.Tensor, halves: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> None:
-    """Write the values of both halves of every byte, -8 to 7."""
+    """Write the values, -8 to 7, of both int4 of every byte."""
     torch.bitwise_and(values, 15, out=halves)
     low.copy_(halves.add_(MIN_VALUE["int4"]))
     torch.bitwise_right_shift(values, 4, out=halves)
@@ -177,6 +196,7 @@ def _split(
 
 
 def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.Tensor:
+    """Multiply a panel by its scales and add its zeros, in place."""
     grouped = panel.view(end - start, packed.encoding.num_groups, -1)
     grouped.mul_(packed.scales[start:end].unsqueeze(2))
     if packed.zeros is not None:
@@ -184,32 +204,22 @@ def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.
     return panel
 
 
-PASS_ROWS = 64
-"""Rows rounded and multiplied at a time; they bound the scratch memory."""
-
-_MOST = 127
-_LEAST_SCALE = 1e-12
-_EXACT_TERMS = 1024
-"""Products of int8 that float32 adds up exactly: 1024 * 127 * 127 < 2^24."""
-
-_CUDA_LEAST_ROWS = 32
-"""Rows that int8 products are padded to on CUDA: cuBLAS multiplies int8 from 17 rows on."""
-
-
 def int_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Return the scratch memory for weights [out, in]."""
+    """Return the bytes of scratch memory that `Int8Linear` takes for weights [out, in]."""
     rows, columns = shape
     return PASS_ROWS * (columns + 4 * columns + 2 * 4 * rows + 4)
 
 
 class Int8Linear:
-    """A matrix of int8 weights with a scale for each row."""
+    """Linear layer of w8a8: int8 weights and activations, with a scale for each row of both."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
+        """Multiply by `packed`; `scratch` is uint8 of `int_scratch_bytes` or more."""
         num_rows, num_columns = packed.encoding.shape
         self.shape = (num_columns, num_rows)
         self._weight = packed.values.t()
         self._scales = packed.scales.view(1, -1)
+
         sizes = [PASS_ROWS * size * 4 for size in (num_columns, num_rows, num_rows, 1)]
         pieces = torch.split(scratch, [*sizes, scratch.numel() - sum(sizes)])
         floats, sums, products, scales, rest = pieces
@@ -218,6 +228,7 @@ class Int8Linear:
         self._products = products.view(torch.float32).view(PASS_ROWS, -1)
         self._row_scales = scales.view(torch.float32).view(PASS_ROWS, 1)
         self._rounded = rest[: PASS_ROWS * num_columns].view(torch.int8).view(PASS_ROWS, -1)
+
         self._least_rows = _CUDA_LEAST_ROWS if scratch.is_cuda else 1
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -231,6 +242,7 @@ class Int8Linear:
             out[rows].add_(self._product(x[rows]))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ self in float32, in scratch memory."""
         count = x.shape[0]
         self._round(x)
         padded = max(count, self._least_rows)
@@ -251,26 +263,30 @@ class Int8Linear:
 
 
 def native_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Return the scratch memory for tiles of weights [out, in]."""
+    """Return the bytes of scratch memory that `NativeLinear` takes for weights [out, in]."""
     rows, columns = shape
     return PASS_ROWS * (4 * columns + 4 * rows + 2 * 4 * columns // TILE_GROUPS[0] + columns)
 
 
 def native_matrix(packed: Packed) -> Matrix:
-    """Describe tiles to the library."""
+    """Return the C++ library's description of a tiled matrix."""
     encoding = packed.encoding
     sizes = (*encoding.shape, FORMATS[encoding.format], encoding.group)
     return Matrix(packed.values.data_ptr(), *sizes)
 
 
 class NativeLinear:
-    """A matrix in tiles, multiplied by the C++ library; a row depends on nothing but the row."""
+    """Linear layer of tiled weights, computed by the C++ library; batch-invariant."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
+        """Multiply by `packed`; `scratch` is uint8 of `native_scratch_bytes` or more."""
         rows, columns = packed.encoding.shape
         self.shape = (columns, rows)
-        self._tiles, self._matrix = packed.values, native_matrix(packed)
+        # The description has a pointer into the tiles, so both live as long as the layer.
+        self._tiles = packed.values
+        self._matrix = native_matrix(packed)
         self._team = shared_team(torch.get_num_threads())
+
         factors = 4 * columns // TILE_GROUPS[0]
         sizes = [PASS_ROWS * size for size in (4 * columns, 4 * rows, factors, factors, columns)]
         pieces = torch.split(scratch, [*sizes, scratch.numel() - sum(sizes)])
@@ -300,7 +316,7 @@ class NativeLinear:
 
 
 def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write x @ weight, exactly: int8 [rows, in] and [in, out], int32 out."""
+    """Write the exact x @ weight of int8 [rows, in] and int8 [in, out] to int32 `out`."""
     multiple_of_8 = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
     if hasattr(torch, "_int_mm") and (multiple_of_8 or not x.is_cuda):
         torch._int_mm(x, weight, out=out)
@@ -309,22 +325,26 @@ def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def emulated_int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the same numbers where no instruction makes them: float32 sums of terms so few that
-    each is exact."""
+    """Write the result of `int_product` by float32 products, for devices without int8 products.
+
+    Each float32 sum has so few terms that it is exact.
+    """
     out.zero_()
     for start in range(0, x.shape[1], _EXACT_TERMS):
         terms = slice(start, start + _EXACT_TERMS)
         out.add_(torch.mm(x[:, terms].float(), weight[terms].float()).to(torch.int32))
 
 
-FusedProduct = Callable[..., None]
-"""A kernel like `ullage_engine.kernels.triton.quantized_matmul`, with the same arguments."""
-
-
 def scratch_bytes(
     encodings: Iterable[Encoding], itemsize: int, *, deterministic: bool = False
 ) -> int:
-    """Return the scratch memory that products with any of these matrices take."""
+    """Return the bytes of scratch memory that layers with these encodings share.
+
+    Args:
+        encodings: encodings of all quantised matrices.
+        itemsize: bytes of a dequantised weight.
+        deterministic: whether matrices are dequantised whole; see `row_invariant_linear`.
+    """
     panels = 0
     halves = 0
     whole = 0
@@ -333,16 +353,25 @@ def scratch_bytes(
             size = native_scratch_bytes if each.is_tiled else int_scratch_bytes
             whole = max(whole, size(each.shape))
             continue
+
         rows = each.shape[0] if deterministic else dequant_rows(each, itemsize)
         panels = max(panels, dequant_bytes(each, rows, itemsize))
         halves = max(halves, nibble_bytes(each, rows))
+
     return max(whole, panels + halves)
 
 
 def quantized_linear(
     packed: Packed, dtype: torch.dtype, scratch: torch.Tensor, fused: FusedProduct | None = None
 ) -> Linear:
-    """Make the matrix in whatever way is fastest here; `scratch` uint8 of `scratch_bytes`."""
+    """Make the fastest linear layer of a quantised matrix.
+
+    Args:
+        packed: quantised weights.
+        dtype: type of activations.
+        scratch: uint8 of `scratch_bytes`, shared by all layers.
+        fused: Triton's kernel; None on devices without Triton.
+    """
     encoding = packed.encoding
     if encoding.is_tiled:
         return NativeLinear(packed, scratch)
@@ -359,10 +388,10 @@ def row_invariant_linear(
     scratch: torch.Tensor,
     plain: Callable[[torch.Tensor], Linear],
 ) -> Linear:
-    """Make the matrix with rows of products independent of one another.
+    """Make a batch-invariant linear layer of a quantised matrix.
 
-    It is dequantised whole before each product, which `plain` makes of a matrix of the computing
-    type [out, in]. Sums of whole numbers are exact, so tiles and w8a8 need none of this.
+    The matrix is dequantised whole before each product. `plain` makes the layer of the dequantised
+    weights [out, in]. Tiles and w8a8 are batch-invariant already, since integer sums are exact.
     """
     if packed.encoding.is_tiled:
         return NativeLinear(packed, scratch)
@@ -372,7 +401,7 @@ def row_invariant_linear(
 
 
 class PanelLinear:
-    """A matrix that is dequantised and multiplied panel by panel."""
+    """Linear layer whose weights are dequantised and multiplied panel by panel."""
 
     def __init__(self, packed: Packed, dtype: torch.dtype, scratch: torch.Tensor) -> None:
         self._rows = dequant_rows(packed.encoding, dtype.itemsize)
@@ -395,7 +424,7 @@ class PanelLinear:
 
 
 class DequantizedLinear:
-    """A matrix that is dequantised into scratch memory before each product."""
+    """Linear layer whose weights are dequantised whole before each product."""
 
     def __init__(
         self,
@@ -407,7 +436,8 @@ class DequantizedLinear:
         rows, columns = packed.encoding.shape
         self.shape = (columns, rows)
         self._dequantizer = make_dequantizer(packed, rows, dtype, scratch)
-        # Weights of some kind stay behind: what `plain` proves of the place must not be of zeros.
+        # The scratch is filled first: `plain` may be checked before the first product, and a check
+        # on zeros would prove nothing.
         self._plain = plain(self._dequantizer.fill(0, rows))
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -420,7 +450,7 @@ class DequantizedLinear:
 
 
 class FusedQuantizedLinear:
-    """A matrix whose kernel reads the stored numbers, whatever the number of rows."""
+    """Linear layer whose kernel reads quantised weights, for any number of rows."""
 
     def __init__(self, packed: Packed, product: FusedProduct) -> None:
         self._packed = packed
@@ -441,12 +471,12 @@ class FusedQuantizedLinear:
 
 
 def has_kernel(encoding: Encoding, format: triton.Format) -> bool:
-    """Whether a Triton kernel multiplies matrices with such groups of scales."""
+    """Return whether a Triton kernel multiplies by matrices with these groups of scales."""
     return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
 
 
 class TiledEmbedding:
-    """An embedding in tiles, whose rows are read by token."""
+    """A tiled embedding, whose rows are read by token."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
@@ -454,7 +484,8 @@ class TiledEmbedding:
     def read(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """Write the rows of some tokens to out [tokens, hidden]."""
         for start in range(0, len(token_ids), TILE_ROWS):
-            some, rows = (each[start : start + TILE_ROWS] for each in (token_ids, out))
+            some = token_ids[start : start + TILE_ROWS]
+            rows = out[start : start + TILE_ROWS]
             tiles = unpack_tiles(self._packed.values[some // TILE_ROWS], self._packed.encoding)
             lanes = torch.arange(len(some)) * TILE_ROWS + some % TILE_ROWS
             rows.copy_(tiles.dequantise()[lanes])

@@ -1,13 +1,13 @@
 """The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
 
-The linear layers of experts hold one matrix for every expert and multiply them one by one, all at
-once (grouped), or only those that a few tokens picked.
+The linear layers of experts hold one matrix for every expert. They multiply by the matrices one
+after another, by all in one grouped product, or only by the matrices that a few tokens picked.
 
-MXFP4, in which gpt-oss stores its experts, has 4 bits a number and 8 for the scale of each 32. A
-number is 1 sign bit, 2 of exponent and 1 of mantissa; a scale is the power of two 2^(byte - 127),
-and 255 is not a number (OCP Microscaling Formats 1.0). Weights stay packed: a tile of rows at a
-time is decoded into scratch memory and multiplied from there. In float32 and bfloat16 the decoded
-numbers are exact.
+MXFP4, in which gpt-oss stores its experts, has 4 bits a number and 8 bits for the scale of each
+group of 32. A number has 1 sign bit, 2 bits of exponent and 1 bit of mantissa. A scale is the power
+of two 2^(byte - 127), and byte 255 is NaN (OCP Microscaling Formats 1.0). Weights stay packed: a
+panel of rows at a time is decoded into scratch memory and multiplied from there. The decoded
+numbers are exact in float32 and bfloat16.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,25 +38,49 @@ if TYPE_CHECKING:
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
 GROUPED_ALIGNMENT = 16
-"""Bytes; rows of what `grouped_mm` multiplies have whole multiples of it."""
+"""Alignment in bytes of the rows that `grouped_mm` multiplies."""
 
 PANEL_ELEMENTS = 1 << 24
-"""Elements of a grouped product computed at once, which bounds the temporary: it has no `out`."""
-
-FEW_PAIRS = 4
-"""Pairs up to which each is multiplied by itself on a CPU: those of one token, because with two
-tokens an expert that both chose is read twice (python -m benchmarks experts)."""
+"""Elements of a grouped product that are computed at once, which bounds the temporary:
+`grouped_mm` has no `out`."""
 
 PANEL_COLUMNS = 16
-"""Least columns of a panel, of which every panel has a multiple."""
+"""Least columns of a panel; the columns of every panel are a multiple."""
+
+FEW_PAIRS = 4
+"""Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
+
+That many belong to one token. With two tokens an expert that both chose would be read twice
+(benchmarks/experts.py).
+"""
+
+EXPERT_KERNELS: dict[Format, triton.Format] = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "fp8",
+    "w8a8": "int8",
+}
+"""Triton's format for each format of experts' weights.
+
+Activations of w8a8 are not rounded: an expert has few rows, so reading small weights is the gain.
+"""
+
+_WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+"""Integer type with the size of two numbers."""
+
+GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
+"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]; may change gate_up."""
+
+Reduce = Callable[[torch.Tensor], None]
+"""Sums [tokens, hidden] over all ranks, in place."""
 
 
 class ExpertLinears(Protocol):
-    """The matrix [in, out] that every expert of a layer has of its own."""
+    """The linear layers [in, out] of a layer's experts, one for each expert."""
 
     @property
     def few_pairs(self) -> int:
-        """Pairs up to which `forward_each` is faster than sorting and `forward`."""
+        """Number of pairs up to which `forward_each` is faster than sorting and `forward`."""
         ...
 
     @property
@@ -65,34 +89,41 @@ class ExpertLinears(Protocol):
         ...
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
-        """Write x @ the matrix of each row's expert, for rows sorted by expert.
+        """Write the product of each row and its expert's matrix, for rows sorted by expert.
 
         Args:
-            x: [pairs and more, in], sorted by expert; the rest is room for padding, and changed.
-            ends: int32 [experts], the row after each expert's last; on the host if `reads_ends`, or
-                else on the device.
-            pairs: rows that count.
-            out: [pairs and more, out]; what is left in the rest means nothing.
+            x: [pairs and padding, in], sorted by expert; padding rows may be overwritten.
+            ends: int32 [experts], the end of each expert's rows; on the host if `reads_ends`,
+                otherwise on the device.
+            pairs: number of rows without padding.
+            out: [pairs and padding, out]; padding rows have no meaning.
         """
         ...
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write out [pairs, out], few rows in any order, each by its expert in chosen [pairs].
+        """Write the product of each row and its expert's matrix, for few rows in any order.
 
-        x [pairs, in], or a row for every so many pairs in a row, those of one token.
+        Args:
+            x: [pairs, in], or [tokens, in] with pairs of the same token in a row.
+            chosen: expert of each pair, [pairs].
+            out: [pairs, out].
         """
         ...
 
 
 class LoopedExperts:
-    """Matrices of any kind, multiplied one expert after another.
+    """Linear layers of any kind, computed one expert after another.
 
-    On a CPU an expert's rows are rounded up to a size that products are prepared for. What that
-    computes of the next expert's rows is wrong, and overwritten by it.
+    On a CPU the number of an expert's rows is rounded up to a size that products are prepared for.
+    The product then includes rows of the next expert. Their results are wrong until the next
+    expert overwrites them.
     """
 
     def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
-        """Deterministic: matrices multiply whole units of rows (`ullage_engine.kernels.arena`)."""
+        """Multiply by `matrices`, one for each expert.
+
+        `deterministic`: products have whole units of rows (`ullage_engine.kernels.arena`).
+        """
         self._matrices = matrices
         self._deterministic = deterministic
 
@@ -126,13 +157,13 @@ class LoopedExperts:
 
 
 class GroupedExperts(LoopedExperts):
-    """Matrices of plain numbers, multiplied in one product whose extents stay on the device.
+    """Unquantised linear layers, computed by one grouped product whose extents stay on the device.
 
-    On CUDA before compute capability 9.0 the library itself reads the extents back and loops.
+    Before compute capability 9.0 torch reads the extents back to the host and loops.
     """
 
     def __init__(self, weights: torch.Tensor, matrices: Sequence[Linear]) -> None:
-        """`weights` is [experts, out, in]; `matrices` are its experts'."""
+        """Multiply by `weights` [experts, out, in]; `matrices` has a layer for each expert."""
         super().__init__(matrices)
         self._weights = weights
 
@@ -152,14 +183,14 @@ class GroupedExperts(LoopedExperts):
 
 @dataclass(frozen=True, slots=True)
 class PickedExperts:
-    """Matrices with one way for few pairs and another for sorted ones."""
+    """Linear layers with one implementation for few pairs and another for sorted pairs."""
 
     few: ExpertLinears
     many: ExpertLinears
 
     @property
     def encoding(self) -> object:
-        """Format that kernels multiply few pairs by."""
+        """Format whose kernels multiply few pairs."""
         return getattr(self.few, "encoding", None)
 
     @property
@@ -180,11 +211,14 @@ class PickedExperts:
 def expert_linears(
     weights: torch.Tensor, matrix: Callable[[torch.Tensor], Linear], deterministic: bool
 ) -> ExpertLinears:
-    """Make the fastest matrices of plain weights [experts, out, in]; `matrix` makes a Matrix of
-    one."""
+    """Make the fastest linear layers of unquantised weights [experts, out, in].
+
+    `matrix` makes the layer of one expert.
+    """
     matrices = [matrix(each) for each in weights]
     if deterministic or not weights.is_cuda:
         return LoopedExperts(matrices, deterministic)
+
     many = GroupedExperts(weights, matrices) if can_group(weights) else LoopedExperts(matrices)
     if not triton.runs_on(weights.device):
         return many
@@ -197,38 +231,35 @@ def packed_experts(
     format: triton.Format,
     zeros: torch.Tensor | None = None,
 ) -> "TritonExperts":
-    """Make all experts' matrices from weights in a format of the kernels: [experts, out, ...]."""
-    # Imported when needed: only where there is Triton.
+    """Make linear layers of weights [experts, out, ...] in a format of Triton's kernels."""
+    # Imported here because Triton is not installed everywhere.
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
     return TritonExperts(packed, scales, zeros, format)
 
 
-EXPERT_KERNELS: dict[Format, triton.Format] = {
-    "int8": "int8",
-    "int4": "int4",
-    "fp8": "fp8",
-    "w8a8": "int8",
-}
-"""Kernel formats of experts' matrices. Activations of w8a8 are not rounded: what counts for the few
-rows of an expert is to read its weights small."""
-
-
 def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
-    """Return all experts' matrices, stored one above the other, by kernels that find each expert's
-    rows on the device; None where no kernel takes such groups."""
+    """Make linear layers of Triton's kernels, which find each expert's rows on the device.
+
+    Args:
+        packed: quantised matrices of all experts, one above the other.
+        count: number of experts.
+
+    Returns:
+        The layers, or None if no kernel takes such groups of scales.
+    """
     format = EXPERT_KERNELS[packed.encoding.format]
     if not has_kernel(packed.encoding, format):
         return None
-    values, scales = (
-        each.view(count, -1, each.shape[1]) for each in (packed.values, packed.scales)
-    )
+
+    values = packed.values.view(count, -1, packed.values.shape[1])
+    scales = packed.scales.view(count, -1, packed.scales.shape[1])
     zeros = None if packed.zeros is None else packed.zeros.view(scales.shape)
     return packed_experts(values, scales, format, zeros)
 
 
 def can_group(weights: torch.Tensor) -> bool:
-    """Whether CUDA multiplies these weights [experts, out, in] in one grouped product."""
+    """Return whether CUDA multiplies by weights [experts, out, in] in one grouped product."""
     return (
         hasattr(F, "grouped_mm")
         and weights.dtype == torch.bfloat16
@@ -242,23 +273,19 @@ def column_panels(columns: int, max_columns: int) -> list[slice]:
     return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
 
 
-_WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""Integers of the size of two numbers."""
-
-
 def decodes(device: torch.device) -> bool:
-    """Whether weights are decoded before they are multiplied: not where Triton's kernels do it."""
+    """Return whether MXFP4 weights are decoded before the product: true without Triton."""
     return not triton.runs_on(device)
 
 
 class Mxfp4Decoder:
-    """Decodes into scratch memory, the same for every panel and every layer."""
+    """The decoder of MXFP4; all layers share its scratch memory, one panel at a time."""
 
     def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
-        """`scratch` is uint8 of `mxfp4_scratch_bytes`.
+        """Decode to `dtype` in `scratch`, uint8 of `mxfp4_scratch_bytes`.
 
         Raises:
-            ValueError: numbers of this type cannot hold every scale.
+            ValueError: the type cannot represent every scale.
         """
         if dtype not in _WORDS:
             raise ValueError(
@@ -267,20 +294,24 @@ class Mxfp4Decoder:
             )
         device = scratch.device
         self.elements = mxfp4_panel(device.type)
+        """Elements of a decoded panel."""
+
+        # The table has both numbers of every byte, low bits first, as one word.
         numbers = mxfp4_numbers().to(dtype)
-        # Of every byte both numbers, the one in the low bits first.
         pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
         self._pairs = pairs.view(_WORDS[dtype]).view(-1).to(device)
         self._powers = mxfp4_powers().to(dtype).to(device)
+
         end = self.elements * dtype.itemsize
         self._values = scratch[:end].view(dtype)
         self._codes = scratch[end : end + self.elements // 2 * INT32_BYTES].view(torch.int32)
 
     def decode(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return [..., groups * 32] of blocks uint8 [..., groups, 16] and scales uint8 [...,
-        groups].
+        """Return the decoded numbers [..., groups * 32], which are valid until the next call.
 
-        The result lives until the next call.
+        Args:
+            blocks: packed numbers, uint8 [..., groups, 16].
+            scales: scales, uint8 [..., groups].
         """
         codes = self._codes[: blocks.numel()]
         values = self._values[: 2 * blocks.numel()]
@@ -293,10 +324,10 @@ class Mxfp4Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Linear:
-    """One expert's packed matrix; see `ullage_engine.layers.linear.Linear`."""
+    """Linear layer of one expert's packed matrix."""
 
     blocks: torch.Tensor
-    """Numbers, uint8 [out, groups, 16]: of each row those along `in`."""
+    """Packed numbers, uint8 [out, groups, 16]; groups run along `in`."""
     scales: torch.Tensor
     """Scales, uint8 [out, groups]."""
     decoder: Mxfp4Decoder
@@ -321,14 +352,18 @@ class Mxfp4Linear:
 
 
 class Mxfp4Experts(LoopedExperts):
-    """All experts of a layer, packed; see `ullage_engine.layers.moe.ExpertLinears`.
+    """Linear layers of the packed matrices of all experts.
 
-    On a device a panel of every expert is decoded and multiplied in one grouped product, so that
-    the extents stay there; on a CPU one expert's is, and experts without rows are not decoded.
+    On a GPU a panel of every expert is decoded and multiplied in one grouped product, so that the
+    extents stay on the device. On a CPU experts are decoded one after another, and experts without
+    rows are not decoded.
     """
 
     def __init__(self, blocks: torch.Tensor, scales: torch.Tensor, decoder: Mxfp4Decoder) -> None:
-        """Blocks are uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups]."""
+        """Multiply by blocks, uint8 [experts, out, groups, 16].
+
+        `scales` is uint8 [experts, out, groups].
+        """
         pairs = zip(blocks, scales, strict=True)
         super().__init__([Mxfp4Linear(*each, decoder) for each in pairs])
         self._blocks = blocks
@@ -352,7 +387,7 @@ class Mxfp4Experts(LoopedExperts):
     def forward_grouped(
         self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
     ) -> None:
-        """Multiplies without learning on the host where an expert's rows end."""
+        """Write the same products as `forward`, without reading `ends` on the host."""
         experts, columns, groups = self._scales.shape
         for panel in column_panels(columns, self._decoder.elements // (experts * groups * GROUP)):
             weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])
@@ -363,26 +398,19 @@ class Mxfp4Experts(LoopedExperts):
 def mxfp4_experts(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, scratch: torch.Tensor
 ) -> ExpertLinears:
-    """Make the fastest matrices of MXFP4 weights: with Triton weights are decoded inside the
-    products.
+    """Make the fastest linear layers of MXFP4 weights.
 
-    Where this `decodes`, scratch is uint8 of `mxfp4_scratch_bytes`.
+    Triton's kernels decode inside the product. Otherwise (see `decodes`) weights are decoded into
+    `scratch`, uint8 of `mxfp4_scratch_bytes`.
     """
     if not decodes(blocks.device):
         return packed_experts(blocks.flatten(2), scales, "mxfp4")
     return Mxfp4Experts(blocks, scales, Mxfp4Decoder(dtype, scratch))
 
 
-GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]; may change gate_up."""
-
-Reduce = Callable[[torch.Tensor], None]
-"""Adds up, in place, what every rank has computed of [tokens, hidden]."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of one layer, or this rank's slice of each expert's width."""
+    """The weights of one layer's experts, or this rank's slice of each expert's width."""
 
     router: Linear
     """Matrix [hidden, experts]."""
@@ -392,19 +420,18 @@ class ExpertWeights:
     """Matrices [width, hidden], one for each expert."""
     gate: GatedActivation
     router_bias: torch.Tensor | None = None
-    """Bias, float32 [experts], added to the values by which experts are chosen."""
+    """Bias, float32 [experts], added to the scores by which experts are chosen."""
     gate_up_bias: torch.Tensor | None = None
     """Bias [experts, 2 * width]."""
     down_bias: torch.Tensor | None = None
-    """Bias [experts, hidden]. Of several ranks one alone has it, because their results are
-    added."""
+    """Bias [experts, hidden]; only one rank of a group has it, since ranks add their results."""
 
 
 class Experts:
-    """One layer of experts, computed in buffers that it shares with all others.
+    """One layer of experts, computed in buffers that all such layers share.
 
-    Few pairs of token and expert are multiplied one by one. More are sorted by expert, so that
-    each expert multiplies all its rows together, and a slice of tokens is computed after another.
+    Few (token, expert) pairs are multiplied one by one. More pairs are sorted by expert, so that
+    each expert multiplies all its rows together. Tokens are computed one slice after another.
     """
 
     def __init__(
@@ -415,8 +442,15 @@ class Experts:
         deterministic: bool = False,
         reduce: Reduce | None = None,
     ) -> None:
-        """`arena` has the buffers of `ullage_engine.kernels.arena`; `reduce` is for ranks that
-        each have a slice of every expert."""
+        """Compute one layer.
+
+        Args:
+            spec: the experts of the model.
+            weights: weights of this layer.
+            arena: buffers of `ullage_engine.kernels.arena`.
+            deterministic: whether results are batch-invariant.
+            reduce: sums over ranks that each have a slice of every expert; None without others.
+        """
         self._spec = spec
         self._weights = weights
         self._arena = arena
@@ -424,7 +458,7 @@ class Experts:
         self._experts = torch.arange(spec.num_experts, device=arena["expert_rows"].device)
         self._deterministic = deterministic
         self._few_pairs = min(weights.gate_up.few_pairs, weights.down.few_pairs)
-        # As many as the arena has room for, so that only those who size it have to know.
+        # The size of a slice follows from the arena's, so that only the arena's layout decides it.
         self._slice_tokens = arena["expert_weights"].numel() // spec.experts_per_token
 
     @property
@@ -434,7 +468,7 @@ class Experts:
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
         """Add the experts' result for normed [tokens, hidden] to out [tokens, hidden].
 
-        Deterministic: rows are whole units of `ullage_engine.kernels.arena`.
+        A deterministic layer takes whole units of rows (`ullage_engine.kernels.arena`).
         """
         for start in range(0, normed.shape[0], self._slice_tokens):
             rows = slice(start, start + self._slice_tokens)
@@ -444,6 +478,7 @@ class Experts:
         chosen, weights = self._route(x)
         few = chosen.numel() <= self._few_pairs
         rows, places = self._run_each(x, chosen) if few else self._run_sorted(x, chosen)
+
         picked = shaped(self._arena["expert_picked"], *x.shape)
         total = shaped(self._arena["expert_sum"], *x.shape)
         combine(rows, places.view(chosen.shape), weights, picked, total)
@@ -454,11 +489,12 @@ class Experts:
         out.add_(total)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses every token's experts, best first, and their weights."""
+        """Choose the experts of every token, best first; return them and their weights."""
         tokens = x.shape[0]
         arena = self._arena
         logits = shaped(arena["expert_logits"], tokens, self._spec.num_experts)
         self._weights.router.forward(x, logits)
+
         scores = shaped(arena["expert_scores"], *logits.shape).copy_(logits)
         ranks = shaped(arena["expert_ranks"], *logits.shape)
         chosen = self._indices("expert_chosen", tokens, self._spec.experts_per_token)
@@ -469,7 +505,7 @@ class Experts:
         return chosen, weights
 
     def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute rows [pairs, hidden] of the experts' results, and the row of each pair."""
+        """Compute pairs one by one; return results [pairs, hidden] and the row of each pair."""
         pairs = chosen.view(-1)
         weights = self._weights
         gate_up, gated, rows = self._buffers(len(pairs))
@@ -483,7 +519,7 @@ class Experts:
     def _run_sorted(
         self, x: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same, with all rows of an expert in one product."""
+        """Compute the same as `_run_each`, with all rows of an expert in one product."""
         pairs = chosen.numel()
         weights = self._weights
         experts, order, places = (
@@ -492,13 +528,17 @@ class Experts:
         )
         ends = self._arena["expert_ends"].view(torch.int32)
         sort_pairs(chosen.view(-1), self._experts, experts, order, places, ends)
+
         gate_up, gated, rows = self._buffers(pairs + padding_rows(pairs))
         torch.index_select(x, 0, order.floor_divide_(chosen.shape[1]), out=rows[:pairs])
-        # One download for both products: the host waits here until the device has sorted, and does
-        # not wait again in this slice.
+
+        # One copy to the host serves both products: the host waits here until the device has
+        # sorted, and does not wait again in this slice.
         both = (weights.gate_up, weights.down)
         host_ends = ends.cpu() if any(each.reads_ends for each in both) else ends
         gate_up_ends, down_ends = (host_ends if each.reads_ends else ends for each in both)
+
+        # Results overwrite the gathered inputs, which the second product no longer reads.
         weights.gate_up.forward(rows, gate_up_ends, pairs, gate_up)
         self._gate(gate_up[:pairs], gated[:pairs], experts)
         weights.down.forward(gated, down_ends, pairs, rows)
@@ -507,14 +547,17 @@ class Experts:
         return rows, places
 
     def _gate(self, gate_up: torch.Tensor, gated: torch.Tensor, experts: torch.Tensor) -> None:
+        """Add biases to gate_up, and write its gated half to `gated`."""
         if self._weights.gate_up_bias is not None:
             add_biases(gate_up, self._weights.gate_up_bias, experts)
         for part in self._parts(len(gated), gated.shape[1], 1):
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Cut rows into those of one operation on each element: all, or as many as one thread
-        computes."""
+        """Cut rows into the parts of one elementwise operation.
+
+        A deterministic layer computes as many rows at once as torch computes in one thread.
+        """
         size = max(unit, SERIAL_ELEMENTS // width // unit * unit) if self._deterministic else rows
         return [slice(start, start + size) for start in range(0, rows, size)]
 

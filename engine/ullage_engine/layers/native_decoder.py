@@ -1,10 +1,10 @@
 """The decoder whose steps the C++ library computes, all layers in one call.
 
-It computes what `ullage_engine.layers.decoder.Decoder` does, with rows rounded to int8 before each
-product with small numbers, and hidden states in float32. A row's results depend on its sequence
-alone, so every step of it is deterministic.
+It computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are float32, and
+rows are rounded to int8 before each product with quantised weights. A row's results depend on its
+sequence alone: the decoder is batch-invariant.
 
-In the cache a block of keys is [head_dim, tokens], which only this decoder reads.
+In the KV cache a block of keys is [head_dim, tokens], a layout that only this decoder reads.
 """
 
 import ctypes
@@ -39,18 +39,21 @@ from ullage_engine.protocol import step_plan
 from ullage_engine.quantization.formats import unpack_tiles
 
 _VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm", "router", "router_bias")
+"""Tensors of a layer that are converted to float32 for the library."""
+
 _FORMATS = {
     torch.float32: FORMATS["float32"],
     torch.bfloat16: FORMATS["bfloat16"],
     torch.uint8: FORMATS["float8"],
 }
+"""The library's formats of KV and convolution states."""
 
 _TILES_AT_ONCE = 16
 """Tiles of a matrix that are dequantised at once, which bounds the temporary."""
 
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
-    """Return the names of a layer's tensors by what the library calls these matrices."""
+    """Return the names of a layer's tensors, by the library's names of these matrices."""
     is_conv = spec.mixer == "conv"
     is_dense = spec.feed_forward == "dense"
     return {
@@ -64,10 +67,13 @@ def _matrix_names(spec: LayerSpec) -> dict[str, str]:
 def library_refusal(
     loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Return why the library does not compute the steps of a model, and what changes that, if
-    anything does; empty: it computes every step."""
+    """Return the reason why the library does not compute the steps of a model.
+
+    The reason names a remedy if there is one. It is empty if the library computes every step.
+    """
     if device.type != "cpu":
         return "the device is no CPU"
+
     config = loaded.model_config
     experts = config.experts
     widths = [config.hidden, config.intermediate, config.head_dim // 2]
@@ -77,6 +83,7 @@ def library_refusal(
         names += [f"layers.{index}.{name}" for name in _matrix_names(spec).values()]
     encodings = loaded.encodings
     plain = [name for name in names if name not in encodings or not encodings[name].is_tiled]
+
     refusals = {
         "the library cannot be used on this machine": instruction_set() is None,
         "model.dtype is float16; set auto": dtype == torch.float16,
@@ -103,37 +110,43 @@ def library_refusal(
 
 
 def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of keys and values that are not float8, where nobody chose `dtype`, by what
-    `library_refusal` says.
+    """Return the type of keys and values that are not float8, if `dtype` is not configured.
 
-    The library, which computes in float32, reads halves of it as fast on any processor.
+    The library computes in float32 and reads bfloat16 as fast as float32 on any processor.
+
+    Args:
+        refusal: the result of `library_refusal`.
+        dtype: the computing type.
     """
     return dtype if refusal else torch.bfloat16
 
 
 class NativeDecoder:
-    """Computes the hidden states, logits and likeliest tokens of a step."""
+    """The decoder that the C++ library computes, in the buffers of the arena."""
 
     def __init__(
         self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
     ) -> None:
-        """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
+        """Compute in `arena`, laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded = loaded
         self._config = loaded.model_config
         self._arena = arena
         self._limits = limits
-        self._kept: dict[str, torch.Tensor] = {}
         self._num_threads = limits.library_threads
         self._slice_tokens = limits.slice_tokens(limits.max_tokens)
         self.team = shared_team(self._num_threads)
         self._tables = BlockTables(limits.max_rows)
-        self._fill_tables(limits)
+        self._kept: dict[str, torch.Tensor] = {}
+        """Converted tensors, which the library reads by address."""
+
+        cos, sin = self._rotary_tables()
+        fill_half_tables(self._config, cos, sin)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
         self._model = self._make_model()
         self._best = torch.zeros(max(limits.max_rows, limits.max_tokens), dtype=torch.int32)
 
     def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
-        """Reads and writes KV and convolution states in these from now on."""
+        """Read and write KV and convolution states in these tensors from now on."""
         remaining_caches = iter(caches)
         remaining_states = iter(states)
         for index, (layer, spec) in enumerate(zip(self._layers, self._config.layers, strict=True)):
@@ -144,6 +157,7 @@ class NativeDecoder:
                 layer.cache = cache.blocks.data_ptr()
                 if cache.scales is not None:
                     layer.kv_scales = self._address(f"kv_scales.{index}", cache.scales.values)
+
         if caches:
             self._model.num_blocks = caches[0].blocks.shape[1]
             self._model.cache_format = _FORMATS[caches[0].blocks.dtype]
@@ -151,7 +165,7 @@ class NativeDecoder:
             self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute scales with which every key and value of each layer can be stored as float8."""
+        """Compute scales with which every key and value of each layer fits float8."""
         config = self._config
         tensors = self._loaded.tensors
         scales = []
@@ -165,16 +179,12 @@ class NativeDecoder:
         return scales
 
     def vectors(self) -> dict[str, torch.Tensor]:
-        """Return the norms, biases, taps and scales that were converted for the library, by
-        name."""
+        """Return the norms, biases, taps and scales converted for the library, by name."""
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:
-        """Compute the rotary tables a second time; return the name of one that comes out
-        otherwise, else nothing."""
-        positions = self._limits.max_model_len
-        half = self._config.head_dim // 2
-        cos, sin = (shaped(self._arena[name], positions, half) for name in ("cos", "sin"))
+        """Compute the rotary tables a second time; return the name of one that differs, or ""."""
+        cos, sin = self._rotary_tables()
         return different_table(self._config, cos, sin)
 
     def _kv_lengths(self, prefix: str) -> torch.Tensor:
@@ -195,12 +205,15 @@ class NativeDecoder:
         logits: torch.Tensor,
         layers: range | None = None,
     ) -> list[int]:
-        """Compute a step; write the logits of each row that is sampled, in the order of chunks.
+        """Compute a step, and write the logits of its sampled rows in the order of chunks.
 
-        logits: float32 [sampled rows, vocab], contiguous. `layers`: run only these.
+        Args:
+            chunks: chunks of the step.
+            logits: output, float32 [sampled rows, vocab], contiguous.
+            layers: layers to run; None for all.
 
         Returns:
-            The likeliest token of each; -1 where a logit is not finite.
+            The likeliest token of each sampled row; -1 if a logit of the row is not finite.
 
         Raises:
             IndexError: a token is not in the vocabulary.
@@ -210,7 +223,7 @@ class NativeDecoder:
         tokens, token_ids = _int32(itertools.chain(*(chunk.token_ids for chunk in chunks)))
         if tokens and (min(tokens) < 0 or max(tokens) >= self._config.vocab):
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}, of {self._config.vocab}")
-        tables = self._tables.update(chunks)
+
         sampled = [
             row
             for chunk, end in zip(chunks, rows[1:], strict=True)
@@ -218,6 +231,8 @@ class NativeDecoder:
             for row in range(end - chunk.num_sampled, end)
         ]
         rows_kept, sampled_rows = _int32(sampled)
+
+        tables = self._tables.update(chunks)
         first_table = self._tables.table.ctypes.data
         table_bytes = self._tables.table.strides[0]
         own = (Chunk * len(chunks))()
@@ -231,6 +246,7 @@ class NativeDecoder:
             each.num_replayed = chunk.num_replayed
             each.next_state_slot = chunk.next_state_slot
             each.state_slot = -1 if chunk.state_slot is None else chunk.state_slot
+
         run = layers or range(self._config.num_layers)
         step = Step(
             num_rows=rows[-1],
@@ -246,11 +262,13 @@ class NativeDecoder:
             best=self._best.data_ptr(),
         )
         self.team.step(self._model, step)
-        del tokens, rows_kept  # kept until now, as the library reads them
+        # The library reads both arrays by address, so they must live until the step has ended.
+        del tokens, rows_kept
+
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
     def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:
-        """Write the logits of some rows of the last step to out, float32 [rows, vocab]."""
+        """Write the logits of `rows` of the last step to out, float32 [rows, vocab]."""
         kept, sampled_rows = _int32(rows)
         step = Step(
             num_sampled=len(kept),
@@ -264,11 +282,13 @@ class NativeDecoder:
         """Return the last step's hidden states, not normalised, float32 [num_rows, hidden]."""
         return shaped(self._arena["hidden"], num_rows, self._config.hidden)
 
-    def _fill_tables(self, limits: StepLimits) -> None:
-        positions = limits.max_model_len
+    def _rotary_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables of cosine and sine [positions, head_dim / 2] in the arena."""
+        positions = self._limits.max_model_len
         half = self._config.head_dim // 2
-        cos, sin = (shaped(self._arena[name], positions, half) for name in ("cos", "sin"))
-        fill_half_tables(self._config, cos, sin)
+        cos = shaped(self._arena["cos"], positions, half)
+        sin = shaped(self._arena["sin"], positions, half)
+        return cos, sin
 
     def _make_layers(self) -> Iterator[Layer]:
         for index, spec in enumerate(self._config.layers):
@@ -288,6 +308,7 @@ class NativeDecoder:
             **{name: name for name in ("partials", "workspace", "cos", "sin")},
             **{name: name for name in ("expert_weights", "pairs")},
         }
+
         return Model(
             **self._expert_sizes(),
             conv_kernel=config.conv_kernel,
@@ -313,6 +334,7 @@ class NativeDecoder:
         spec = self._config.experts
         if spec is None:
             return {}
+
         return {
             "num_experts": spec.num_experts,
             "experts_per_token": spec.experts_per_token,
@@ -323,18 +345,20 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Return the address of a vector in float32; None: the model has none."""
+        """Return the address of a vector in float32; None if the model has no such vector."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
-        """Return the address of a convolution's taps, as `_vector`, the oldest first."""
+        """Return the address of a convolution's taps in float32, the oldest first, or None."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor.t())
 
     def _address(self, name: str, tensor: torch.Tensor) -> int:
-        """Return the address of a tensor in float32, which is kept as long as this decoder, or
-        until another one takes its name."""
+        """Return the address of a tensor converted to float32.
+
+        The decoder keeps the converted tensor until another one of the same name replaces it.
+        """
         self._kept[name] = tensor.to(torch.float32).contiguous()
         return self._kept[name].data_ptr()
 
@@ -343,6 +367,6 @@ class NativeDecoder:
 
 
 def _int32(numbers: Iterable[int]) -> "tuple[array[int], int]":
-    """Return numbers as the library reads them, and their address."""
+    """Return numbers as an array of int32, and its address."""
     values = array("i", numbers)
     return values, values.buffer_info()[0]

@@ -1,8 +1,8 @@
-"""Tables of cosine and sine for rotary position embedding, the same bits on every machine.
+"""Tables of cosine and sine for rotary position embedding, with the same bits on every machine.
 
 Frequencies and angles are rounded to float32 where the reference implementations round them, so
-that models see the positions that they were trained with; each of these roundings is that of an
-exact value. Cosine and sine of an angle are computed in float64 and rounded once.
+that models see the positions that they were trained with. Each rounding is that of an exact value.
+Cosine and sine of an angle are computed in float64 and rounded once.
 
 Only additions, products and comparisons decide the bits, which IEEE 754 defines. The vector
 functions of torch and numpy have other bits on other processors, and torch's have been wrong by
@@ -73,17 +73,16 @@ def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write the tables of every position without repetition or sign; both are [positions,
-    head_dim / 2]."""
+    """Write half tables of every position, both [positions, head_dim / 2] and without signs."""
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
         cos[rows] = cosine
         sin[rows] = sine
 
 
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Compute both tables again; return cos or sin where its bits are others, else nothing.
+    """Compute both tables again; return the name, cos or sin, of one that differs, or "".
 
-    Of tables [positions, head_dim] the second half is compared, of half tables all.
+    The second half of tables [positions, head_dim] is compared, and the whole of half tables.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
@@ -100,6 +99,7 @@ def _blocks(
     scale = model_config.rope_scale
     frequencies = rotary_frequencies(model_config)
     rows = max(1, _BLOCK_ANGLES // len(frequencies))
+
     for start in range(0, positions, rows):
         end = min(start + rows, positions)
         numbers = np.arange(start, end).astype(np.float32)
@@ -114,7 +114,7 @@ def _rounded(numbers: Float64s) -> torch.Tensor:
 
 
 def rotary_frequencies(model_config: ModelConfig) -> Float32s:
-    """Return the angle of each pair of columns by which one position turns it, radians."""
+    """Return the angle, in radians, by which one position rotates each pair of columns."""
     head_dim = model_config.head_dim
     exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
     base = decimal.Decimal(float(np.float32(model_config.rope_theta)))
@@ -129,10 +129,10 @@ def rotary_frequencies(model_config: ModelConfig) -> Float32s:
 
 
 def cosine_and_sine(angles: Float32s) -> tuple[Float64s, Float64s]:
-    """Return the cosine and the sine of angles in radians, right to float32's last bit but for
-    numbers that lie between two of them.
+    """Return the cosine and the sine of angles in radians.
 
-    Angles beyond a million quarter turns lose bits, which stay the same everywhere.
+    Rounded to float32 they are right to the last bit, except halfway between two numbers. Angles
+    beyond a million quarter turns lose precision, in the same way on every machine.
     """
     wide = angles.astype(np.float64)
     quarters = np.rint(wide * _QUARTERS_PER_RADIAN)

@@ -1,9 +1,9 @@
-"""The layout of ranks: which computes what, and how many bytes they take for one another.
+"""The layout of ranks: the part of the model that each computes, and the bytes of transfers.
 
-Pure arithmetic, so the map is the same after every restart and the ledger reserves transfers before
-they are allocated. Rank = stage * tensor + tensor rank: ranks that share a layer are neighbours,
-because they communicate twice a layer and stages only once a step. Layers are cut into stages whose
-largest is smallest, by several measures in turn.
+The layout is pure arithmetic, so it is the same after every restart, and the ledger can reserve
+transfers before they are allocated. Rank = stage * tensor + tensor rank: ranks that share a layer
+are neighbours, because they communicate twice a layer, and stages only once a step. Layers are cut
+into stages so that the largest stage is as small as possible, by several measures in turn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +17,20 @@ from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.protocol.worker_state import RankPlace
 
 Criterion = Callable[[int, int, int], int]
-"""Function that returns the cost of run `index`, from `start` to `end`; never less when the run is
-longer."""
+"""Function that returns the cost of run `index`, from `start` to `end`.
+
+A longer run never costs less.
+"""
 
 
 def split_runs(count: int, parts: int, criteria: Sequence[Criterion]) -> list[tuple[int, int]]:
     """Cut `count` things into `parts` runs, none empty.
 
-    The first criterion's largest cost is least; of such cuts the second's is, and so on. Of cuts
-    that are alike in all of them it takes the one whose first runs are shortest.
+    The cut minimises the largest cost by the first criterion. Ties are broken by the second
+    criterion, and so on, and at last by the shortest first runs.
     """
     assert 0 < parts <= count, f"{count} things cannot make {parts} runs"
+
     limits: list[tuple[Criterion, float]] = []
     for criterion in criteria:
         limits.append((criterion, _least_largest(count, parts, criterion, limits)))
@@ -41,7 +44,7 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Find the smallest value that the criterion's largest cost can have within the limits."""
+    """Return the smallest possible value of the criterion's largest cost within the limits."""
 
     @cache
     def best(index: int, start: int) -> float:
@@ -71,6 +74,7 @@ def _first_cut(
 
     runs = []
     start = 0
+
     for index in range(parts):
         end = next(
             end
@@ -79,21 +83,23 @@ def _first_cut(
         )
         runs.append((start, end))
         start = end
+
     return runs
 
 
 class LayoutError(ValueError):
-    """The model cannot be shared out so; one line naming field, value and remedy."""
+    """The ranks cannot share the model; one line that names field, value and remedy."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A run of things that are counted: layers, heads, channels."""
+    """A run of consecutive layers, heads or channels."""
 
     start: int
     end: int
 
     @property
     def count(self) -> int:
+        """Length of the run."""
         return self.end - self.start
 
 
@@ -108,36 +114,40 @@ class RankLayout:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.tensor * self.pipeline
 
     def stage(self, rank: int) -> int:
+        """Return the stage of a rank."""
         return rank // self.tensor
 
     def tensor_rank(self, rank: int) -> int:
+        """Return the place of a rank among the ranks that share its layers."""
         return rank % self.tensor
 
     def rank(self, stage: int, tensor_rank: int) -> int:
+        """Return the rank at a place of a stage."""
         return stage * self.tensor + tensor_rank
 
     def is_first(self, rank: int) -> bool:
-        """Whether the rank embeds tokens."""
+        """Return whether the rank's stage embeds tokens."""
         return self.stage(rank) == 0
 
     def is_last(self, rank: int) -> bool:
-        """Whether the rank's stage has the logits."""
+        """Return whether the rank's stage computes the logits."""
         return self.stage(rank) == self.pipeline - 1
 
     @property
     def sampling_rank(self) -> int:
-        """The rank that chooses tokens."""
+        """The rank that samples tokens."""
         return self.rank(self.pipeline - 1, 0)
 
 
 def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
-    """Return the layout that a configuration asks for.
+    """Return the layout of a configuration.
 
     Raises:
-        LayoutError: its numbers do not agree.
+        LayoutError: the configured numbers contradict each other.
     """
     for name, value in (("tensor", tensor), ("pipeline", pipeline)):
         if value < 1:
@@ -151,20 +161,21 @@ def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
 
 
 def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> None:
-    """Make sure that every rank gets a part of the model.
+    """Check that every rank gets a part of the model.
 
-    KV heads are shared out, unevenly if need be (SmolLM2's 9 query and 3 KV heads on two tensor
-    ranks are 3/1 and 6/2). With fewer KV heads than ranks each is kept by several, which takes as
-    many ranks for each of them.
+    KV heads are distributed, unevenly if necessary (SmolLM2's 9 query and 3 KV heads on two tensor
+    ranks are 3/1 and 6/2). With fewer KV heads than ranks, several ranks keep a copy of each head,
+    and every head must have equally many copies.
 
     Raises:
-        LayoutError: some rank would have none.
+        LayoutError: the ranks cannot share the layers or the heads.
     """
     if layout.pipeline > model_config.num_layers:
         raise LayoutError(
             f"pools.{pool}.parallelism.pipeline: {layout.pipeline} is more than the model's "
             f"{model_config.num_layers} layers; set {model_config.num_layers} or less"
         )
+
     tensor = layout.tensor
     heads = model_config.num_heads
     kv_heads = model_config.num_kv_heads
@@ -180,12 +191,12 @@ def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> Non
 
 
 def share(count: int, parts: int, index: int) -> Share:
-    """Return the index-th of `parts` runs of `count` things, as even as they can be."""
+    """Return the index-th of `parts` runs of `count` things, as even as possible."""
     return Share(count * index // parts, count * (index + 1) // parts)
 
 
 def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return the KV heads of a rank; with more tensor ranks than heads, one that several keep."""
+    """Return the KV heads of a rank; with more tensor ranks than heads, a head that ranks share."""
     tensor = layout.tensor
     index = layout.tensor_rank(rank)
     if tensor <= model_config.num_kv_heads:
@@ -195,7 +206,7 @@ def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
 
 
 def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return the query heads of a rank: all that share its KV heads, or its part of them."""
+    """Return the query heads of a rank: all query heads of its KV heads, or its part of them."""
     if layout.tensor > model_config.num_kv_heads:
         return share(model_config.num_heads, layout.tensor, layout.tensor_rank(rank))
     held = kv_heads(model_config, layout, rank)
@@ -205,9 +216,9 @@ def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Sha
 def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
     """Return the layers of each stage.
 
-    The most attention layers of a stage are fewest, for blocks of KV are as many as the stage
-    allows that has the least room for them; of such splits the slowest stage works least; of those
-    the largest weights are smallest.
+    First, the most attention layers of any stage are minimised, because the stage with the least
+    room for KV limits the number of blocks. Ties are broken by the work of the slowest stage, then
+    by the largest weights.
     """
     if pipeline == 1:
         return [Share(0, model_config.num_layers)]
@@ -216,6 +227,7 @@ def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
 
 
 def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
+    """Return the layers of a rank."""
     return stage_layers(model_config, layout.pipeline)[layout.stage(rank)]
 
 
@@ -229,6 +241,7 @@ def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) 
     experts = model_config.experts
     if experts is not None:
         experts = msgspec.structs.replace(experts, intermediate=part(experts.intermediate))
+
     return msgspec.structs.replace(
         model_config,
         layers=model_config.layers[layers.start : layers.end],
@@ -242,7 +255,7 @@ def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) 
 
 
 def device_map(model_config: ModelConfig, layout: RankLayout, device_type: str) -> list[RankPlace]:
-    """List what every rank computes and where."""
+    """Return the part of the model and the device of every rank."""
     return [_place(model_config, layout, rank, device_type) for rank in range(layout.world)]
 
 
@@ -281,7 +294,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Count a layer's weights: all of them, or those that one token is multiplied by."""
+    """Return the number of a layer's weights: all of them, or the active ones of one token."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts
@@ -303,16 +316,16 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
 def group_kv_bytes(
     model_config: ModelConfig, layout: RankLayout, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Sum the bytes of a token in a KV block on all ranks; heads that several keep count each
-    time.
+    """Return the bytes of a token in a KV block on all ranks together.
 
-    `windowed`: layers with sliding windows have blocks of their own.
+    Heads that several ranks keep count once for each rank. With `windowed`, layers with sliding
+    windows have blocks of their own.
     """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.page_bytes_per_token(itemsize, windowed=windowed) for part in parts)
 
 
 def group_state_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:
-    """Sum the bytes of one sequence's convolution state on all ranks together."""
+    """Return the bytes of one sequence's convolution state on all ranks together."""
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.state_bytes(itemsize) for part in parts)

@@ -1,11 +1,11 @@
 """Pipeline parallelism: process groups, micro-batches, and the transfers of hidden rows.
 
 Groups are NCCL between GPUs and gloo between processes on a CPU. Every rank makes every group, in
-one order. There are two kinds: the ranks that share a layer, and for each of them the pair it makes
-with its successor in the next stage. A pair has a communicator of its own, so that what a stage
-receives never waits behind what it sends. A step is split into micro-batches that flow through the
-stages one behind the other; hidden rows are received one micro-batch ahead and sent while the next
-is computed.
+the same order. There are two kinds of groups: the ranks that share a layer, and the pairs of a rank
+and its successor in the next stage. A pair has a communicator of its own, so that a stage's
+receives never wait behind its sends. A step is split into micro-batches that flow through the
+stages one behind the other. Hidden rows are received one micro-batch ahead, and sent while the next
+micro-batch is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,24 +23,39 @@ from ullage_engine.kernels.ranges import ranges
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 
+MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
+"""Least tokens of a micro-batch by device; with fewer, another one costs more than it hides.
+
+Every micro-batch reads the weights of a stage once more. The read is free while the products take
+longer: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a processor a bfloat16
+product of 16 rows takes 1.4 times as long as a product of a single row. The limit for GPUs is lower
+so that a prompt chunk of 512 tokens is four micro-batches, of which a stage waits for one.
+"""
+
 
 class RankGroup:
-    """A rank's view of its group; made once a process, `close` ends it."""
+    """A rank's view of its group; made once a process, ended by `close`."""
 
     def __init__(
         self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
     ) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have joined.
 
-        `store` is a file that does not exist yet, the same for all ranks. A transfer that takes
-        longer than the timeout fails: on CUDA it ends the process, else it raises.
+        Args:
+            layout: arrangement of the ranks.
+            rank: number of this rank.
+            store: file that does not exist yet, the same for all ranks.
+            device: device of this rank.
+            timeout_s: seconds after which a transfer fails. On CUDA the failure ends the process,
+                on a CPU it raises an error.
 
         Raises:
-            RuntimeError: some rank did not come in time.
+            RuntimeError: a rank did not join in time.
         """
         self.layout = layout
         self.rank = rank
         self.device = device
+
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=distributed.FileStore(str(store), layout.world),  # type: ignore[attr-defined]
@@ -70,30 +85,31 @@ class RankGroup:
         return work
 
     def receive(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begin to receive from the previous stage, as many rows as it sends."""
+        """Begin to receive from the previous stage; the tensor has as many rows as it sends."""
         work = distributed.irecv(tensor, self.rank - self.layout.tensor, group=self._before)
         assert work is not None, "a rank of the pair"
         return work
 
     def close(self) -> None:
+        """Leave the group."""
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Make groups; return the one that this rank is in."""
+        """Make groups; return the group that this rank is in, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
 
 
 def _tensor_groups(layout: RankLayout) -> list[list[int]]:
-    """List the ranks that share layers."""
+    """Return the groups of ranks that share layers."""
     stages = range(layout.pipeline)
     ranks = range(layout.tensor)
     return [[layout.rank(stage, index) for index in ranks] for stage in stages]
 
 
 def _pairs(layout: RankLayout) -> list[list[int]]:
-    """List each rank and the one that it sends to."""
+    """Return the pairs of each rank and its successor in the next stage."""
     ranks = range(layout.world - layout.tensor)
     return [[rank, rank + layout.tensor] for rank in ranks]
 
@@ -116,52 +132,63 @@ class StepTransfers:
         self._receiving = self._begin_receiving(0)
 
     def receive(self, index: int) -> torch.Tensor | None:
-        """Receives the hidden rows of a micro-batch; None on the first stage, which embeds."""
+        """Receive the hidden rows of a micro-batch, and begin to receive the next ones.
+
+        Micro-batches come in their order. The first stage, which embeds, gets None.
+        """
         if not self._received:
             return None
+
         assert self._receiving is not None, "micro-batches come in their order"
         self._receiving.wait()
         self._receiving = self._begin_receiving(index + 1)
         return self._received[index]
 
     def send(self, index: int, hidden: torch.Tensor) -> bool:
-        """Send the hidden rows of a micro-batch on; False on the last stage, which keeps them."""
+        """Begin to send the hidden rows of a micro-batch to the next stage.
+
+        Returns:
+            False on the last stage, which sends nothing.
+        """
         if not self._sent:
             return False
+
         assert self._group is not None, "rows for another rank, and no group"
         rows = self._sent[index].copy_(hidden)
-        with self._beside():
+        with self._on_stream():
             self._sending.append(self._group.send(rows))
         return True
 
     def finish(self) -> None:
-        """Wait until everything is sent, so that the buffers are free for the next step."""
+        """Wait until all rows are sent, so that the buffers are free for the next step."""
         for work in self._sending:
             work.wait()
 
     def _begin_receiving(self, index: int) -> distributed.Work | None:
         if index >= len(self._received):
             return None
+
         assert self._group is not None, "rows of another rank, and no group"
-        with self._beside():
+        with self._on_stream():
             return self._group.receive(self._received[index])
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run transfers on their own stream, after what the computing stream has so far."""
+    def _on_stream(self) -> Iterator[None]:
+        """Launch transfers on their own stream, behind the work of the computing stream so far."""
         if self._stream is None:
             yield
             return
+
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
 
 class PipelineRank:
-    """A rank's part in what several compute together: micro-batches, transfers and sums.
+    """A rank's part in the work of its group: micro-batches, transfers and sums.
 
-    Buffers are allocated once. On CUDA transfers run beside the computation: they are begun on a
-    stream of their own, and NCCL makes the computing stream wait for what it needs.
+    Buffers are allocated once. On CUDA transfers overlap with the computation: they are launched on
+    a stream of their own, and NCCL makes the computing stream wait for the rows that it needs.
     """
 
     def __init__(
@@ -174,19 +201,29 @@ class PipelineRank:
         *,
         splits_chunks: bool = False,
     ) -> None:
-        """Without a group it is the only rank, for which nothing is split, summed or sent.
+        """Allocate the buffers of a rank.
 
-        `max_rows`: rows of the largest product of a whole step, padding included. `splits_chunks`:
-        a chunk may be in several micro-batches, as it may where no layer has a convolution state.
+        Args:
+            group: the group; None for a rank that computes alone, and splits, sums and sends
+                nothing.
+            max_rows: rows of the largest product of a whole step, padding included.
+            hidden: width of hidden rows.
+            dtype: type of hidden rows.
+            max_batches: most micro-batches of a step.
+            splits_chunks: whether a chunk may be split over several micro-batches; false if a layer
+                has a convolution state.
         """
         layout = group.layout if group else RankLayout()
-        rank, device = (group.rank, group.device) if group else (0, torch.device("cpu"))
+        rank = group.rank if group else 0
+        device = group.device if group else torch.device("cpu")
+
         self.samples = rank == layout.sampling_rank
-        """Whether this rank chooses tokens."""
+        """Whether this rank samples tokens."""
         self.is_alone = group is None
         """Whether there is no other rank."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
-        """Sums over the ranks that share a layer, in place; None where there is but one."""
+        """Sum over the ranks that share a layer, in place; None if only one rank has the layer."""
+
         self._group = group
         self._hidden = hidden
         self._max_batches = max_batches
@@ -198,26 +235,27 @@ class PipelineRank:
             return torch.zeros(max_rows * hidden * is_needed, dtype=dtype, device=device)
 
         self.partial_sums = buffer(layout.tensor > 1)
-        """Flat room for the largest partial product; one is summed after the other."""
+        """Flat buffer for the largest partial product; products are summed one after another."""
         self._received = buffer(not layout.is_first(rank))
         self._sent = buffer(not layout.is_last(rank))
         self._stream = _side_stream(device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers; `transfer_bytes` computes them beforehand."""
+        """Bytes of the buffers; `transfer_bytes` computes them in advance."""
         return self.partial_sums.nbytes + self._received.nbytes + self._sent.nbytes
 
     def split(self, plan: StepPlan) -> list[StepPlan]:
         """Split a step into micro-batches."""
         if not self._is_staged:
             return [plan]
+
         return micro_batches(
             plan, self._max_batches, self._min_tokens, splits_chunks=self._splits_chunks
         )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
-        """Start the transfers of a step whose micro-batches have so many rows."""
+        """Start the transfers of a step; `rows` has the number of rows of each micro-batch."""
         received = self._parts(self._received, rows)
         sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)
@@ -236,25 +274,21 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
-"""Tokens below which another micro-batch costs more than it hides.
-
-Every micro-batch reads a stage's weights once more. That is free while its products take longer
-than reading does: from about 190 tokens on on an H200 (788 TFLOP/s against 4.3 TB/s), and a
-bfloat16 product of 16 rows takes 1.4 times as long as one of a single row on a processor. Less than
-that on a GPU lets a prompt chunk of 512 tokens be four micro-batches, of which a stage waits for
-one."""
-
-
 def micro_batches(
     plan: StepPlan, max_batches: int, min_tokens: int, *, splits_chunks: bool = False
 ) -> list[StepPlan]:
-    """Cut a plan into at most `max_batches`, of `min_tokens` or more where there are enough.
+    """Cut a plan into at most `max_batches` micro-batches of about equal size.
 
-    Chunks are dealt out whole, or with `splits_chunks` those of several tokens fill the
-    micro-batches evenly, one after the other: what goes on in the next one finds the KV of what
-    came before, since every stage computes micro-batches in their order. The same plan is split the
-    same way on every rank. Moves are left out; they are done before.
+    Chunks are dealt out whole. With `splits_chunks`, chunks of several tokens fill the
+    micro-batches evenly, one after another. The rest of a split chunk finds the KV of its
+    beginning, since every stage computes micro-batches in their order. Every rank splits the same
+    plan the same way. Moves are left out, since they are made before the step.
+
+    Args:
+        plan: plan to cut.
+        max_batches: most micro-batches.
+        min_tokens: least tokens of a micro-batch, if the plan has so many.
+        splits_chunks: whether a chunk may be split over several micro-batches.
     """
     sizes = [len(chunk.token_ids) for chunk in plan.chunks]
     whole = [index for index, size in enumerate(sizes) if size == 1 or not splits_chunks]
@@ -263,31 +297,37 @@ def micro_batches(
     count = max(1, min(max_batches, num_parts, plan.num_tokens // min_tokens))
     if count == 1:
         return [StepPlan(plan.chunks)]
-    # The longest first, each to the emptiest; their order within a micro-batch is the plan's.
+
+    # The longest chunk goes first, each to the emptiest micro-batch. Within a micro-batch chunks
+    # keep the plan's order.
     loads = [0] * count
     dealt: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(whole, key=lambda each: (-sizes[each], each)):
         emptiest = min(range(count), key=lambda each: (loads[each], each))
         loads[emptiest] += sizes[index]
         dealt[emptiest].append(index)
+
     batches = [[plan.chunks[index] for index in sorted(indices)] for indices in dealt]
     _fill(batches, loads, split)
     return [StepPlan(batch) for batch in batches if batch]
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Append chunks to batches, cut where one is as full as all would be on average."""
+    """Append chunks to batches; cut a chunk where a batch has its even share of the tokens."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0
+
     for chunk in chunks:
         first = 0
         num_tokens = len(chunk.token_ids)
         while first < num_tokens:
+            # Batches that whole chunks have filled already have no room.
             while room <= 0:
                 index += 1
                 level = -(-(sum(loads[index:]) + remaining) // (len(loads) - index))
                 room = level - loads[index]
+
             end = min(num_tokens, first + room)
             batches[index].append(_piece(chunk, first, end))
             room -= end - first
@@ -296,7 +336,7 @@ def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> 
 
 
 def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
-    """Return some consecutive tokens of a chunk; only the last of its tokens is sampled after."""
+    """Return consecutive tokens of a chunk; only the piece with the chunk's last token samples."""
     is_last = end == len(chunk.token_ids)
     return replace(
         chunk,

@@ -1,12 +1,13 @@
-"""What part of each prepared tensor a rank holds, by the tensor's name.
+"""The part of each prepared tensor that a rank holds, by the tensor's name.
 
-Matrices that widen (qkv, gate_up, conv_in) are cut by output, head by head or channel by channel;
-those that narrow (output, down, conv_out) by the same inputs, so that a layer needs one sum over
-its ranks after each. Norms and the router are small and whole; so is the vocabulary, which only the
-first and the last stage hold.
+Matrices that widen (qkv, gate_up, conv_in) are cut by output, head by head or channel by channel.
+Matrices that narrow (output, down, conv_out) are cut by the same inputs, so that a layer needs one
+sum over its ranks after each of them. Norms and the router are small, and every rank holds them
+whole. The vocabulary is whole, too, and only the first and the last stage hold it.
 
-One rule cuts a plain matrix and the tensors of a quantised one: along its rows or its columns, of
-which each tensor says where they lie and how many lie together (`quantization.formats.Piece`).
+One rule cuts plain matrices and the tensors of quantised ones: along rows or columns. Each tensor
+knows its axis of rows and of columns, and how many of them lie together
+(`quantization.formats.Piece`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,30 +31,30 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.quantization.formats import Encoding, encoding_of_one, piece_of, pieces_of
 
 ROW_PARALLEL = ("output", "down", "conv_out")
-"""Matrices whose products are partial sums, one a tensor rank."""
+"""Matrices whose products are partial sums, one on each tensor rank."""
 
 ADDED_ONCE = ("experts_down_bias",)
-"""Biases that go into a partial sum: all tensor ranks but the first have zeros for them."""
-
+"""Biases that are added to a partial sum: all tensor ranks except the first have zeros instead."""
 
 ROWS = -2
 COLUMNS = -1
-"""Axes of matrices [..., out, in]; the only axis of a vector is the last, too."""
+"""Axes of matrices [..., out, in]; the only axis of a vector is `COLUMNS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Runs of one axis; no runs at all leave a tensor whole."""
+    """Runs of one axis; a cut without runs leaves a tensor whole."""
 
     axis: int
     runs: tuple[Share, ...]
 
 
 WHOLE = Cut(0, ())
+"""The cut that leaves a tensor whole."""
 
 
 class Slicer:
-    """The parts of one rank."""
+    """The cutter of one rank's parts from the whole model's tensors."""
 
     def __init__(
         self,
@@ -62,10 +63,18 @@ class Slicer:
         rank: int,
         encodings: Mapping[str, Encoding] = MappingProxyType({}),
     ) -> None:
-        """`model_config` and the encodings of quantised matrices are the whole model's; ranks cut
-        these between groups (`check_groups`)."""
+        """Decide the cuts.
+
+        Args:
+            model_config: configuration of the whole model.
+            layout: arrangement of the ranks.
+            rank: rank whose parts are cut.
+            encodings: encodings of the whole model's quantised matrices, which ranks cut between
+                groups (`check_groups`).
+        """
         self._layers = rank_layers(model_config, layout, rank)
-        self._is_first, self._is_last = layout.is_first(rank), layout.is_last(rank)
+        self._is_first = layout.is_first(rank)
+        self._is_last = layout.is_last(rank)
         self._tensor_rank = layout.tensor_rank(rank)
         self._tied = model_config.tied
         self._cuts = _cuts(model_config, layout, rank) if layout.tensor > 1 else {}
@@ -79,7 +88,7 @@ class Slicer:
         """Encodings of the rank's parts of quantised matrices, by name."""
 
     def holds(self, name: str) -> bool:
-        """Whether the rank computes with any of a tensor."""
+        """Return whether the rank computes with a part of a tensor."""
         if name.startswith("layers."):
             return self._layers.start <= int(name.split(".")[1]) < self._layers.end
         if name.partition(".")[0] == "embedding":
@@ -87,7 +96,7 @@ class Slicer:
         return self._is_last
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part: a view where the part lies in one piece, else a copy."""
+        """Return the rank's part of a tensor: a view if the part is contiguous, else a copy."""
         matrix, _, kind = name.rpartition(".")
         if matrix in self.encodings:
             return self._cut_piece(matrix, kind, tensor)
@@ -104,12 +113,16 @@ class Slicer:
         axis = piece.axis(cut.axis == ROWS)
         if not cut.runs or axis is None:
             return tensor
+
         runs = [Share(run.start // axis.unit, run.end // axis.unit) for run in cut.runs]
         part = _joined(tensor.view(count, *piece.shape), 1 + axis.dim, runs)
         return part.view(piece_of(self.encodings[matrix], kind).shape)
 
     def _cut_encoding(self, matrix: str, encoding: Encoding) -> Encoding:
-        cut, (rows, columns), group = self._cut_of(matrix), encoding.shape, encoding.group
+        cut = self._cut_of(matrix)
+        rows, columns = encoding.shape
+        group = encoding.group
+
         size = sum(run.count for run in cut.runs)
         if cut.runs and cut.axis == ROWS:
             rows = self._counts[matrix] * size
@@ -122,12 +135,12 @@ class Slicer:
         return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's part of a tensor; None where it computes with none of it."""
+        """Return the rank's part of a tensor; None if the rank does not hold any."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 
 def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
-    """Return runs of an axis, one after another: a view where they lie in one piece."""
+    """Return runs of an axis, one after another: a view if they are contiguous."""
     parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
 
@@ -135,20 +148,22 @@ def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Ten
 def check_groups(
     pool: str, model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> None:
-    """Make sure that ranks cut quantised matrices between groups of numbers that lie together.
+    """Check that ranks cut quantised matrices between groups of numbers that lie together.
 
     Raises:
-        LayoutError: some rank would get a part of a group.
+        LayoutError: a rank would get a part of a group.
     """
     broken = next(_broken_groups(model_config, encodings, layout), None)
     if broken is None:
         return
+
     world = layout.world
     fitting = []
     for tensor in (each for each in range(1, world + 1) if world % each == 0):
         other = RankLayout(tensor, world // tensor)
         if _is_possible(pool, model_config, encodings, other):
             fitting.append(str(tensor))
+
     remedy = f"set {' or '.join(fitting)} and let pipeline make up the rest"
     raise LayoutError(
         f"pools.{pool}.parallelism.tensor: {layout.tensor} ranks would cut {broken}; "
@@ -169,7 +184,7 @@ def _is_possible(
 def _broken_groups(
     model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> Iterator[str]:
-    """Says of every group of numbers that ranks would share what it is."""
+    """Yield a description of every group of numbers that a cut would split."""
     for rank in range(layout.tensor if layout.tensor > 1 else 0):
         cuts = _cuts(model_config, layout, rank)
         for name, encoding in encodings.items():
@@ -189,7 +204,7 @@ def _broken_groups(
 
 
 def _num_matrices(model_config: ModelConfig, name: str) -> int:
-    """Return the number of matrices, one above the other, that a tensor is made of."""
+    """Return the number of matrices that a tensor holds, one above the other."""
     experts = model_config.experts
     return experts.num_experts if experts is not None and ".experts_" in name else 1
 

@@ -1,10 +1,11 @@
-"""Samples a batch on a device: one copy takes all parameters there, one brings all tokens back.
+"""The sampler of batches on a GPU: one copy uploads all parameters, one downloads all tokens.
 
-Three phases, so that a caller may put other work between them: `plan_sampling` on the host, then
-`enqueue`, which gives the device all work and reads nothing, then `SampledBatch.read`, which waits.
+Sampling has three phases, so that a caller may do other work between them: `plan_sampling` on the
+host, then `enqueue`, which launches all work and reads nothing, then `SampledBatch.read`, which
+waits.
 
-Filtered rows draw from the `CANDIDATES` likeliest tokens. The device marks rows that keep more than
-these; `read` samples them again from the whole vocabulary. Both ways compute the same token.
+Filtered rows draw from the `CANDIDATES` likeliest tokens. The device marks rows that keep more
+tokens, and `read` samples those again from the whole vocabulary. Both ways give the same token.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,10 @@ from ullage_engine.runner.draw import (
 from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_edits
 
 CANDIDATES = 1024
-"""Likeliest tokens of a row that are sorted; sorting a vocabulary takes a hundred times the
-memory."""
+"""Number of likeliest tokens of a row that are sorted.
+
+Sorting a whole vocabulary takes a hundred times the memory.
+"""
 
 SORT_ROWS = 8
 """Rows whose whole vocabulary is sorted at once, which bounds the temporaries."""
@@ -36,22 +39,26 @@ SORT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """What is sampled from a batch of logits."""
+    """The plan by which a batch of logits is sampled."""
 
     chunks: Sequence[Chunk]
     counts: PenaltyCounts
     draws: Draws
     edits: Edits
     num_alternatives: int | None
-    """Alternatives reported of a row at most; None: no log-probabilities at all."""
+    """Most alternatives reported for a row; None without any log-probabilities."""
 
 
 def plan_sampling(
     chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int, width: int = CANDIDATES
 ) -> SamplingPlan:
-    """Return how to sample a token of each chunk's row, from `width` candidates if it is filtered.
+    """Return the plan to sample a token of each chunk's row.
 
-    Every chunk is one that is sampled.
+    Args:
+        chunks: chunks, all of which are sampled.
+        counts: token counts of the requests with penalties.
+        vocab: number of tokens.
+        width: number of candidates of filtered rows.
     """
     params = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
     rows = [Row(each, chunk.end) for each, chunk in zip(params, chunks, strict=True)]
@@ -67,15 +74,15 @@ def plan_sampling(
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """Tokens that the device was told to compute."""
+    """Tokens that the device computes."""
 
     plan: SamplingPlan
     computed: torch.Tensor
-    """The logits as the model gave them [rows, vocab]; not to be changed before `read`."""
+    """Logits of the model [rows, vocab], which must not change before `read`."""
     result: torch.Tensor
-    """Integers [rows, columns] on the device: the token, `NO_TOKEN`, `NOTHING_ALLOWED` or
-    `UNSETTLED`; where log-probabilities are reported also that of the token, the alternatives, and
-    theirs."""
+    """Integers [rows, columns] on the device. The first column is the token, `NO_TOKEN`,
+    `NOTHING_ALLOWED` or `UNSETTLED`. If log-probabilities are reported, the token's, the
+    alternatives' ids and the alternatives' follow."""
 
     def read(self) -> list[SampledToken]:
         """Wait for the tokens and return them, in the order of the chunks."""
@@ -113,14 +120,14 @@ class SampledBatch:
 
 
 def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) -> SampledBatch:
-    """Have the device sample a token of each row.
+    """Launch the sampling of a token of each row, without waiting for the device.
 
-    `computed`: the logits [rows, vocab], which stay as they are; `logits`: a copy of them in
-    float32, contiguous, which is overwritten.
-
-    Waits for nothing: what follows must not read a value of the device, not even to decide what
-    comes next.
+    Args:
+        computed: logits [rows, vocab], kept unchanged.
+        logits: copy of the logits in float32, contiguous, overwritten.
+        plan: result of `plan_sampling`.
     """
+    # Nothing below may read a value of the device, not even to decide which kernel comes next.
     on_device = upload({**plan.draws.arrays, **plan.edits.arrays}, logits.device)
     least, greatest = torch.aminmax(logits, dim=-1, keepdim=True)
     # Each product is 0, or NaN if its factor is NaN or infinite, which equals nothing.
@@ -128,7 +135,7 @@ def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) ->
 
     edit(logits, plan.edits, on_device)
     draw_arrays = {name: on_device[name] for name in plan.draws.arrays}
-    # Before the draw, which overwrites the logits.
+    # Computed before the draw, which overwrites the logits.
     is_empty = logits.amax(-1, keepdim=True) == -torch.inf if plan.edits.rules_out else None
     tokens = draw_tokens(logits, plan.draws, draw_arrays)
     if is_empty is not None:
@@ -136,6 +143,7 @@ def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) ->
     tokens.masked_fill_(is_damaged, NO_TOKEN)
     if plan.num_alternatives is None:
         return SampledBatch(plan, computed, tokens)
+
     logits.copy_(computed)
     columns = [tokens, *_logprob_columns(logits, greatest, tokens, plan.num_alternatives)]
     return SampledBatch(plan, computed, torch.cat([_as_int32(each) for each in columns], 1))
@@ -144,9 +152,14 @@ def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) ->
 def _logprob_columns(
     logits: torch.Tensor, greatest: torch.Tensor, tokens: torch.Tensor, num_alternatives: int
 ) -> list[torch.Tensor]:
-    """Return log-probabilities of the model's own distribution, before edits and temperature: of
-    the tokens [rows, 1], and ids and log-probabilities of the alternatives. Overwrites the
-    logits."""
+    """Return log-probabilities of the model's own distribution, before edits and temperature.
+
+    The logits are overwritten.
+
+    Returns:
+        Log-probabilities of the tokens [rows, 1], ids of the alternatives, and log-probabilities of
+        the alternatives.
+    """
     chosen = logits.gather(1, tokens.clamp(min=0))
     values, ids = alternatives(logits, num_alternatives)
     log_mass = log_masses(logits, greatest)

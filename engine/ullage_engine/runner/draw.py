@@ -1,12 +1,13 @@
-"""Draws tokens from rows of logits, on any device, without the host.
+"""Draws of tokens from rows of logits, computed on any device without the host.
 
 The filters keep a prefix of the tokens sorted by (logit descending, id ascending): top-k, top-p as
-a share of what top-k kept, min-p. The token is the inverse of the running sum of what is kept at
-the row's noise: in that order if the row is filtered, else in the order of ids.
+a share of the mass that top-k keeps, min-p. The drawn token is the inverse of the kept tokens'
+cumulative sum at the row's noise. The sum runs in that order if the row is filtered, and in the
+order of ids otherwise.
 
-A row's token depends on that row alone, although a GPU adds up a row in an order that depends on
-how many rows there are. So a weight is a whole number (see `FIXED_POINT`), and sums of those are
-exact in any order. Only the first additions of `_block_sums` are in float32, element by element.
+Draws are batch-invariant, although a GPU adds up a row in an order that depends on the number of
+rows: weights are integers (see `FIXED_POINT`), whose sums are exact in any order. Only the first
+additions of `_block_sums` are in float32, element by element.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,31 +22,38 @@ from ullage_engine.native.library import Draw
 from ullage_engine.protocol.requests import SamplingParams
 
 FIXED_POINT = 2.0**42
-"""The likeliest token's weight. What a token has below 1 of it, which is 2e-13 of the likeliest's
-probability, is cut off; a sum over 2**20 tokens fits in int64."""
+"""Weight of the likeliest token.
+
+Fractions of a weight are cut off; 1 is 2e-13 of the likeliest token's probability. A sum over 2**20
+tokens fits in int64.
+"""
 
 BLOCK = 128
-"""Neighbouring tokens that are added up before running sums are formed."""
+"""Number of neighbouring tokens that are added up before cumulative sums are formed."""
 
 UNSETTLED = -2
-"""Token id of a row that keeps more tokens than the candidates: draw it from more of them."""
+"""Token id of a row that keeps more tokens than there are candidates: draw again from more."""
 
 _ALTERNATIVES = 64
-"""Likeliest tokens that alternatives are taken from; more than are reported, so that ties end
-between them."""
+"""Number of likeliest tokens from which alternatives are taken.
+
+More than are reported, so that ties at the last reported one are among them.
+"""
 
 _KEEP_ALL = 1.5
 """top_p of rows that top-p does not limit: no rounding of a sum reaches it."""
 
 _MASK = (1 << 64) - 1
+"""All bits of a 64-bit integer."""
 _GOLDEN = 0x9E3779B97F4A7C15
+"""Increment of SplitMix64: 2**64 divided by the golden ratio."""
 
 
 def uniform(seed: int, position: int) -> float:
     """Return a number in (0, 1) for the token at `position` of a request with this seed.
 
-    Two rounds of SplitMix64 (Steele, Lea and Flood, 2014) over the pair; 23 bits, so that it and
-    its distance from 1 are exact in float32.
+    Two rounds of SplitMix64 (Steele, Lea and Flood, 2014) mix the pair. The number has 23 bits, so
+    that the number and its distance from 1 are exact in float32.
     """
     mixed = _mix((_mix((seed + _GOLDEN) & _MASK) + _GOLDEN * (position + 1)) & _MASK)
     return ((mixed >> 41) + 0.5) / (1 << 23)
@@ -85,7 +93,7 @@ class Row:
         return uniform(self.params.seed, self.position)
 
     def draw(self) -> Draw:
-        """Return what the C++ library chooses by."""
+        """Return the parameters by which the C++ library chooses."""
         params = self.params
         return Draw(
             temperature=params.temperature,
@@ -98,10 +106,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What is drawn from a batch, decided on the host."""
+    """The draws from a batch, decided on the host."""
 
     width: int
-    """Likeliest tokens of a row that a filtered token is drawn from."""
+    """Number of candidates of a filtered row: its likeliest tokens."""
     any_greedy: bool
     any_filtered: bool
     any_free: bool
@@ -111,11 +119,11 @@ class Draws:
     needs_mass: bool
     """Whether the weights of a whole row must be added up."""
     arrays: HostArrays
-    """Parameters, [rows, 1] each; none of greedy rows alone."""
+    """Parameters, [rows, 1] each; empty if all rows are greedy."""
 
 
 def plan_draws(rows: Sequence[Row], width: int) -> Draws:
-    """Return how to draw a token of each row, from `width` candidates where it is filtered."""
+    """Return the draws of each row, from `width` candidates if the row is filtered."""
     filtered = [row.params for row in rows if row.is_filtered]
     any_free = any(row.is_free for row in rows)
     any_greedy = any(row.is_greedy for row in rows)
@@ -138,7 +146,8 @@ def _parameters(rows: Sequence[Row], width: int) -> HostArrays:
     top_p = _column([each.top_p for each in params], np.float64)
     min_p = _column([each.min_p for each in params], np.float32)
 
-    # One too small for float32 would be zero, and zero by zero is NaN. Greedy rows take any.
+    # A temperature too small for float32 would be zero, and zero by zero is NaN. Greedy rows may
+    # have any temperature.
     tiny = float(np.finfo(np.float32).tiny)
     temperature = [1.0 if row.is_greedy else max(row.params.temperature, tiny) for row in rows]
     has_top_k = (top_k > 0) & (top_k <= width)
@@ -147,11 +156,12 @@ def _parameters(rows: Sequence[Row], width: int) -> HostArrays:
         "temperature": _column(temperature, np.float32),
         "noise": _column([0.0 if row.is_greedy else row.noise for row in rows], np.float64),
         "top_p": np.where(keeps_all, _KEEP_ALL, top_p),
-        # Negative, because what is searched must ascend.
+        # Negative, because searchsorted needs ascending values.
         "least_weight": min_p * np.float32(-FIXED_POINT),
         "last_of_top_k": np.where(has_top_k, top_k, width) - 1,
         "has_top_k": has_top_k,
-        # The nucleus is a share of what top-k keeps, which is not known before all of it is there.
+        # The nucleus is a share of the mass that top-k keeps, which is unknown until top-k fits in
+        # the candidates.
         "is_unknown": (top_k > width) & ~keeps_all,
         "is_filtered": _column([row.is_filtered for row in rows], np.bool_),
         "is_free": _column([row.is_free for row in rows], np.bool_),
@@ -165,23 +175,27 @@ def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
 def draw_tokens(
     logits: torch.Tensor, draws: Draws, on_device: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a token of each row of float32 logits [rows, vocab] as int64 [rows, 1].
+    """Draw a token of each row.
 
-    `UNSETTLED` where the candidates do not settle it, which those of the whole vocabulary always
-    do. Any token where a logit is NaN or infinite, or where none is above -inf: callers know these
-    rows.
+    Args:
+        logits: float32 [rows, vocab], overwritten.
+        draws: result of `plan_draws`.
+        on_device: the arrays of `draws`, on the device.
 
-    Overwrites the logits. `on_device`: the arrays of `draws`.
+    Returns:
+        Tokens, int64 [rows, 1]. `UNSETTLED` if the candidates do not decide the token; candidates
+        of the whole vocabulary always do. Rows with NaN or infinite logits, or without a logit
+        above -inf, get any token, since callers know these rows.
     """
     if draws.any_greedy:
         greatest, first = logits.max(dim=-1, keepdim=True)
         chosen = {"is_greedy": first}
     else:
-        # A CPU takes a sixth of the time if it need not know where.
+        # A CPU takes a sixth of the time if it does not compute the places of maxima.
         greatest = logits.amax(dim=-1, keepdim=True)
         chosen = {}
 
-    # The logits become weights, so candidates are taken from them before.
+    # Candidates are taken first, since the logits become weights below.
     candidates = likeliest(logits, draws.width) if draws.any_filtered else None
     mass = None
     if draws.needs_mass:
@@ -191,7 +205,7 @@ def draw_tokens(
         mass = running[:, -1:]
     if draws.any_free:
         drawn = _draw_of_blocks(blocks, sums, running, on_device["noise"])
-        # One of the padding, but only where no token is above -inf.
+        # A token of the padding is drawn only if no token is above -inf.
         chosen["is_free"] = drawn.clamp_(max=logits.shape[1] - 1)
     if candidates is not None:
         drawn = _draw_of_candidates(*candidates, mass, draws, on_device, logits.shape[1])
@@ -206,7 +220,7 @@ def draw_tokens(
 def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and ids of the `width` likeliest tokens, ties by id.
 
-    Of tokens that tie with the last one, any may be there.
+    Among tokens that tie with the last one, the choice is arbitrary.
     """
     if width >= logits.shape[1]:
         return torch.sort(logits, dim=-1, descending=True, stable=True)

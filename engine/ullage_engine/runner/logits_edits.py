@@ -1,8 +1,8 @@
 """Edits of logits before a token is chosen: penalties, biases, banned tokens, masks, in this order.
 
-Twice the same arithmetic. `penalise` and `constrain` edit one row, which is least work where a row
-is a plain array of the host. `plan_edits` and `edit` edit a whole batch on a device, with a number
-of kernels that does not depend on the number of rows.
+The same arithmetic exists twice. `penalise` and `constrain` edit one row, which is the least work
+on a CPU. `plan_edits` and `edit` edit a whole batch on a GPU, with a number of kernels that does
+not depend on the number of rows.
 """
 
 from collections import OrderedDict
@@ -18,15 +18,17 @@ from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
 
 LARGEST = 1e30
-"""Stand-in for an infinite logit: far beyond any other, and sums with it stay finite."""
+"""Substitute for an infinite logit: far beyond any other logit, with finite sums."""
 
 PENALTIES_AT_ONCE = 1 << 16
-"""Penalised logits whose edit is computed at once. Bounds the temporaries, about 45 bytes each,
-whatever the histories' lengths."""
+"""Number of penalised logits that are edited at once.
+
+It bounds the temporaries, about 45 bytes for each logit, for histories of any length.
+"""
 
 
 class TokenCounts:
-    """How often each token is in a history, which only grows: each token is counted once."""
+    """The counts of tokens in a growing history; every position is counted once."""
 
     def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
         self.history = history
@@ -37,7 +39,7 @@ class TokenCounts:
         self._outputs = np.empty(0, np.float32)
 
     def update(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Return the tokens of the history, and how often each of them is in its output."""
+        """Return the tokens of the history, and the count of each token in the output."""
         for position in range(self._num_counted, len(self.history)):
             token = self.history[position]
             place = self._places.setdefault(token, len(self._places))
@@ -52,15 +54,17 @@ class TokenCounts:
 
 
 class PenaltyCounts:
-    """The counts of requests with penalties, kept from step to step for those used last."""
+    """The counts of requests with penalties, kept for the most recently used requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._by_request: OrderedDict[str, TokenCounts] = OrderedDict()
 
     def of(self, chunk: Chunk) -> TokenCounts:
-        """Return the counts of a chunk's history: those of the last step if it is the same list,
-        which is what grows from step to step."""
+        """Return the counts of a chunk's history.
+
+        The counts of the last step go on if the history is the same list, which only grows.
+        """
         counts = self._by_request.pop(chunk.request_id, None)
         if counts is None or counts.history is not chunk.history:
             counts = TokenCounts(chunk.history, chunk.num_prompt_tokens)
@@ -71,7 +75,7 @@ class PenaltyCounts:
 
 
 def is_constrained(chunk: Chunk) -> bool:
-    """Whether `constrain` changes anything."""
+    """Return whether `constrain` changes anything."""
     is_biased = chunk.sampling is not None and bool(chunk.sampling.logit_bias)
     return chunk.allowed is not None or bool(chunk.banned) or is_biased
 
@@ -101,7 +105,7 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
 def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
     """Apply a chunk's biases and masks to its row of logits [vocab], in place.
 
-    A token that is ruled out has the logit -inf and so no probability at any temperature.
+    A token that is ruled out gets the logit -inf and has no probability at any temperature.
     """
     bias = chunk.sampling.logit_bias if chunk.sampling else {}
     if bias:
@@ -115,7 +119,7 @@ def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
 def _allow(logits: torch.Tensor, allowed: bytes) -> None:
     """Rule out all tokens whose bit is not set, in place.
 
-    Most masks allow a few tokens or nearly all, so only bytes that are not all alike are unpacked.
+    Most masks allow a few tokens or nearly all, so only the bytes of the rarer kind are unpacked.
     """
     vocab = logits.shape[0]
     bits = np.frombuffer(allowed, np.uint8)[: -(-vocab // 8)]
@@ -123,8 +127,10 @@ def _allow(logits: torch.Tensor, allowed: bytes) -> None:
     some_banned = np.flatnonzero(bits != 0xFF)
     if len(some_banned) <= len(some_allowed):
         logits[_tokens_of(bits, some_banned, 0, vocab)] = -torch.inf
-        logits[8 * len(bits) :] = -torch.inf  # a shorter mask allows nothing behind its end
+        # A mask shorter than the vocabulary allows nothing behind its end.
+        logits[8 * len(bits) :] = -torch.inf
         return
+
     kept = _tokens_of(bits, some_allowed, 1, vocab)
     values = logits[kept]
     logits.fill_(-torch.inf)
@@ -143,10 +149,10 @@ def _tokens_of(
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Edits of a batch as arrays. Logits are numbered through the batch: row * vocab + token."""
+    """The edits of a batch as arrays; the index of a logit is row * vocab + token."""
 
     arrays: HostArrays
-    """What travels with the batch's other parameters; empty if there is nothing to edit."""
+    """Arrays uploaded with the batch's other parameters; empty if nothing is edited."""
     more_penalties: Sequence[HostArrays]
     """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
 
@@ -221,7 +227,8 @@ def _bans(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gener
 
 def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
     """Return the masks, a bit for each token that is ruled out, and the mask of each row; rows
-    without one share the first, which rules nothing out."""
+    without one share the first, which rules nothing out.
+    """
     masks = [chunk.allowed for chunk in chunks if chunk.allowed is not None]
     if not masks:
         return {}
@@ -240,9 +247,11 @@ def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gene
 
 
 def edit(logits: torch.Tensor, edits: Edits, on_device: Mapping[str, torch.Tensor]) -> None:
-    """Apply edits to float32 logits [rows, vocab], contiguous, in place. `on_device`: the arrays
-    of `edits`."""
-    # Each index occurs once, so that it does not matter in which order a GPU writes.
+    """Apply edits to float32 logits [rows, vocab], contiguous, in place.
+
+    `on_device` has the arrays of `edits` on the device.
+    """
+    # Each index occurs once, so the order in which a GPU writes does not matter.
     flat = logits.view(-1)
     if "penalised" in on_device:
         _penalise_batch(flat, logits.shape[1], on_device)
@@ -267,7 +276,7 @@ def _penalise_batch(flat: torch.Tensor, vocab: int, on_device: Mapping[str, torc
 
     cost = on_device["frequency"].index_select(0, rows).mul_(outputs)
     cost.add_(on_device["presence"].index_select(0, rows))
-    # Not where(..., 0.0): on CUDA a scalar there is copied to the device, and waited for.
+    # Not where(..., 0.0): CUDA copies a scalar there to the device, and the host waits for that.
     values.sub_(cost.masked_fill_(outputs <= 0, 0.0))
     flat.index_copy_(0, numbers, _finite(values))
 

@@ -1,4 +1,4 @@
-"""Executes step plans on a device, and knows the largest plans that it can meet."""
+"""The runner of step plans on one device, and of the largest plans that the device can meet."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -62,20 +62,23 @@ _CONSTANTS = ("cos", "sin", "mask")
 """Buffers of the arena that are filled once."""
 
 _MEASURED_ROWS = 8
-"""Sequences of the steps whose time is measured at the start."""
+"""Sequences of the decode steps that are timed at the start."""
+
+_TOKEN_STRIDE = 7919
+"""Difference between neighbouring token ids of a timed prompt: a prime, so that few ids repeat."""
 
 Wrap = Callable[[str, Linear], Linear]
-"""Function from a matrix and its name to what the model multiplies by instead."""
-
-_Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
-"""Chunks to sample, their logits, and the likeliest token of each if that is known already."""
+"""Function from the name of a linear layer and the layer to the layer that replaces it."""
 
 WrapExperts = Callable[[str, ExpertLinears], ExpertLinears]
-"""The same for the matrix that every expert has of its own."""
+"""Function like `Wrap` for the linear layers of experts."""
+
+_Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
+"""Chunks to sample, their logits, and the likeliest token of each chunk if it is known already."""
 
 
 class ModelRunner:
-    """Owns the KV pool and every buffer of a step; one thread uses it.
+    """The owner of the KV pool and of every buffer of a step. Not thread-safe.
 
     Order of use: `allocate_arena`, `allocate_kv`, `warm_up`, then `execute`.
     """
@@ -92,12 +95,19 @@ class ModelRunner:
         kv_type: torch.dtype | None = None,
         new_capture: NewCapture | None = None,
     ) -> None:
-        """`wrap` and `wrap_experts` may put something between the model and its matrices.
+        """Size all buffers without allocating them.
 
-        `kv_type`: type of keys and values that are not float8; without it `dtype`.
-
-        `new_capture`: what captures decode steps as graphs, where one rank computes by kernels
-        alone, and without experts, whose rows the host may have to count.
+        Args:
+            loaded: weights of this rank, with the model's configuration.
+            device: device that computes.
+            dtype: type of activations and plain products.
+            limits: limits that size every buffer.
+            pipeline_rank: this rank's part of a group; None if one rank computes alone.
+            wrap: replaces linear layers of the model.
+            wrap_experts: replaces linear layers of experts.
+            kv_type: type of keys and values that are not float8; None for `dtype`.
+            new_capture: makes the captures of decode steps as graphs. Graphs need one rank that
+                computes with kernels alone, and no experts: the host may have to count their rows.
         """
         self._loaded = loaded
         self._device = device
@@ -106,6 +116,7 @@ class ModelRunner:
         self._rank = pipeline_rank or PipelineRank()
         self._wrap = wrap
         self._wrap_experts = wrap_experts
+
         is_paged = can_page(loaded.model_config, limits.block_tokens, device)
         is_plain = wrap is None and wrap_experts is None and self._rank.is_alone
         uses_library = is_plain and not library_refusal(loaded, limits, device, dtype)
@@ -115,18 +126,25 @@ class ModelRunner:
             library_threads=torch.get_num_threads() if uses_library else 0,
             max_slice_tokens=SLICE_TOKENS[device.type],
         )
+
         self._step_layout = step_arena(loaded.model_config, self._limits)
         sampler = sampler_arena(loaded.model_config, self._limits)
         self._sampler_layout = sampler if self._rank.samples else ArenaLayout(())
+
+        # Set by `allocate_arena`; the library computes with `_native`, torch with `_model`.
         self._model: Decoder | None = None
         self._native: NativeDecoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
         self._unpacked = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
         self._kv_scales: list[HeadScales] | None = None
+
+        # Set by `allocate_kv`.
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
         self._state_pool: StatePool | None = None
+
+        # State that is carried from step to step.
         self._counts = PenaltyCounts(limits.max_rows)
         self._tables = BlockTables(limits.max_rows)
         self._graphs: StepGraphs | None = None
@@ -142,10 +160,12 @@ class ModelRunner:
 
     @property
     def model_config(self) -> ModelConfig:
+        """The configuration of this rank's part of the model."""
         return self._loaded.model_config
 
     @property
     def weights_bytes(self) -> int:
+        """Bytes of this rank's weights."""
         return self._loaded.nbytes
 
     @property
@@ -169,13 +189,16 @@ class ModelRunner:
 
     @property
     def state_pool_bytes(self) -> int:
-        """Bytes that `allocate_kv` takes beside KV blocks: convolution states, and the block that
-        rebuilding them needs; 0 for models without convolutions."""
+        """Bytes that `allocate_kv` takes in addition to KV blocks.
+
+        They hold the convolution states and the block that rebuilds them; 0 for models without
+        convolutions.
+        """
         state_bytes = self.model_config.state_bytes(self._dtype.itemsize)
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Bytes that were really allocated, by name of the reservation that they belong to."""
+        """Return the bytes that were really allocated, by the name of their reservation."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -185,22 +208,25 @@ class ModelRunner:
         }
 
     def allocate_arena(self) -> None:
-        """Allocates both arenas, every page touched."""
+        """Allocate both arenas, touch every page, and build the decoder."""
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
             size = self._scratch_linear_bytes
             # empty and zero_, because zeros would leave the pages unbacked until first use.
             self._unpacked = torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
+
             if self._limits.library_threads:
                 self._native = NativeDecoder(self._loaded, self._limits, self._arena)
             else:
                 self._model = self._build()
+
             if self._limits.fp8_kv:
                 decoder = self._native or self.decoder
                 self._kv_scales = decoder.kv_scales()
 
     def _build(self) -> Decoder:
+        """Build the decoder that torch computes."""
         parts = (self.model_config, self._limits, self._arena)
         backend: AttentionBackend
         if self._limits.fused:
@@ -208,6 +234,7 @@ class ModelRunner:
         else:
             kind = DeterministicBackend if self._limits.deterministic else DefaultBackend
             backend = kind(*parts)
+
         weights = model_weights(
             self._loaded, self._limits, backend, self._dtype, self._unpacked, self._rank
         )
@@ -219,19 +246,25 @@ class ModelRunner:
             wrap_experts = self._wrap_experts
             experts = weights.experts
             weights = replace(weights, experts=lambda name: wrap_experts(name, experts(name)))
+
         return Decoder(weights, *parts, backend)
 
     def allocate_kv(
         self, num_blocks: int, num_host_slots: int = 0, shared: torch.Tensor | None = None
     ) -> None:
-        """Allocates the KV pool and the host's slots, every page touched; both count from 0.
+        """Allocate the KV pool and the host's slots, and touch every page.
 
-        `shared`: slots of the host tier, which count behind these; see `HostPool`.
+        Args:
+            num_blocks: blocks of the KV pool, numbered from 0.
+            num_host_slots: slots of the host, numbered from 0.
+            shared: slots of the host tier, numbered behind the host's own; see `HostPool`.
         """
-        # A pool that is replaced goes before its successor comes, and so do graphs that know it.
+        # The old pool is freed before its successor is allocated, so that memory never holds both.
+        # Graphs hold pointers into the old pool, so they go with it.
         if self._graphs is not None:
             self._graphs.clear()
         self._pool = self._host = self._state_pool = None
+
         with torch.inference_mode():
             self._pool = KVPool(
                 self.model_config,
@@ -243,6 +276,7 @@ class ModelRunner:
                 windowed=self._limits.windowed,
             )
             self._host = HostPool(self._pool, num_host_slots, shared)
+
             self._state_pool = StatePool(
                 self.model_config,
                 state_slots(self._limits.max_rows),
@@ -253,9 +287,12 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Checks that this machine computes as the settings promise; returns None, or the fault.
+        """Check that this machine computes rows independently, if the settings promise it.
 
-        Overwrites the arena; call it before `warm_up`.
+        The check overwrites the arena, so call it before `warm_up`.
+
+        Returns:
+            The fault, or None without one.
         """
         if self._native is not None:
             return None
@@ -263,40 +300,46 @@ class ModelRunner:
             return self.decoder.verify_row_invariance()
 
     def warm_up(self) -> None:
-        """Run the largest steps, so that every buffer libraries make lazily exists.
+        """Run the largest steps, so that every buffer that libraries allocate lazily exists.
 
-        Overwrites the KV pool; call it before the first request.
+        The steps overwrite the KV pool, so call it before the first request.
         """
         if self._native is None:
             self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
     def measure_context_seconds(self) -> float:
-        """Measures the seconds that one more token of context costs a step of decodes.
+        """Measure the seconds that one more token of context costs a step of decodes.
 
-        Overwrites the KV pool; of several ranks all measure together. 0: too few to be seen.
+        The steps overwrite the KV pool. All ranks of a group measure together. The result is 0 if
+        the difference is too small to be measured.
         """
         limits = self._limits
         rows = min(_MEASURED_ROWS, limits.max_rows, limits.max_tokens)
         longest = min(limits.max_gather_tokens // rows, limits.max_model_len)
-        short, long = (
-            min(self._decode_seconds(rows, context) for _ in "ab") for context in (1, longest)
-        )
+
+        # The faster of two runs counts.
+        short = min(self._decode_seconds(rows, 1) for _ in range(2))
+        long = min(self._decode_seconds(rows, longest) for _ in range(2))
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
     def measure_prompt_seconds(self, tokens: int, start: int = 0) -> float:
-        """Measure the seconds of a step with so many tokens of one prompt, from `start` on.
+        """Measure the seconds of a step with `tokens` tokens of one prompt, from `start` on.
 
-        Overwrites the KV pool; of several ranks all measure together.
+        The steps overwrite the KV pool. All ranks of a group measure together.
         """
         chunk = make_chunk(0, tokens, start, self._limits, self._kv.num_blocks, None)
-        # Of any tokens: equal ones would choose the same experts.
+        # Tokens differ because equal tokens would choose the same experts.
         vocab = self.model_config.vocab
-        chunk = msgspec.structs.replace(chunk, token_ids=[7919 * i % vocab for i in range(tokens)])
-        return min(self._step_seconds([chunk]) for _ in "ab")
+        token_ids = [_TOKEN_STRIDE * index % vocab for index in range(tokens)]
+        chunk = msgspec.structs.replace(chunk, token_ids=token_ids)
+        return min(self._step_seconds([chunk]) for _ in range(2))
 
     def derived(self) -> dict[str, torch.Tensor]:
-        """Return what was computed of the model at the start and stays as it is, by name."""
+        """Return the tensors that were derived from the model at the start, by name.
+
+        No step changes them.
+        """
         tensors = {name: self._arena[name] for name in _CONSTANTS if name in self._arena}
         for index, scales in enumerate(self._kv_scales or ()):
             tensors[f"kv_scales.{index}"] = scales.values
@@ -306,8 +349,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_derived(self) -> str:
-        """Compute tables and scales a second time; return the name of one that comes out otherwise,
-        else nothing. Overwrites the arena's activations."""
+        """Compute tables and scales a second time, and compare.
+
+        The check overwrites the arena's activations.
+
+        Returns:
+            The name of a tensor that differs; empty if all are equal.
+        """
         decoder = self._native or self.decoder
         if self._kv_scales is not None:
             again = decoder.kv_scales()
@@ -318,9 +366,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def probe(self) -> Iterator[torch.Tensor]:
-        """Compute the steps of the probe; yield logits [rows, vocab], which live until the next
-        are computed. Overwrites the KV pool; of several ranks all compute it together, and those
-        that do not sample have none."""
+        """Compute the steps of the probe and yield their logits [rows, vocab].
+
+        Logits are valid until the next step is computed. The steps overwrite the KV pool. All ranks
+        of a group compute the probe together, and ranks that do not sample yield nothing.
+        """
         for plan in self.probe_plans():
             for _, logits in self.logits(plan):
                 yield logits
@@ -330,6 +380,7 @@ class ModelRunner:
         return probe_plans(self._limits, self._kv.num_blocks, self.model_config.vocab)
 
     def _decode_seconds(self, rows: int, context: int) -> float:
+        """Measure the seconds of a step of `rows` decodes behind `context` tokens each."""
         return self._step_seconds(
             [
                 make_chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
@@ -345,27 +396,31 @@ class ModelRunner:
         return time.perf_counter() - started
 
     def run_largest(self) -> None:
-        """Run only the steps that take the most memory, and captures graphs; the part of `warm_up`
-        that is repeated."""
-        # First, since capturing gives back the memory that larger steps have left.
+        """Capture graphs and run the steps that take the most memory.
+
+        This is the part of `warm_up` that is repeated for each pool.
+        """
+        # Graphs come first, since capturing frees the cached memory that larger steps leave.
         self._capture_graphs()
         vocab = self.model_config.vocab
         self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks, vocab))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step; a token for each row that is sampled, in the plan's order.
+        """Compute a step and sample a token for each sampled row, in the plan's order.
 
-        Of several ranks every one computes its part, and the tokens are on the one that samples.
+        Every rank of a group computes its part. Only the rank that samples returns tokens.
         """
         if not plan.moves.prefetch:
-            # Those before it may belong to a plan that was never executed.
+            # A pending prefetch may belong to an earlier plan that was never executed.
             self._finish_prefetch()
+
         try:
             parts = self._computed(plan)
             tokens = [token for part in parts for token in self._sample(*part)]
         finally:
             self._finish_prefetch()
+
         return in_plan_order(plan, tokens) if tokens else []
 
     def _sample(
@@ -376,22 +431,26 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return what the logits were copied from, in the model's type; None: the library's have
-        no other copy."""
+        """Return the logits in the model's type, from which the float32 ones were copied.
+
+        None if the library computes, since its logits are float32 from the start.
+        """
         if self._native is not None:
             return None
         return shaped(self._sampling["computed"], *logits.shape)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
-        """Compute a step; yield what is sampled of each micro-batch, and the logits of it.
+        """Compute a step and yield the sampled chunks of each micro-batch with their logits.
 
-        Logits [rows, vocab] live until the next are computed; ranks that do not sample have none.
+        Logits [rows, vocab] are valid until the next micro-batch is computed. Ranks that do not
+        sample yield nothing.
         """
         for chunks, logits, _ in self._computed(plan):
             yield chunks, logits
 
     def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
+        """Compute the micro-batches of a step, and yield the results of those that are sampled."""
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -403,8 +462,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> torch.Tensor:
-        """Compute a step of a whole model without sampling: hidden states of the batch's rows
-        after the last layer, which live until the next step."""
+        """Compute a step of a whole model without sampling.
+
+        Returns:
+            Hidden states of the batch's rows after the last layer, valid until the next step.
+        """
         self._clear_begun_blocks(plan)
         if self._native is not None:
             self._run_native(plan)
@@ -413,8 +475,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
-        """Write the logits of rows that `hidden` has returned last, from `first` on, to out
-        [rows, vocab]."""
+        """Write the logits of rows of the last result of `hidden`.
+
+        Args:
+            hidden: that result.
+            out: logits [rows, vocab]; the number of rows is the number of logits computed.
+            first: first row.
+        """
         rows = range(first, first + len(out))
         if self._native is not None:
             self._native.logits(list(rows), out)
@@ -423,32 +490,36 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
-        """Copy whole blocks over all layers: out to the host, in from it, then on the device.
+        """Copy whole blocks over all layers: to the host, from the host, then on the device.
 
-        Allocates nothing, and steps executed later see the result. What is prefetched is there when
-        the step that is executed next has ended.
+        Nothing is allocated. Steps that are executed later see the result. Prefetched blocks have
+        arrived when the next step has ended.
         """
         assert self._host is not None, "allocate_kv comes first"
         self._finish_prefetch()
         with ranges("transfer"):
             move(moves, self._kv, self._host)
         if moves.swap_out or moves.swap_in:
-            self.sync()  # others read and write these slots as soon as the step is done
+            # Other processes read and write these slots as soon as the step is done.
+            self.sync()
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
-        """Measures the seconds of copying one block to the host or back; there must be a slot."""
+        """Measure the seconds of copying one block to the host or back.
+
+        The host must have a slot.
+        """
         assert self._host is not None, "allocate_kv comes first"
         return self._host.measure()
 
     def sync(self) -> None:
-        """Wait until everything is done that was begun."""
+        """Wait until the device has finished all work that was launched."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     @property
     def swap_seconds(self) -> float:
-        """Seconds of copying to the host and back so far."""
+        """Seconds spent so far on copies to the host and back."""
         return self._host.timer.seconds if self._host else 0.0
 
     def _finish_prefetch(self) -> None:
@@ -462,6 +533,7 @@ class ModelRunner:
 
     @property
     def decoder(self) -> Decoder:
+        """The decoder that torch computes."""
         assert self._model is not None, "allocate_arena comes first"
         return self._model
 
@@ -487,7 +559,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
-        # Layers of one kind have the same shapes, and each frees what it took before the next.
+        # One layer of each kind is enough: layers of one kind have the same shapes, and each frees
+        # its temporaries before the next one runs.
         layers = [0] if self._native is not None else self.decoder.one_of_each_kind()
         for plan in plans:
             transfers = self._rank.transfers([plan.num_tokens])
@@ -502,11 +575,12 @@ class ModelRunner:
             self._kv.clear(block)
 
     def _batch(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
-        """Lays out a step's rows; `bucket` is of the blocks of context, see `build_batch`."""
+        """Lay out the rows of a step; `bucket` rounds the blocks of context, see `build_batch`."""
         limits = self._limits
         if bucket is None:
             graphs = None if plan.prompts else self._graphs
             bucket = limits.context_blocks if graphs is None else graphs.width
+
         return build_batch(
             plan,
             limits.block_tokens,
@@ -538,6 +612,7 @@ class ModelRunner:
         """Compute the index-th micro-batch of a step; see `logits`."""
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
+
         batch = self._batch(plan)
         if layers is None and self._replay(batch):
             return self._sampled(batch)
@@ -545,26 +620,28 @@ class ModelRunner:
         hidden = self._forward(batch, transfers, index, layers)
         if transfers.send(index, hidden) or not batch.sampled or not self._rank.samples:
             return None
+
         self.decoder.logits(hidden, self._computed_logits(len(batch.sampled)))
         return self._sampled(batch)
 
     def _replay(self, batch: StepBatch) -> bool:
-        """Compute a batch to its logits by a graph; returns False if there is none for it."""
+        """Replay the graph that computes a batch up to its logits; return False without a graph."""
         replay = self._graphs.find(batch) if self._graphs else None
         if replay is None:
             return False
+
         self.decoder.prepare(batch)
         with ranges("decode"):
             replay()
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Return where logits of so many rows are computed, padding included."""
+        """Return the buffer for the logits of `rows` rows and their padding."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 
     def _sampled(self, batch: StepBatch) -> _Computed:
-        """Return what is sampled of a batch, and its logits, in float32."""
+        """Return the sampled chunks of a batch and their logits in float32."""
         rows = len(batch.sampled)
         logits = shaped(self._sampling["logits"], rows, self.model_config.vocab)
         return batch.sampled, logits.copy_(self._computed_logits(rows)[:rows]), None
@@ -574,17 +651,21 @@ class ModelRunner:
         """Capture decode steps of every number of rows and width of tables, the largest first."""
         if self._graphs is None:
             return
+
         self._graphs.clear()
         for plan in decode_plans(self._limits, self._kv.num_blocks):
             for width in reversed(self._graphs.widths):
                 batch = self._batch(plan, partial(max, width))
                 action = self._decode_action(batch)
+                # Run once before, since compiling and loading kernels cannot be captured.
                 action()
                 self._graphs.capture(batch, action)
 
     def _decode_action(self, batch: StepBatch) -> Action:
-        """Return what computes a step of decodes to its logits, as often as steps like it are
-        prepared."""
+        """Return the function that computes a step of decodes up to its logits.
+
+        The function also computes every later step of the same shape, once that is prepared.
+        """
         step = self.decoder.prepare(batch)
         caches = self._kv.layers
         states = self._states.layers
@@ -597,6 +678,7 @@ class ModelRunner:
         return action
 
     def _run_native(self, plan: StepPlan, layers: range | None = None) -> _Computed | None:
+        """Compute a step with the C++ library."""
         assert self._native is not None, "not the library's"
         sampled = plan.sampled_parts()
         logits = shaped(self._sampling["logits"], len(sampled), self.model_config.vocab)

@@ -1,4 +1,4 @@
-"""Proves that a runner computes as a verified start of the same model did."""
+"""The proof that a runner computes the same as a verified start of the same model."""
 
 from collections.abc import Mapping
 
@@ -22,18 +22,24 @@ def take_proof(
     *,
     verifies: bool,
 ) -> Proof:
-    """Compute the proof of a start. Overwrites the KV pool; ranks that compute together take it
-    together.
+    """Compute the proof of a start.
 
-    `verifies`: everything is computed twice and compared, since no other start did before.
+    The probe overwrites the KV pool. All ranks of a group take their proofs together.
+
+    Args:
+        runner: runner with its KV pool.
+        weights: weights in memory, by name.
+        tolerance: largest difference of logits; see `ullage_engine.model_loader.proof.tolerance`.
+        verifies: whether everything is computed twice and compared, since no earlier start did.
 
     Raises:
         ProofError: two computations differ.
     """
     proof = _computed(runner, weights)
+
     if verifies:
         again = _computed(runner, weights)
-        # Behind the steps that ranks compute together: none may wait for one that has failed.
+        # Checked after the steps that ranks compute together: no rank may wait for a failed one.
         check(again, proof, tolerance, "it did a moment before")
         if name := runner.check_derived():
             raise ProofError(f"{name} is computed otherwise a second time; the next start may not")

@@ -1,13 +1,12 @@
-"""Samples the next token of each row of logits.
+"""The sampler, which chooses the next token of each row of logits.
 
-Everything about a row depends on that row alone, so a request's tokens do not depend on the batch;
-noise is a pure function of seed and position, so a resumed request draws what it would have drawn.
-Order: penalties, biases and banned tokens, masks, temperature, then the filters: top-k, top-p over
-what top-k kept, min-p.
+Sampling is batch-invariant: the token of a row depends on that row alone. Noise is a pure function
+of seed and position, so a resumed request draws the same tokens. The order is: penalties, biases
+and banned tokens, masks, temperature, then the filters top-k, top-p over the tokens that top-k
+keeps, and min-p.
 
-On a device a batch is sampled at once (`batched_sampler`). On a CPU what is asked decides: rows
-are edited one by one, and the C++ library chooses. Where there is no library `draw` does, which is
-also what a device computes.
+A GPU samples a batch at once (`batched_sampler`). On a CPU rows are edited one by one, and the C++
+library chooses the tokens. Without the library `draw` chooses them, as on a GPU.
 """
 
 from collections.abc import Sequence
@@ -24,8 +23,10 @@ from ullage_engine.runner.draw import UNSETTLED, Row, alternatives, draw_tokens,
 from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_constrained, penalise
 
 CANDIDATES = (128, 1024)
-"""Number of likeliest tokens that are tried on a CPU before the whole vocabulary is sorted: sorting
-49,152 logits takes 3.2 ms a row, finding the 128 likeliest 0.06."""
+"""Numbers of likeliest tokens that a CPU tries before it sorts the whole vocabulary.
+
+Sorting 49,152 logits takes 3.2 ms a row; finding the 128 likeliest takes 0.06 ms.
+"""
 
 
 def sample(
@@ -38,18 +39,18 @@ def sample(
 ) -> list[SampledToken]:
     """Sample a token for each row of logits.
 
-    A row with a NaN or an infinity gets `NO_TOKEN`: weights are damaged or a kernel is wrong. A row
-    whose tokens are all ruled out gets `NOTHING_ALLOWED`.
+    A row with NaN or infinite logits gets `NO_TOKEN`: weights are damaged or a kernel is wrong. A
+    row whose tokens are all ruled out gets `NOTHING_ALLOWED`.
 
     Args:
         logits: float32 [rows, vocab], overwritten.
         chunks: chunk of each row.
-        counts: token counts of the requests' earlier steps; None: histories are counted here.
-        likeliest: likeliest token of each row, the first of equals, or -1 where a logit is not
-            finite; None: it is computed here.
-        team: threads of the C++ library, which then choose on a CPU; None: torch chooses.
-        computed: the same logits in any type, kept unchanged; only devices other than the CPU read
-            it. None: the logits are copied for them.
+        counts: token counts of the requests' earlier steps; None to count the histories.
+        likeliest: likeliest token of each row, the first of equals, or -1 if a logit is not finite;
+            None to compute the tokens.
+        team: threads of the C++ library, which choose on a CPU; None if torch chooses.
+        computed: the same logits in any type, kept unchanged; only GPUs read them. None to copy the
+            logits.
     """
     counts = counts or PenaltyCounts(len(chunks))
     if logits.device.type != "cpu":
@@ -71,13 +72,16 @@ def _sample_on_cpu(
             SampledToken(chunk.request_id, NO_TOKEN if token < 0 else token, 0.0, [], [])
             for chunk, token in zip(chunks, likeliest, strict=True)
         ]
+
     if likeliest is not None:
         damaged = [index for index, token in enumerate(likeliest) if token < 0]
     else:
         damaged = _damaged_rows(logits)
     if damaged:
-        # The rest of the code then need not know of them: zeros are logits like any others.
+        # Zeros are valid logits, so that the code below needs no case for damaged rows.
         logits[damaged] = 0.0
+
+    # Log-probabilities are the model's own, so they are computed before any edit.
     raw = _raw_logprobs(logits, rows, team)
     for index, row in enumerate(rows):
         if row.params.is_penalised:
@@ -85,6 +89,7 @@ def _sample_on_cpu(
     for row_logits, chunk in zip(logits, chunks, strict=True):
         if is_constrained(chunk):
             constrain(row_logits, chunk)
+
     tokens = choose(logits, rows, team)
     for index in damaged:
         tokens[index] = NO_TOKEN
@@ -95,16 +100,16 @@ def _sample_on_cpu(
 
 
 def _takes_likeliest(row: Row, chunk: Chunk) -> bool:
-    """Whether a row's token is the likeliest of its logits as they are, and nothing else is asked
-    for."""
+    """Return whether a row's token is simply the likeliest one, without edits or reports."""
     params = row.params
     is_asked_alone = params.top_logprobs is None and not params.is_penalised
     return row.is_greedy and is_asked_alone and not is_constrained(chunk)
 
 
 def _damaged_rows(logits: torch.Tensor) -> list[int]:
-    """List the rows that have a NaN or an infinity: one of the row's extremes then is."""
-    # NumPy's reductions over rows take a tenth of torch's time.
+    """Return the rows with NaN or infinite logits."""
+    # A row has one if its least or greatest logit is one. NumPy's reductions over rows take a tenth
+    # of torch's time.
     rows = logits.numpy()
     is_finite = np.isfinite(rows.min(-1)) & np.isfinite(rows.max(-1))
     return [int(index) for index in np.flatnonzero(~is_finite)]
@@ -129,10 +134,10 @@ class _RawLogprobs:
 def _raw_logprobs(
     logits: torch.Tensor, rows: Sequence[Row], team: Team | None
 ) -> dict[int, _RawLogprobs]:
-    """Compute log-probabilities of the model's own distribution, for rows that report them.
+    """Return log-probabilities of the model's own distribution, for rows that report them.
 
-    A beam search and the ranking of samples choose by them, so the library's have the same bits on
-    every processor.
+    Beam searches and the ranking of samples compare log-probabilities, so the library computes the
+    same bits on every processor.
     """
     by_row = {}
     for index, row in enumerate(rows):
@@ -149,10 +154,10 @@ def _raw_logprobs(
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) -> list[int]:
-    """Choose the next token of each row of logits that have their penalties.
+    """Choose the next token of each row of edited logits.
 
-    The library's threads choose. Torch does without a team, and for rows that would make the
-    threads sort too many tokens. A row without a logit above -inf gets `NOTHING_ALLOWED`.
+    The library's threads choose, or torch without a team. A row without a logit above -inf gets
+    `NOTHING_ALLOWED`.
     """
     if team is None:
         return _choose_with_torch(logits, rows)
@@ -165,13 +170,15 @@ def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     greedy = [index for index, row in enumerate(rows) if row.is_greedy]
     tokens = dict(zip(greedy, _likeliest_ids(logits[greedy]), strict=True)) if greedy else {}
 
-    # Apart, because each kind would have to compute what only the other needs.
+    # Free and filtered rows are drawn apart, since each kind takes work that the other does not
+    # need.
     free = [index for index, row in enumerate(rows) if row.is_free]
     filtered = [index for index, row in enumerate(rows) if row.is_filtered]
     for pending in (free, filtered):
         for width in (*CANDIDATES, logits.shape[1]):
             tokens |= _draw_rows(logits, rows, pending, width)
             pending = [index for index in pending if tokens[index] == UNSETTLED]
+
     tokens |= dict.fromkeys(ruled_out, NOTHING_ALLOWED)
     return [tokens[index] for index in range(len(rows))]
 
@@ -184,7 +191,7 @@ def _likeliest_ids(logits: torch.Tensor) -> list[int]:
 def _draw_rows(
     logits: torch.Tensor, rows: Sequence[Row], indices: list[int], width: int
 ) -> dict[int, int]:
-    """Return the tokens of the rows with these indices by index, or `UNSETTLED`."""
+    """Return the token, or `UNSETTLED`, of each row with one of these indices, by index."""
     tokens: dict[int, int] = {}
     for start in range(0, len(indices), SORT_ROWS):
         batch = indices[start : start + SORT_ROWS]

@@ -1,7 +1,7 @@
-"""Steps of nothing but decodes as CUDA graphs: hundreds of launches become one.
+"""Decode steps as CUDA graphs: hundreds of launches become one.
 
-A graph repeats what was launched while it was captured, at the same addresses and in the same
-shapes. Steps with as many rows and as wide block tables share both: a batch pads its rows,
+A graph replays the captured launches, at the same addresses and with the same shapes. Steps with
+equal numbers of rows and equal widths of block tables share both: a batch pads its rows,
 `kernels.staging` packs indices to the same places, and the arena and the KV pool do not move.
 """
 
@@ -13,13 +13,13 @@ import torch
 from ullage_engine.kernels.batch import StepBatch
 
 Action = Callable[[], None]
-"""What a step does on the device, from its indices to its logits."""
+"""Function that launches the operations of a step, from its indices to its logits."""
 
 Capture = Callable[[Action], Action]
-"""Function from an action to what repeats it."""
+"""Function from an action to the function that replays it."""
 
 NewCapture = Callable[[], Capture]
-"""Function that begins a set of captures, which share memory and are forgotten together."""
+"""Function that begins a set of captures, which share memory and are freed together."""
 
 WIDTH_RATIO = 4
 """Ratio of neighbouring widths of block tables. A wider table costs a decode empty splits, and each
@@ -30,9 +30,9 @@ LEAST_WIDTH = 64
 
 
 class CudaCapture:
-    """Captures CUDA graphs, whose temporaries share one pool of memory.
+    """A set of CUDA graphs whose temporaries share one memory pool.
 
-    Once all graphs of a pool are gone, torch takes no new ones into it.
+    Once all graphs of a pool are freed, torch accepts no new graphs into it.
     """
 
     def __init__(self) -> None:
@@ -40,24 +40,26 @@ class CudaCapture:
 
     def __call__(self, action: Action) -> Action:
         graph = torch.cuda.CUDAGraph()
-        # A finalizer that waits for the device would end the capture.
+
+        # A finalizer that waits for the device would break the capture.
         gc.collect()
         gc.disable()
         try:
-            # What other threads ask of CUDA meanwhile is no part of the graph.
+            # CUDA calls of other threads are not part of the graph.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 action()
         finally:
             gc.enable()
+
         replay: Action = graph.replay
         return replay
 
 
 class StepGraphs:
-    """The graphs of one runner, by rows and by width of the block tables."""
+    """The graphs of one runner, by number of rows and width of the block tables."""
 
     def __init__(self, new_capture: NewCapture, most_blocks: int) -> None:
-        """`most_blocks`: width of the widest table, in blocks."""
+        """Capture nothing yet; `most_blocks` is the width of the widest table, in blocks."""
         self._new_capture = new_capture
         self._capture: Capture | None = None
         self._replays: dict[tuple[int, int], Action] = {}
@@ -65,21 +67,21 @@ class StepGraphs:
         """Blocks of the tables, the widest last."""
 
     def width(self, blocks: int) -> int:
-        """Return the width of tables for sequences of at most so many blocks."""
+        """Return the width of tables for sequences of at most `blocks` blocks."""
         return next(width for width in self.widths if width >= blocks)
 
     def capture(self, batch: StepBatch, action: Action) -> None:
-        """Capture what a step like this batch does.
+        """Capture the action of steps with the shapes of a batch.
 
-        The action has run before: what it compiles or loads cannot be captured.
+        Run the action once before, since compiling and loading kernels cannot be captured.
         """
         self._capture = self._capture or self._new_capture()
         self._replays[_key(batch)] = self._capture(action)
 
     def find(self, batch: StepBatch) -> Action | None:
-        """Return what computes the batch once its indices are on the device; None: no graph does.
+        """Return the replay that computes a batch once its indices are on the device, or None.
 
-        A graph samples all of its rows, and has no prompts.
+        Graphs have no prompts, and sample all of their rows.
         """
         is_whole = len(batch.sampled) == batch.num_tokens
         if len(batch.rows.prompts.counts) or not is_whole:
@@ -87,7 +89,7 @@ class StepGraphs:
         return self._replays.get(_key(batch))
 
     def clear(self) -> None:
-        """Forget all graphs, whose addresses no longer hold."""
+        """Free all graphs, since their addresses are no longer valid."""
         self._replays.clear()
         self._capture = None
 

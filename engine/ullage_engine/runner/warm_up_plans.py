@@ -1,5 +1,8 @@
-"""Plans of the steps that warm-up takes: every shape that a product can have, and the largest; and
-those of the probe that a start is proven by."""
+"""Plans of the steps of the warm-up and of the probe.
+
+The warm-up runs every shape that a product can have, and the largest steps. The probe is the fixed
+steps that prove a start.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -12,7 +15,7 @@ from ullage_engine.runner.batched_sampler import SORT_ROWS
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE
 
 EVERYTHING = SamplingParams(
-    # So flat that the nucleus is most of the vocabulary, whatever the logits are.
+    # The distribution is so flat that the nucleus is most of the vocabulary for any logits.
     temperature=1000.0,
     top_p=0.999999,
     repetition_penalty=1.1,
@@ -24,27 +27,27 @@ EVERYTHING = SamplingParams(
 """Sampling parameters that take the most memory: penalties, biases and a mask, a sort of the
 vocabulary, alternatives."""
 
-
 EVERY_TOKEN = b"\xff" * (1 << 17)
 """Mask that allows every token of any vocabulary up to 2**20."""
 
 GREEDY = SamplingParams(temperature=0.0)
+"""Sampling parameters of the likeliest token."""
 
 _PROBE_TOKENS = (24, 8)
 """Prompt tokens of the probe's two sequences."""
 _PROBE_STRIDE = 7919
-"""Distance of tokens that follow one another in the probe: a prime, so that they are all over the
+"""Difference between neighbouring tokens of the probe: a prime, so that tokens are spread over the
 vocabulary and choose different experts."""
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield one plan for every shape a matrix product can have; see
-    `ullage_engine.kernels.arena`."""
+    """Yield a plan for every shape of a matrix product; see `ullage_engine.kernels.arena`."""
     longest = min(limits.max_tokens, limits.max_model_len)
     for tokens in _largest_of_each(limits.product_rows, longest):
         yield StepPlan([make_chunk(0, tokens, 0, limits, num_blocks, None)])
     for rows in _largest_of_each(limits.product_rows, min(limits.max_rows, limits.max_tokens)):
         yield StepPlan([make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)])
+
     max_blocks = -(-limits.max_model_len // limits.block_tokens)
     for blocks in _largest_of_each(limits.context_blocks, max_blocks):
         context = min(blocks * limits.block_tokens, limits.max_model_len)
@@ -53,11 +56,14 @@ def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 
 
 def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
-    """Yield the longest prompt chunk at the end of the longest sequence, and the fullest batch,
-    each with all that sampling can be asked for."""
+    """Yield the longest prompt chunk at the end of the longest sequence, and the fullest batch.
+
+    Both have the sampling parameters that take the most memory.
+    """
     longest = min(limits.max_tokens, limits.max_model_len)
     prompt = make_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
     yield StepPlan(list(_penalised([prompt], limits.max_model_len, vocab)))
+
     rows = min(limits.max_rows, limits.max_tokens)
     context = max(1, min(limits.max_gather_tokens // rows, limits.max_model_len))
     decodes = [
@@ -67,7 +73,7 @@ def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[S
 
 
 def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield decodes of every number of rows that products have, the most first."""
+    """Yield decodes of every number of rows that products have, the largest number first."""
     most = min(limits.max_rows, limits.max_tokens)
     for rows in reversed(_largest_of_each(limits.product_rows, most)):
         chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
@@ -75,8 +81,11 @@ def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 
 
 def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPlan]:
-    """Return the steps of a few dozen fixed tokens, in the order in which they are computed: a
-    prompt, a decode beside another prompt, and decodes of both; fewer where these do not fit."""
+    """Return the steps of the probe, a few dozen fixed tokens, in the order of computation.
+
+    The steps are a prompt, a decode with another prompt, and decodes of both; fewer if these do not
+    fit.
+    """
     block = limits.block_tokens
     longest = min(limits.max_model_len, num_blocks * limits.block_tokens)
     first = max(1, min(_PROBE_TOKENS[0], limits.max_tokens, longest - 2))
@@ -85,7 +94,7 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
     blocks = first_blocks + -(-(second + 1) // block)
     is_paired = limits.max_rows > 1 and blocks <= num_blocks
     is_paired = is_paired and second < min(limits.max_tokens, limits.max_model_len)
-    tables = list(range(first_blocks)), list(range(first_blocks, blocks))
+    tables = (list(range(first_blocks)), list(range(first_blocks, blocks)))
 
     def part(sequence: int, start: int, tokens: int, slot: int) -> Chunk:
         own = range(sequence * first + start, sequence * first + start + tokens)
@@ -114,15 +123,14 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yield the chunks with as many different tokens in their histories, together, as penalties
-    are computed of at once."""
+    """Yield the chunks with histories that together fill one pass of penalties."""
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
         yield msgspec.structs.replace(chunk, history=list(range(tokens)))
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield decodes of every number of rows that sequences of this length can be attended in."""
+    """Yield decodes of every number of rows in which sequences of this length are attended."""
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
     )
@@ -143,7 +151,7 @@ def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPl
 
 
 def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
-    """List the largest size up to `limit` of each bucket."""
+    """Return the largest size up to `limit` of each bucket."""
     largest = {bucket(size): size for size in range(1, limit + 1)}
     return list(largest.values())
 
@@ -156,7 +164,7 @@ def make_chunk(
     num_blocks: int,
     sampling: SamplingParams | None,
 ) -> Chunk:
-    """Make a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
+    """Make a chunk, whose blocks other chunks share if the pool is smaller than the step."""
     end = start + tokens
     table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
     return Chunk(
@@ -174,5 +182,5 @@ def make_chunk(
 
 
 def _mask(index: int) -> bytes:
-    # The vocabularies of only so many rows are sorted at once, and that takes a while.
+    # A sort of the vocabulary is slow, and the first rows already fill one pass of sorting.
     return EVERY_TOKEN if index < SORT_ROWS else b"\xff"

@@ -1,4 +1,4 @@
-"""Makes the linear layers that a loaded model multiplies by, plain or quantised."""
+"""The linear layers of a loaded model, plain or quantised."""
 
 from collections.abc import Iterator
 
@@ -33,10 +33,16 @@ from ullage_engine.quantization.formats import MXFP4_GROUP, Encoding, Packed
 
 
 class RowParallelLinear:
-    """A matrix whose inputs are split over ranks: each multiplies its share, then all add up."""
+    """Linear layer whose inputs are split over ranks, which sum their products."""
 
     def __init__(self, part: Linear, reduce: Reduce, buffer: torch.Tensor) -> None:
-        """`part` is [this rank's inputs, out]; `buffer` is flat and holds the largest product."""
+        """Multiply by this rank's part.
+
+        Args:
+            part: linear layer [this rank's inputs, out].
+            reduce: sums over the ranks.
+            buffer: flat, large enough for the largest product.
+        """
         self.shape = part.shape
         self._part = part
         self._reduce = reduce
@@ -53,7 +59,7 @@ class RowParallelLinear:
 
 
 def linear_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
-    """Return the bytes that products with quantised matrices are computed in."""
+    """Return the bytes of scratch memory that products with quantised matrices take."""
     packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
     device = _device(loaded)
     decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
@@ -70,9 +76,15 @@ def model_weights(
     scratch: torch.Tensor,
     rank: PipelineRank | None = None,
 ) -> Weights:
-    """Make a model's matrices, or one rank's parts of them, plain or quantised.
+    """Make the linear layers of a model, or of one rank's part of a model.
 
-    `scratch` has `linear_scratch_bytes`.
+    Args:
+        loaded: tensors of the model or of the part.
+        limits: limits of a step.
+        backend: makes unquantised layers.
+        dtype: type of activations.
+        scratch: uint8 of `linear_scratch_bytes`, shared by all layers.
+        rank: the rank's part in its group; None if the model is whole.
     """
     reduce = rank.reduce if rank else None
     tensors = loaded.tensors
@@ -94,12 +106,14 @@ def model_weights(
     def experts(name: str) -> ExpertLinears:
         if name not in loaded.encodings:
             return expert_linears(tensors[name], backend.linear, deterministic)
+
         stored = loaded.packed(name)
         count = _num_experts(loaded)
         if stored.encoding.format == "mxfp4":
             blocks = stored.values.view(count, -1, stored.encoding.num_groups, MXFP4_GROUP // 2)
             scales = stored.scales.view(count, -1, stored.encoding.num_groups)
             return mxfp4_experts(blocks, scales, dtype, scratch)
+
         picked = picked_experts(stored, count) if fused and not deterministic else None
         if picked is not None:
             return picked
@@ -111,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield encodings with the shape of one product: experts are multiplied one at a time."""
+    """Yield encodings with the shape of one product, since experts are multiplied singly."""
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:

@@ -1,5 +1,4 @@
-"""The worker processes: start-up of a rank, the step loop, and the group of ranks that serves one
-model.
+"""The worker processes: the start of a rank, the step loop, and the group of ranks of one model.
 
-It speaks to the server only through protocol, and knows nothing of gRPC.
+The worker talks to the server only through `protocol`, and knows nothing of gRPC.
 """

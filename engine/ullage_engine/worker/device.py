@@ -1,4 +1,4 @@
-"""The device of a rank: which one it is, and how much of its memory may be and is used."""
+"""The device of a rank: its choice, its memory budget, and the memory in use."""
 
 import logging
 import os
@@ -31,43 +31,51 @@ from ullage_engine.protocol.errors import WorkerStartError
 log = logging.getLogger("ullage.engine.worker")
 
 _PAGE = 4096
-
 _MIB = 1 << 20
+
+# The start.
 _IDLE_BYTES = 2048 * _MIB
-"""Bytes of a GPU that may be in use, by the driver too, while nothing is worth waiting for."""
-_HOST_PROBE_BYTES = 8 << 20
-"""Bytes whose allocation shows that a step which ran out of host memory may be tried again."""
+"""Bytes of a GPU that may be in use, by the driver too, for the GPU to count as idle at a start."""
+
+# The probe: an allocation by which a process finds itself in the driver's list. The size is one of
+# several, so that two engines that start together seldom choose the same.
 _PROBE_BYTES = 40 * _MIB
+"""Least size of the probe."""
 _PROBE_STEP = 2 * _MIB
+"""Difference between neighbouring sizes."""
 _PROBE_SIZES = 64
-"""What a process allocates to be recognised: one of so many sizes, from the first in steps. Two
-engines that start together seldom choose the same."""
+"""Number of sizes."""
+
+# The workspace while serving.
+_HOST_PROBE_BYTES = 8 << 20
+"""Bytes whose allocation shows that a step that ran out of host memory may be tried again."""
 _SMALL_SEGMENTS = 16 * _MIB
-"""What is not taken back of the workspace as one segment: small tensors have segments of 2 MiB."""
+"""Bytes of the workspace that are not taken back as one segment: small tensors have segments of
+2 MiB."""
 _FREE_FOR_LIBRARIES = 16 * _MIB
-"""Bytes that must be free for libraries to load a kernel: they do not use torch's allocator."""
+"""Bytes that must be free so that libraries, which do not use torch's allocator, load a kernel."""
 _RECENT_S = 1.0
-"""Age of a figure of a GPU's memory at which it is measured again while serving."""
+"""Seconds after which a GPU's memory is measured again while serving."""
 
 
 class HostTier(NamedTuple):
-    """Memory of the host tier, as a command line says it; see `ullage_kv.Arena.attach`."""
+    """Memory of the host tier, as given on a command line; see `ullage_kv.Arena.attach`."""
 
     path: str
     num_bytes: int
 
 
 class GpuAtStart(NamedTuple):
-    """A GPU as the driver showed it before this process had anything of it."""
+    """The driver's figures of a GPU before this process allocated any of its memory."""
 
     gpu: Gpu
     free_bytes: int
-    """Bytes that were free when processes that have ended had returned theirs."""
+    """Bytes that were free once ended processes had returned their memory."""
     total_bytes: int
 
 
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
-    """Return a rank's GPU as the driver shows it; None on a CPU, or where it shows nothing.
+    """Return the driver's figures of a rank's GPU; None on a CPU, or if the driver has none.
 
     Call it before anything touches the GPU: CUDA's context is memory of this process, too.
     """
@@ -79,10 +87,11 @@ def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
 
 
 def visible_gpus(num_gpus: int) -> list[Gpu]:
-    """Return the first GPUs that CUDA sees; fewer than asked for where the driver shows fewer."""
+    """Return the first GPUs that CUDA sees; fewer than `num_gpus` if the driver shows fewer."""
     try:
         return Nvml().gpus(os.environ, num_gpus)
-    except (NvmlUnavailableError, AttributeError) as error:  # the latter of other bindings
+    # AttributeError comes from other bindings of NVML.
+    except (NvmlUnavailableError, AttributeError) as error:
         log.info("the driver does not show whose memory of GPUs is whose: %s", error)
         return []
 
@@ -90,7 +99,8 @@ def visible_gpus(num_gpus: int) -> list[Gpu]:
 def at_start(gpu: Gpu) -> GpuAtStart | None:
     """Return a GPU's memory once ended processes have returned theirs.
 
-    None: the driver does not show the GPU's memory.
+    Returns:
+        The figures, or None if the driver does not show the GPU's memory.
     """
     memory = gpu.free_and_total_bytes()
     if memory is None:
@@ -107,7 +117,7 @@ def at_start(gpu: Gpu) -> GpuAtStart | None:
 
 
 def free_of(gpu: Gpu) -> int:
-    """Return the free bytes of a GPU, without a CUDA context; 0 where the driver fails."""
+    """Return the free bytes of a GPU, without a CUDA context; 0 if the driver fails."""
     memory = gpu.free_and_total_bytes()
     return memory[0] if memory else 0
 
@@ -120,22 +130,24 @@ def names_of(sizes: Mapping[int, int]) -> str:
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
-    """Prepare a rank's device with everything that computing starts there, and return it.
+    """Start a rank's device, with its threads and libraries, and return the device.
 
     Raises:
-        WorkerStartError: there is no such device.
+        WorkerStartError: the configured device does not exist.
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise WorkerStartError(
             f"device: cuda is asked for, but torch finds no GPU: {_why_no_gpu()}"
         )
+
     torch.set_num_threads(config.server.threads or max(1, usable_cores() // config.gpus))
     make_first_calls()
     device = torch.device("cpu")
     if has_cuda and config.device != "cpu":
         device = _cuda_device(config, rank)
-    # Starts the thread pool and the libraries, whose memory is the context; then the kernels.
+
+    # The product starts the thread pool and the libraries, whose memory counts as the context.
     torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
     triton.runs_on(device)
     return device
@@ -160,23 +172,24 @@ def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) -> Ledger:
-    """Open the ledger of this rank's device: a GPU, or its share of the host's memory.
+    """Open the ledger of this rank's device: a GPU, or the rank's share of the host's memory.
 
-    `host_tier`: bytes of host memory that KV outside the device has taken.
+    `host_tier` is the bytes of host memory that KV outside the device has taken.
     """
     memory = config.memory
     if device.type == "cpu":
         if memory.tiers.asked_host_bytes is None:
-            host_tier = 0  # it lies in what the threshold leaves
+            # A tier that nobody asked for lies in the memory that the threshold leaves free.
+            host_tier = 0
         total = _cpu_bytes(memory.device_bytes, config.gpus, host_tier)
         return Ledger(total, memory.threshold, configurable=True)
+
     total = int(torch.cuda.mem_get_info(device)[1])
     return Ledger(total, memory.threshold, configurable=False)
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with the CPU budget that rank 0 decided; None leaves it as it
-    is."""
+    """Return the configuration with the CPU budget that rank 0 decided; unchanged for None."""
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -186,13 +199,14 @@ def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
 def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
     """Return the budget of one worker process: the configured one, or its share of usable memory.
 
-    `host_tier`: bytes of the host tier, which the budget does not include.
+    `host_tier` is the bytes of the host tier, which the budget does not include.
     """
     limit = container_limit()
     if configured is None:
-        # The host tier has its memory already: what the machine has free is what remains.
+        # The host tier has its memory already, so the machine's free memory excludes the tier.
         usable = usable_bytes()
         return (usable if limit is None else min(usable, limit - host_tier)) // num_ranks
+
     if limit is not None and configured * num_ranks + host_tier > limit:
         share = mib(configured) + (f" for each of {num_ranks} workers" if num_ranks > 1 else "")
         beside = f" beside the {mib(host_tier)} of memory.tiers.host.size" if host_tier else ""
@@ -200,6 +214,7 @@ def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
             f"memory.deviceBytes: {share}{beside} is more than the container's limit of "
             f"{mib(limit)}; raise the limit or set less"
         )
+
     return configured
 
 
@@ -207,21 +222,22 @@ class MemoryMeter:
     """A meter of this process's memory: resident bytes, or its own bytes of a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
-        """`driver`: opened before the device was prepared."""
+        """Measure a device; `driver` was opened before the device was prepared."""
         self._device = device
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
         self.shared_bytes = 0
         """Resident bytes that belong to another process and do not count."""
+
         self._driver = driver if driver is not None and self._is_shown_by(driver) else None
         self._pid = self._probe(self._driver) if self._driver is not None else None
-        """Id by which the driver knows this process; None: it does not list it."""
+        """Id by which the driver lists this process; None if it does not."""
         if device.type == "cuda":
             log.info("source of the GPU's own bytes: %s", self.source, extra={"pid": self._pid})
 
     @property
     def source(self) -> str:
-        """Where the figures come from: resident, nvml, difference or device."""
+        """Source of the figures: resident, nvml, difference or device."""
         if self._device.type != "cuda":
             return "resident"
         if self._driver is None:
@@ -229,7 +245,7 @@ class MemoryMeter:
         return "difference" if self._pid is None else "nvml"
 
     def used_bytes(self) -> int:
-        """Return the bytes that this process has now."""
+        """Return the bytes that this process uses now."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             free_before = total if self._driver is None else self._driver.free_bytes
@@ -237,9 +253,10 @@ class MemoryMeter:
         return int(self._process.memory_info().rss) - self.shared_bytes
 
     def recent_bytes(self) -> int:
-        """Return `used_bytes` of at most a second ago on a GPU, whose driver is slow to answer."""
+        """Return `used_bytes`, on a GPU at most a second old, since its driver is slow."""
         if self._device.type != "cuda":
             return self.used_bytes()
+
         measured, measured_at = self._recent
         now = time.monotonic()
         if now - measured_at >= _RECENT_S:
@@ -261,13 +278,13 @@ class MemoryMeter:
         return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Return the bytes of the device that are free; on a CPU, what the container may take."""
+        """Return the free bytes of the device; on a CPU, the bytes that the container may take."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
 
     def wait_for_free(self, enough: int) -> int:
-        """Wait until memory of processes that have ended is returned; see `wait_for_memory`."""
+        """Wait until ended processes have returned their memory; see `wait_for_memory`."""
         if self._device.type != "cuda":
             return self.free_bytes()
         return wait_for_memory(self.free_bytes, enough)
@@ -322,12 +339,18 @@ def reserve_for_others(
     safety_reserve: int,
     longest_kv: int,
 ) -> None:
-    """Set aside what other processes hold of a GPU's budget, which it is no use to promise.
+    """Reserve the part of a GPU's budget that other processes hold, so that nothing promises it.
 
-    `longest_kv`: bytes of KV of the longest sequence; see `bytes_of_others`.
+    Args:
+        ledger: the ledger of the GPU.
+        device: the device; only GPUs are shared with others.
+        meter: the meter of the device.
+        safety_reserve: bytes of the safety reserve.
+        longest_kv: bytes of KV of the longest sequence; see `bytes_of_others`.
     """
     if device.type != "cuda":
         return
+
     available = ledger.available_bytes
     unallocated = ledger.reserved_bytes - ledger.allocated_bytes
     free = meter.wait_for_free(available + unallocated)
@@ -335,6 +358,7 @@ def reserve_for_others(
     others = bytes_of_others(available, free, unallocated, safety_reserve, longest_kv)
     if not others:
         return
+
     names = meter.others()
     ledger.reserve_for_others(others, names)
     extra = {"free_bytes": free, "others_bytes": others}
@@ -342,12 +366,13 @@ def reserve_for_others(
 
 
 def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> None:
-    """Compare a GPU's final ledger with the driver and torch, and hold torch to it from now on.
+    """Compare a GPU's final ledger with the driver and torch, and limit torch to the ledger.
 
     A shortage is then an error of torch, before any neighbour or the driver lacks memory.
     """
     if device.type != "cuda":
         return
+
     allocated = ledger.allocated_bytes
     used = meter.used_bytes()
     reserved = meter.reserved_bytes()
@@ -361,7 +386,7 @@ def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> 
     if differs(allocated, used):
         log.warning("the ledger is wrong by more than 2 %%: %s", text, extra=figures)
 
-    # The figure that torch multiplies by the fraction.
+    # torch multiplies this figure by the fraction.
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = allocator_fraction(ledger.promised_bytes, used - reserved, reserved, total)
     torch.cuda.set_per_process_memory_fraction(fraction, device)
@@ -371,18 +396,18 @@ def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> 
 class Workspace:
     """The memory that torch's allocator keeps for the temporaries of steps.
 
-    The allocator gives all of it back before it reports that memory ran out, and any neighbour may
-    take it then. So it is taken back at once.
+    The allocator gives all of that memory back before it reports a shortage, and any neighbour may
+    take the memory then. The workspace is therefore taken back at once.
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter) -> None:
-        """Keep as much as the allocator has now, at the end of the start."""
+        """Keep as much as the allocator has now; call it at the end of the start."""
         self._device = device
         self._meter = meter
         self._reserved = meter.reserved_bytes()
 
     def restore(self) -> bool:
-        """Take back what was given away; return False if others have it.
+        """Take back the memory that was given away; return False if other processes have it.
 
         Call it outside the handler of the error, whose frames keep the step's tensors alive.
         """
@@ -393,15 +418,15 @@ class Workspace:
         if self._meter.free_bytes() >= _FREE_FOR_LIBRARIES:
             return True
 
-        # What the allocator took beyond is for libraries, which do not use it. Only then is the
-        # cache emptied, as the workspace goes with it for a moment.
+        # Libraries need memory that the allocator has taken in excess of the workspace. Only then
+        # is the cache emptied, since the workspace is given away with it for a moment.
         if self._meter.reserved_bytes() <= self._reserved:
             return False
         torch.cuda.empty_cache()
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Have the allocator keep as much as it did at the start; return False if it cannot."""
+        """Make the allocator keep as much as at the start; return False if it cannot."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:
@@ -412,7 +437,7 @@ class Workspace:
 
 
 def _has_host_memory() -> bool:
-    """Return whether the allocator gets memory from the host, or has some that was freed."""
+    """Return whether the allocator gets memory from the host, or has freed memory to reuse."""
     try:
         torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
     except RuntimeError:
@@ -421,10 +446,10 @@ def _has_host_memory() -> bool:
 
 
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
-    """Checks that the host has the memory that one rank pins for swapped KV.
+    """Check that the host has the memory that one rank pins for swapped KV.
 
     Raises:
-        WorkerStartError: it has not; the kernel would end the pod.
+        WorkerStartError: the host has too little, so the kernel would kill the pod.
     """
     if num_bytes > free_host_bytes:
         raise WorkerStartError(
@@ -435,7 +460,7 @@ def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
 
 
 def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Make mapped weights resident now; else they would be read while serving."""
+    """Make mapped weights resident now, so that no request waits for the disk."""
     if device.type != "cpu":
         return
     for tensor in tensors:
@@ -443,7 +468,7 @@ def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the kernel, so that what loading took is not taken for used."""
+    """Return freed memory to the kernel, so that memory freed by loading does not count as used."""
     trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

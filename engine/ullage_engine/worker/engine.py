@@ -1,4 +1,4 @@
-"""The engine's step loop, and what happens when a step fails or runs out of memory.
+"""The engine's step loop, and its recovery when a step fails or runs out of memory.
 
 One step, from the worker's loop to the tensor operations and back:
 
@@ -75,26 +75,37 @@ from ullage_engine.worker.grammar import (
 
 log = logging.getLogger("ullage.engine.worker")
 
+SUSPICIOUS_STEPS = 1000
+"""Steps after NaN or infinite logits within which a second occurrence evicts the whole cache.
+
+More KV may be damaged than that of the first request.
+"""
+
+_RETRY_S = 0.25
+"""Seconds between two attempts to compute a step while other processes hold its memory."""
+_SHORTAGE_S = 5.0
+"""Seconds of failed attempts after which a new worker, with a smaller KV pool, is the remedy."""
+
 
 class Runner(Protocol):
     """The executor of step plans on one device or on several ranks."""
 
     def move(self, moves: Moves) -> None:
-        """Copy whole blocks: all of swap_out, then swap_in, then copy.
+        """Copy whole blocks: all of swap_out, then all of swap_in, then all of copy.
 
-        Allocates nothing. Reads of one kind never see writes of the same kind.
+        Nothing is allocated. Reads of one kind never see writes of the same kind.
         """
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Compute a step; return one token for each chunk with `sampling`, in the plan's order.
 
-        Computing a plan again after an error gives what it would have given.
+        A plan that is computed again after an error gives the same tokens.
         """
         ...
 
     def sync(self) -> None:
-        """Wait until all ranks have done what they were asked for."""
+        """Wait until all ranks have finished their commands."""
         ...
 
 
@@ -102,27 +113,16 @@ class PipelinedRunner(Runner, Protocol):
     """A runner whose stages compute different plans at the same time."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin to compute a step; moves and steps are done in the order of their calls."""
+        """Begin to compute a step; moves and steps are executed in the order of their calls."""
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the oldest step that was submitted and not collected; see `execute`."""
+        """Wait for the oldest submitted step that is not collected yet; see `execute`."""
         ...
 
 
-SUSPICIOUS_STEPS = 1000
-"""Steps after one with NaN or infinite logits in which another one costs the whole cache: more may
-be damaged than what the first request had."""
-
-
-_RETRY_S = 0.25
-"""Seconds between two attempts to compute a step for which others hold the memory."""
-_SHORTAGE_S = 5.0
-"""Seconds of such attempts after which another worker does better, with a smaller KV pool."""
-
-
 class _Timed(NamedTuple):
-    """A computed step that is not committed, as its time is observed."""
+    """The time of a computed step, observed when the step is committed."""
 
     seconds: float
     num_decodes: int
@@ -130,15 +130,15 @@ class _Timed(NamedTuple):
 
 
 class EngineCore:
-    """Serves requests with one runner: schedules, executes and commits steps.
+    """The loop that schedules, executes and commits steps with one runner.
 
-    A step that runs out of memory is computed again with half the prompt tokens, then without the
-    newest sequence, and only when a sequence alone still does not fit is that one request failed.
-    That is so while the workspace is this process's own. Where others have taken memory of it no
-    request is to blame: all of them wait, and if that lasts, another worker goes on with them.
+    A step that runs out of memory is computed again with half the prompt tokens, and then without
+    the newest sequence. A request fails only if its sequence does not fit alone. This holds while
+    the workspace belongs to this process. If other processes have taken memory from the workspace,
+    no request is to blame: all requests wait, and if the shortage lasts, a new worker resumes them.
 
-    A step that fails otherwise is computed again chunk by chunk, and only requests whose own chunk
-    fails are given up. So is a request whose logits are NaN or infinite.
+    A step that fails for another reason is computed again chunk by chunk. A request fails only if
+    its own chunk fails, or if its logits are NaN or infinite.
     """
 
     def __init__(
@@ -150,35 +150,47 @@ class EngineCore:
         restore_workspace: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Serve requests with a runner.
+
         Args:
+            scheduler: decides what each step computes.
+            runner: computes the steps.
+            throughput: learns from the time of each step.
+            grammars: grammars of requests; None for an engine without a vocabulary.
             restore_workspace: takes back the memory of steps' temporaries after a step ran out of
-                memory; False: others have it.
-            clock: in seconds.
+                memory; returns False if other processes hold the memory.
+            clock: monotonic time in seconds.
         """
         self.scheduler = scheduler
         self.grammars = grammars or Grammars(no_vocabulary)
-        self.num_oom_events = 0
-        self.num_nonfinite_logits = 0
-        """Requests that failed because their logits were NaN or infinite."""
-        self.num_overlapped_steps = 0
-        """Steps that were begun while another one was computed."""
-        self._damaged_at = -SUSPICIOUS_STEPS
-        """Number of steps before the last one whose logits were NaN or infinite."""
         self._runner = runner
         self._throughput = throughput
         self._beams = BeamSearches(scheduler)
         self._failed: list[RequestFailed] = []
-        self._faults: list[int] = []
         self._timed: _Timed | None = None
+
+        self.num_oom_events = 0
+        """Steps that ran out of memory."""
+        self.num_nonfinite_logits = 0
+        """Requests that failed because their logits were NaN or infinite."""
+        self.num_overlapped_steps = 0
+        """Steps that began while another step was computed."""
+
+        self._damaged_at = -SUSPICIOUS_STEPS
+        """Number of steps before the latest one whose logits were NaN or infinite."""
+        self._faults: list[int] = []
+        """Injected faults: numbers of committed steps after which a step runs out of memory."""
+
         self._restore_workspace = restore_workspace
         self._clock = clock
         self._short_since: float | None = None
-        """When others began to hold memory that steps need; None: they do not."""
+        """Time since which other processes hold memory that steps need; None without a shortage."""
         self._retry_at = 0.0
+        """Time of the next attempt to compute a step during a shortage."""
 
     @property
     def has_work(self) -> bool:
+        """Whether a step has something to compute."""
         return self.scheduler.has_work
 
     @property
@@ -188,7 +200,7 @@ class EngineCore:
 
     @property
     def num_steps(self) -> int:
-        """Steps with work that were committed."""
+        """Number of committed steps that had work."""
         return self.scheduler.num_steps
 
     @property
@@ -198,34 +210,34 @@ class EngineCore:
 
     @property
     def tiers(self) -> TierTransfers | None:
-        """KV outside the device; None: there is none."""
+        """Transfers of KV to and from tiers outside the device; None without tiers."""
         return self.scheduler.tiers
 
     @property
     def events(self) -> RequestEvents:
-        """What becomes of requests, in the log and in spans."""
+        """Events in the life of requests, for the log and for spans."""
         return self.scheduler.events
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Whether a request's grammar is compiled; if not, begins to compile it."""
+        """Return whether a request's grammar is compiled; if not, begin to compile the grammar."""
         return self.grammars.compile(request.grammar).done()
 
     def set_batch_share(self, share: float) -> None:
-        """Limits the batch; see `Scheduler.set_batch_share`."""
+        """Limit the batch; see `Scheduler.set_batch_share`."""
         self.scheduler.set_batch_share(share)
 
     def submit(
         self, request: EngineRequest, *, resumed: bool = False
     ) -> Rejected | TokenOutput | None:
-        """Admits a request or refuses it; see `Scheduler.submit`."""
+        """Admit or refuse a request; see `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admits samples of one prompt, or one beam search for all of them; or refuses them all.
+        """Admit the samples of one prompt, as a beam search if they are one, or refuse them all.
 
-        Waits for their grammar if it is not compiled yet; see `Grammars.compile`.
+        The call blocks until their grammar is compiled; see `Grammars.compile`.
         """
         if requests[0].beam:
             return self._beams.start(requests, resumed=resumed)
@@ -240,17 +252,18 @@ class EngineCore:
             self.scheduler.cancel(request_id, is_answered=is_answered)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Make one step run out of memory when `after_steps` more have been computed."""
+        """Make one step run out of memory after `after_steps` more steps."""
         self._faults.append(self.scheduler.stats().num_steps + after_steps)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step for all sequences that have a part in it.
+        """Compute one step and return its outputs.
 
         Raises:
-            MemoryShortError: others hold memory that it needs, for too long.
+            MemoryShortError: other processes have held memory that the step needs for too long.
         """
         if self._short_since is not None and self._clock() < self._retry_at:
             return []
+
         plan = self._constrained(self.scheduler.schedule())
         outputs = self._committed(self._execute(plan))
         if not plan.chunks:
@@ -258,20 +271,21 @@ class EngineCore:
         return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Commit the oldest plan in flight; return what clients get of it."""
+        """Commit the oldest plan in flight; return its outputs for clients."""
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
-            # All but one token of an output are draft tokens that were right.
+            # All tokens of an output except one are accepted draft tokens.
             num_accepted = sum([len(output.token_ids) - 1 for output in outputs])
             self._throughput.observe(**timed._asdict(), num_accepted=num_accepted)
             self._timed = None
+
         for output in outputs:
             if output.finish:
                 self.grammars.close(output.request_id)
         return self._beams.filter_outputs(outputs)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests given up since the last call."""
+        """Return the requests that failed since the last call."""
         failed = self._failed
         self._failed = []
         for each in failed:
@@ -292,6 +306,7 @@ class EngineCore:
         except GrammarError as error:
             self._failed += [_unmatched(request.request_id, str(error)) for request in requests]
             return []
+
         answer = self.scheduler.submit_group(requests, resumed=resumed)
         if not isinstance(answer, Rejected):
             done = {output.request_id for output in answer}
@@ -301,7 +316,7 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with grammars' masks; gives up requests whose grammar fails."""
+        """Return the plan with the masks of grammars, and fail requests whose grammar fails."""
         plan, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
@@ -309,9 +324,11 @@ class EngineCore:
         return plan
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
+        """Compute a plan, or smaller plans in its place while memory is short."""
         prompt_tokens = 0
         is_retried = False
         self._move(plan)
+
         while plan.chunks:
             try:
                 sampled = self._measured(plan)
@@ -324,9 +341,11 @@ class EngineCore:
                     log.exception("a step failed; computing its %d chunks alone", len(plan.chunks))
                 cause = error.with_traceback(None)
                 reason = _first_line(error)
+
+            # Recovery is outside the handler: the exception's frames keep the step's tensors alive.
             if not is_out_of_memory(cause):
                 return self._one_by_one(plan, cause)
-            # Outside the handler: the exception's frames keep the step's tensors alive.
+
             self.num_oom_events += 1
             is_whole = self._restore_workspace()
             if is_retried and not is_whole:
@@ -334,15 +353,17 @@ class EngineCore:
                 return []
             if is_retried:
                 self._drop_newest(reason)
+
             prompt_tokens = prompt_tokens or sum(len(chunk.token_ids) for chunk in plan.prompts)
             prompt_tokens = max(1, prompt_tokens // 2)
             is_retried = True
             plan = self._constrained(self.scheduler.replan(prompt_tokens))
             self._move(plan)
+
         return []
 
     def _move(self, plan: StepPlan) -> None:
-        """Do a plan's moves once, before it is computed as often as it takes."""
+        """Make the moves of a plan, once, before the first attempt to compute the plan."""
         if plan.moves:
             began = time.perf_counter()
             log.debug("KV is copied between device and host")
@@ -351,12 +372,13 @@ class EngineCore:
             log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
-        """Reports copies of plans that computed nothing, when no other plan is in flight."""
+        """Report the copies of plans that computed nothing, while no other plan is in flight."""
         if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
             self._runner.sync()
             self.tiers.finish(kept)
 
     def _measured(self, plan: StepPlan) -> list[SampledToken]:
+        """Compute a plan and observe the time."""
         self._raise_fault()
         started = time.perf_counter()
         output = self._runner.execute(plan)
@@ -364,22 +386,28 @@ class EngineCore:
         return output
 
     def _observe(self, seconds: float, plans: list[StepPlan]) -> None:
-        """Notes the time of a step, in which these plans were computed, and ends the first."""
+        """Observe the time of a step.
+
+        Args:
+            seconds: time from the start of the first plan to its end.
+            plans: plans that were computed in that time; the first one is finished.
+        """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
             if self.events.wants_steps:
                 self.events.on_step(plans[0], seconds)
+
         num_chunks = sum(len(plan.chunks) for plan in plans)
         prompts = [chunk for plan in plans for chunk in plan.prompts]
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
         self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
-        """Compute a failed plan's chunks alone and gives up those that fail again.
+        """Compute each chunk of a failed plan alone, and fail the requests whose chunk fails again.
 
         Raises:
-            Exception: `cause`; every chunk fails, so it is not a request's fault, or a chunk alone
-                meets an error that only a new process gets over.
+            Exception: `cause`, if every chunk fails, so that no request is to blame, or if a chunk
+                alone meets an error that only a new process can recover from.
         """
         sampled: list[SampledToken] = []
         failed: list[tuple[Chunk, str]] = []
@@ -390,8 +418,10 @@ class EngineCore:
                 if is_device_lost(error) or is_out_of_memory(error):
                     raise cause from error
                 failed.append((chunk, _first_line(error)))
+
         if len(failed) == len(plan.chunks):
             raise cause
+
         for chunk, reason in failed:
             self._give_up(chunk.request_id, f"its step cannot be computed: {reason}")
         return sampled
@@ -399,12 +429,13 @@ class EngineCore:
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
         """Return the step's tokens; fail requests that have none, before the step is committed.
 
-        KV of a request whose logits are NaN may be damaged as well, so its cached blocks are
-        evicted with it, and all cached blocks if that happens again soon. The same holds for
-        requests that were cancelled meanwhile, except that they get no error.
+        The KV of a request with NaN logits may be damaged, too. Its cached blocks are therefore
+        evicted, and all cached blocks if NaN logits occur again soon. The same holds for requests
+        that were cancelled meanwhile, except that they get no error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
+
         for request_id in damaged:
             is_awaited = self.scheduler.is_awaited(request_id)
             self.scheduler.discard(request_id)
@@ -419,20 +450,23 @@ class EngineCore:
             )
         if not damaged:
             return sampled
+
         self.num_nonfinite_logits += len(damaged)
         num_steps = self.scheduler.stats().num_steps
         if num_steps - self._damaged_at < SUSPICIOUS_STEPS:
             self.scheduler.evict_all()
         self._damaged_at = num_steps
+
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens; fail requests that rule out every token."""
+        """Return the step's tokens; fail requests whose constraints rule out every token."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
         if not refused:
             return sampled
+
         for request_id in refused:
             if self.scheduler.is_awaited(request_id):
                 self._give_up(
@@ -443,22 +477,29 @@ class EngineCore:
         return [each for each in sampled if each.request_id not in refused]
 
     def _give_up(self, request_id: str, message: str) -> None:
+        """Fail a request with an error."""
         self.scheduler.cancel(request_id)
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _drop_newest(self, reason: str) -> None:
+        """Preempt the newest sequence, or fail its request if no other sequence runs."""
         if self.scheduler.stats().num_running > 1:
             self.scheduler.preempt_newest()
             return
+
         request_id = self.scheduler.fail_newest()
         assert request_id is not None, "a plan without a running sequence"
         message = f"out of memory although it ran alone: {reason}"
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _wait_for_memory(self, reason: str) -> None:
-        """Abandon the step for now, since other processes hold memory that it needs."""
+        """Abandon the step for now, since other processes hold memory that the step needs.
+
+        Raises:
+            MemoryShortError: the shortage has lasted too long.
+        """
         now = self._clock()
-        # A shortage of long ago, which ended when its last request was cancelled, does not count.
+        # An old shortage that ended when its last request was cancelled does not count.
         if self._short_since is None or now > self._retry_at + _SHORTAGE_S:
             self._short_since = now
             log.warning("other processes hold memory that steps need; they wait: %s", reason)
@@ -472,8 +513,10 @@ class EngineCore:
         self.scheduler.abandon()
 
     def _raise_fault(self) -> None:
+        """Raise an injected fault that is due; see `inject_out_of_memory`."""
         if not self._faults:
             return
+
         num_steps = self.scheduler.stats().num_steps
         due = next((step for step in self._faults if step <= num_steps), None)
         if due is not None:
@@ -482,17 +525,19 @@ class EngineCore:
 
 
 class _InFlight(NamedTuple):
+    """A submitted plan whose result is not collected yet."""
+
     plan: StepPlan
     submitted_at: float
     """Time by `time.perf_counter`."""
 
 
 class PipelinedEngine(EngineCore):
-    """Serves requests with a group of pipeline stages, each of which computes another plan.
+    """The step loop of a group of pipeline stages, each of which computes a different plan.
 
     Up to `SchedulerLimits.max_in_flight` plans of different sequences are submitted before the
-    first result is taken; results are taken in the order of submission. A step that fails on a
-    rank ends the group and with it all plans in flight, whose requests another worker resumes.
+    first result is collected. Results are collected in the order of submission. A step that fails
+    on a rank ends the group and all plans in flight; another worker resumes their requests.
     """
 
     def __init__(
@@ -512,21 +557,23 @@ class PipelinedEngine(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to compute, or to collect of requests cancelled meanwhile."""
+        """Whether there are steps to compute, or results to collect, even of cancelled requests."""
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
-        """Submits as many plans as may be in flight; commits the oldest."""
-        # A step that is to fail is computed alone, as it can then be computed again.
+        """Submit as many plans as may be in flight; collect and commit the oldest one."""
+        # A step with an injected fault is computed alone, so that it can be computed again.
         if self._faults and not self._in_flight:
             return super().step()
+
         while not self._faults and len(self._in_flight) < self._max_in_flight:
             if not self._submit_next():
                 break
+
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submit the next plan; returns False if there is nothing more to compute now."""
+        """Submit the next plan; return False if there is nothing more to compute now."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)
@@ -534,8 +581,9 @@ class PipelinedEngine(EngineCore):
             if not self._in_flight:
                 self._finish_moves()
             return False
+
         submitted_at = time.perf_counter()
-        # Grammars may have failed all of its chunks: it is in flight for the scheduler even so.
+        # A plan whose chunks all failed in their grammars is in flight for the scheduler, too.
         if plan.chunks:
             self.num_overlapped_steps += any(each.plan.chunks for each in self._in_flight)
             self._stages.submit(plan)
@@ -543,10 +591,12 @@ class PipelinedEngine(EngineCore):
         return True
 
     def _collect_oldest(self) -> list[TokenOutput]:
+        """Wait for the oldest plan in flight and commit its result."""
         oldest = self._in_flight[0]
         sampled = self._stages.collect() if oldest.plan.chunks else []
-        # A sequence's next token takes as long as its plan was in flight, and all of them together
-        # are the batch that this is the time of.
+
+        # A sequence waits for its next token as long as its plan is in flight. All plans in flight
+        # together are the batch of that time.
         seconds = time.perf_counter() - oldest.submitted_at
         self._observe(seconds, [each.plan for each in self._in_flight])
         self._in_flight.popleft()

@@ -1,4 +1,4 @@
-"""What decides the bits of an engine's answers beside its configuration: processor and builds."""
+"""Fingerprints of processor and builds, which decide the bits of answers with the configuration."""
 
 import hashlib
 import json
@@ -13,15 +13,17 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.native import library
 
 _COMPUTING = ("kernels", "layers", "runner")
-"""Packages whose code computes tokens with torch and Triton, or tells the C++ library how to."""
+"""Packages whose code computes tokens with torch and Triton, or calls the C++ library."""
 
 _DIGITS = 16
+"""Hexadecimal digits of a digest."""
 
 _ORDER = "16 sums, 1"
-"""Order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52); change it with the
-order or with a polynomial."""
+"""Name of the order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52). Change
+the name whenever the order or a polynomial changes."""
 
 _CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+"""Entries of /proc/cpuinfo that name the kind of CPU, on x86 and on Arm."""
 _CPU_FLAGS = {
     *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
@@ -31,7 +33,7 @@ _CPU_FLAGS = {
 
 
 def canonical_order() -> str:
-    """Name the order of sums and the polynomials of the C++ library; empty: it is not used here.
+    """Return the name of the C++ library's order of sums and polynomials; empty without library.
 
     Processors with the same name get the same bits from the same build of the library.
     """
@@ -60,33 +62,34 @@ def digest_of(model_config: ModelConfig) -> str:
 
 
 def digest_of_json(value: object) -> str:
-    """Return a digest of a JSON value, whatever the order of its keys."""
+    """Return a digest of a JSON value, independent of the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Name the kind of processor, by which libraries choose kernels and so the order of sums."""
+    """Return the kind of processor, which decides the kernels and thus the order of sums."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_kind(cpuinfo)
 
 
 def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Name the kind of CPU: vendor, family, model and the extensions that kernels are made for."""
+    """Return the kind of CPU: vendor, family, model, and the extensions that kernels use."""
     capability = torch.backends.cpu.get_cpu_capability()
     try:
         first, *_ = cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n")
     except OSError:
         return capability
+
     pairs = (line.partition(":") for line in first.splitlines())
     entries = {name.strip(): value.strip() for name, _, value in pairs}
-    # x86 says "flags", Arm "Features".
+    # The entry is "flags" on x86 and "Features" on Arm.
     flags = f"{entries.get('flags', '')} {entries.get('Features', '')}".split()
     names = [entries[name] for name in _CPU_NAMES if name in entries]
     return " ".join([*names, capability, *sorted(_CPU_FLAGS.intersection(flags))])
 
 
 def yes_or_no(value: bool) -> str:
-    """Return a truth as facts have it."""
+    """Return "yes" or "no", as facts of a fingerprint spell a boolean."""
     return "yes" if value else "no"

@@ -1,8 +1,8 @@
-"""Grammars: which tokens may come next in an answer that must match one, as masks for the sampler.
+"""Grammars: masks of the tokens that may come next in an answer that must match a grammar.
 
-A grammar is compiled in a thread, beside the steps, and matched on the CPU of the rank that
-schedules. What may follow is a function of the grammar and the output so far, so that a request
-that was preempted, or resumed by another worker, goes on as if nothing had happened.
+A grammar is compiled in a background thread, and matched on the CPU of the rank that schedules. The
+mask is a function of the grammar and the output so far. A request that was preempted, or that
+another worker resumes, therefore continues unchanged.
 """
 
 import logging
@@ -25,7 +25,7 @@ from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 log = logging.getLogger("ullage.engine.worker")
 
 _MAX_COMPILED = 8
-"""Compiled grammars kept for later requests with the same one."""
+"""Number of compiled grammars that are kept for later requests."""
 
 
 class GrammarError(Exception):
@@ -33,17 +33,18 @@ class GrammarError(Exception):
 
 
 class VocabularyError(GrammarError):
-    """The model's vocabulary cannot be loaded, whatever the grammar is."""
+    """The model's vocabulary cannot be loaded, so no grammar can be followed."""
 
 
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
-    """Build the model's tokens as grammars need them; takes about 0.5 s for 50,000.
+    """Build the model's vocabulary for grammars, in about 0.5 s for 50,000 tokens.
 
     Raises:
         GrammarError: no grammar can be used with this model.
     """
     if not tokenizer.eos_token_ids:
         raise GrammarError("the model has no end-of-sequence token, which ends an answer")
+
     try:
         text = tokenizer.json_bytes.decode()
         ends = list(tokenizer.eos_token_ids)
@@ -60,7 +61,9 @@ class _Progress:
         self._num_taken = 0
 
     def allowed(self, chunk: Chunk) -> bytes:
-        """Return the mask of what may follow the chunk, whose output begins with that seen before.
+        """Return the mask of the tokens that may follow the chunk.
+
+        The chunk's output must begin with the output of the last call.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -69,6 +72,7 @@ class _Progress:
         if new:
             self._matcher.consume_tokens(new)
             self._num_taken += len(new)
+
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(_first_line(self._matcher.get_error()))
@@ -76,26 +80,33 @@ class _Progress:
 
 
 class Grammars:
-    """The grammars of all requests that the engine has; one thread uses it."""
+    """The grammars of all requests of the engine. Not thread-safe."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
-        """`load` makes the vocabulary, in the thread that compiles, when the first grammar comes.
+        """Compile nothing yet.
 
-        It raises GrammarError when the model cannot have any. Any other error fails the requests
-        with that grammar, but for a lack of memory, which is no request's fault.
+        `load` makes the vocabulary, in the compiling thread, for the first grammar. It raises
+        GrammarError if the model cannot follow grammars. Any other error fails the requests with
+        that grammar, except a shortage of memory, for which no request is to blame.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
+
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         usual = threading.stack_size(COMPILE_STACK_BYTES)
-        self._thread.submit(int).result()  # starts the thread, whose stack cannot grow later
+        # An empty task starts the thread now, since its stack cannot grow later.
+        self._thread.submit(int).result()
         threading.stack_size(usual)
+
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._open: dict[str, _Progress] = {}
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Begin to compile a grammar unless it is compiled; the future raises GrammarError, or
-        MemoryError where the host has no memory for it."""
+        """Begin to compile a grammar unless it is compiled already.
+
+        Returns:
+            A future that raises GrammarError, or MemoryError if the host has too little memory.
+        """
         compilation = self._compiled.get(grammar)
         if compilation is None:
             done = [text for text, future in self._compiled.items() if future.done()]
@@ -106,17 +117,22 @@ class Grammars:
         return compilation
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
-        """Make answers of the request match its grammar from now on, until `close`."""
+        """Make the request's answer match its grammar from now on, until `close`."""
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop a request's state; one without a grammar is no error."""
+        """Drop a request's state; a request without a grammar is no error."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
-        """Return the plan with masks, less chunks that cannot go on; and why, by request."""
+        """Add masks to a plan.
+
+        Returns:
+            The plan without chunks whose grammar fails, and the reasons by request.
+        """
         if not self._open:
             return plan, {}
+
         chunks = []
         failed = {}
         for chunk in plan.chunks:
@@ -128,13 +144,16 @@ class Grammars:
                 chunks.append(replace(chunk, allowed=progress.allowed(chunk), banned=[]))
             except GrammarError as error:
                 failed[chunk.request_id] = str(error)
+
         return StepPlan(chunks, plan.moves), failed
 
     def _make(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:
             self._vocabulary = self._loaded_vocabulary()
-            trim_heap()  # the tokenizer that it was made of
+            # The tokenizer is freed by now, and a heap keeps freed memory.
+            trim_heap()
             log.info("grammars can be followed")
+
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
@@ -154,12 +173,12 @@ class Grammars:
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raise GrammarError: the loader of engines that have no tokenizer."""
+    """Raise GrammarError; the loader of engines without a tokenizer."""
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Return the mask less some tokens; unchanged when nothing else may follow."""
+    """Return the mask without banned tokens, or unchanged if no other token may follow."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

@@ -1,9 +1,9 @@
 """Token histories on their way to the rank that samples: each token is sent once.
 
-Penalties read the whole history of a request in each of its steps, and a history only grows. So
-rank 0 sends what is new of it, and the rank that samples keeps the rest. Both keep the histories of
-the requests that were sampled last, and of as many: what one has forgotten, the other has, too.
-Requests that ended are forgotten some plans later, as are those that wait, which are sent again.
+Penalties read the whole history of a request in each of its steps, and a history only grows. Rank 0
+therefore sends only new tokens, and the rank that samples keeps the earlier ones. Both ranks keep
+the histories of the same requests: equally many, those sampled last. They drop a history some plans
+after its request has ended or begun to wait. The history of a request that waited is sent again.
 """
 
 from collections import OrderedDict
@@ -16,48 +16,54 @@ from ullage_engine.protocol.step_plan import Chunk
 T = TypeVar("T")
 
 KEPT_PLANS = 64
-"""Plans without a request after which its history is forgotten; running ones are in every plan, or
-in every one of so many as there are in flight."""
+"""Number of plans without a request after which its history is dropped.
+
+A running request is in every plan; with several plans in flight, in one of that many.
+"""
 
 
 class _Recent(Generic[T]):
-    """What is kept of the requests of the latest plans, by id; the same on both ranks."""
+    """Values of the requests in the latest plans, by id; both ranks keep the same requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_plans = 0
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        """With the number of the plan; the one used last is last."""
+        """Value and number of the plan by request, the most recently used request last."""
 
     def begin_plan(self) -> None:
-        """Count a plan, and forget what none of the latest has used."""
+        """Count a plan, and drop the requests that none of the latest plans has used."""
         self._num_plans += 1
         while self._kept and next(iter(self._kept.values()))[1] <= self._num_plans - KEPT_PLANS:
             self._kept.popitem(last=False)
 
     def pop(self, request_id: str, default: T) -> T:
+        """Remove and return the value of a request, or return `default`."""
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:
+        """Keep a value as the most recently used one; drop the least recently used one if full."""
         self._kept[request_id] = (value, self._num_plans)
         if len(self._kept) > self._max_requests:
             self._kept.popitem(last=False)
 
 
 class SentHistories:
-    """What rank 0 has sent of the histories."""
+    """The record of the history tokens that rank 0 has sent."""
 
     def __init__(self, max_requests: int) -> None:
         self._recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)
         """History of each request, and the number of its tokens that were sent."""
 
     def begin_plan(self) -> None:
-        """Forget requests of old plans; called once before the chunks of each plan."""
+        """Drop requests of old plans; call it once before the chunks of each plan."""
         self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
-        """Return a chunk with what is new of its history: all of it where it is another list than
-        in the request's last chunk."""
+        """Return a chunk with only the new tokens of its history.
+
+        The whole history is new if it is not the same list as in the request's last chunk.
+        """
         history, start = self._recent.pop(chunk.request_id, ([], 0))
         if history is not chunk.history:
             start = 0
@@ -72,11 +78,15 @@ class ReceivedHistories:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Forget what the sender does; called once before the chunks of each plan."""
+        """Drop the requests that the sender drops; call it once before the chunks of each plan."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
-        """Return a chunk with its whole history, the same list in each of a request's steps."""
+        """Return a chunk with its whole history, the same list in each of a request's steps.
+
+        Raises:
+            RuntimeError: earlier tokens of the history are missing here.
+        """
         history = self._recent.pop(chunk.request_id, [])
         if chunk.history_start == 0:
             history = []

@@ -1,7 +1,7 @@
-"""What all workers do, whatever computes: the link to the server, the loop, and their command.
+"""The shared part of all worker processes: the link to the server, the loop, and the command line.
 
-A worker connects to the server's socket, loads, says Ready, and steps as long as it has work. It
-ends with the server: by Shutdown, or killed by the kernel when the server is gone.
+A worker connects to the server's socket, loads, sends Ready, and computes steps while it has work.
+It ends after Shutdown, or is killed by the kernel when the server is gone.
 
 exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
 configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need, 6 a
@@ -80,25 +80,34 @@ from ullage_engine.worker.profiler import Profile
 
 log = logging.getLogger("ullage.engine.worker")
 
-TRACES_WITHIN_S = 1.0
-"""Longest time that the last spans may take to leave: the server waits for the worker's end."""
-
-_SEND_TIMEOUT_S = 30.0
-"""Seconds after which a server that reads nothing is gone."""
-_STATE_INTERVAL_S = 0.1
-_HEARTBEAT_S = 0.5
-_LOG_INTERVAL_S = 10.0
-_COMPILED_S = 0.005
-"""Seconds between an idle worker's looks whether a grammar is compiled."""
-_EMPTY_STEP_S = 0.005
-"""Seconds to wait for messages after a step in which nothing could be computed."""
+# Messages.
 DRAIN_S = 0.02
-"""Seconds for which messages are taken between two steps: the rest of a flood waits for its turn,
-and decodes do not wait for the flood."""
+"""Seconds for which messages are taken between two steps. The rest of a flood waits for the next
+turn, so that decodes do not wait for the flood."""
+_SEND_TIMEOUT_S = 30.0
+"""Seconds after which a server that reads nothing counts as gone."""
+_COMPILED_S = 0.005
+"""Seconds between two checks of an idle worker whether a grammar is compiled."""
+_EMPTY_STEP_S = 0.005
+"""Seconds to wait for messages after a step that could not compute anything."""
+
+# Reports.
+_STATE_INTERVAL_S = 0.1
+"""Least seconds between two reports of a state that changes."""
+_HEARTBEAT_S = 0.5
+"""Seconds between two reports of a state that does not change."""
+_LOG_INTERVAL_S = 10.0
+"""Least seconds between two lines about hits of the prefix cache."""
+TRACES_WITHIN_S = 1.0
+"""Seconds that the export of the last spans may take, while the server waits for the worker's
+end."""
+
+_PR_SET_PDEATHSIG = 1
+"""Operation of prctl(2) that sets the signal sent at the parent's end."""
 
 
 class ServerGoneError(Exception):
-    """The server no longer reads what the worker sends."""
+    """The server no longer reads the worker's messages."""
 
 
 class Link:
@@ -113,13 +122,22 @@ class Link:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: ToServer) -> None:
+        """Send a message.
+
+        Raises:
+            ServerGoneError: the server no longer reads.
+        """
         try:
             self._link.send(self._encoder.encode(message))
         except OSError as error:
             raise ServerGoneError from error
 
     def receive(self, timeout_s: float) -> ToWorker | None:
-        """Return the next message; None if none came in time."""
+        """Return the next message, or None if none came in time.
+
+        Raises:
+            ServerGoneError: the server has closed the socket.
+        """
         try:
             message = self._link.receive(timeout_s)
         except OSError as error:
@@ -127,6 +145,7 @@ class Link:
         return None if message is None else self._decoder.decode(message)
 
     def close(self) -> None:
+        """Close the socket."""
         self._link.close()
 
 
@@ -134,7 +153,7 @@ class KvTransfers(Protocol):
     """KV outside the device, as the loop sees it."""
 
     def take_messages(self) -> list[FromKv]:
-        """Return what the server is to be told since the last call."""
+        """Return the messages for the server since the last call."""
 
     def on_granted(self, slots: list[KvSlot]) -> None:
         """Take the answer to the oldest offer."""
@@ -144,13 +163,15 @@ class KvTransfers(Protocol):
 
 
 class LoraAdapters(Protocol):
-    """LoRA adapters that come and go while the worker serves, as the loop sees them."""
+    """LoRA adapters that are added and removed while the worker serves, as the loop sees them."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Serve one more adapter; return the reason if it cannot be loaded, else an empty string.
+        """Load an adapter; return the reason if that fails, otherwise an empty string.
 
         Args:
-            is_checked: whether a former worker has loaded it.
+            name: name by which requests choose the adapter.
+            folder: folder of the adapter's files.
+            is_checked: whether an earlier worker has loaded the adapter.
         """
 
     def remove(self, name: str) -> None:
@@ -162,19 +183,19 @@ class WorkerEngine(Protocol):
 
     @property
     def tiers(self) -> KvTransfers | None:
-        """KV outside the device; None: there is none."""
+        """KV outside the device; None without tiers."""
 
     @property
     def adapters(self) -> LoraAdapters | None:
-        """LoRA adapters; None: the engine serves none."""
+        """LoRA adapters; None if the engine serves none."""
 
     @property
     def events(self) -> RequestEvents:
-        """What becomes of requests, in the log and in spans."""
+        """Events in the life of requests, for the log and for spans."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has something to do."""
 
     @property
     def has_decodes(self) -> bool:
@@ -182,38 +203,42 @@ class WorkerEngine(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Steps with work that were computed."""
+        """Number of computed steps that had work."""
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Whether a request's grammar is compiled; if not, begins to compile it."""
+        """Return whether a request's grammar is compiled; if not, begin to compile the grammar."""
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admits samples of one prompt together, or refuses them all; returns the output of those
-        of which nothing is left to produce."""
+        """Admit the samples of one prompt together, or refuse them all.
+
+        Returns:
+            The outputs of requests that are complete already, or the refusal.
+        """
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Drop a request; an unknown id is no error."""
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Make one step run out of memory when `after_steps` more have been computed."""
+        """Make one step run out of memory after `after_steps` more steps."""
 
     def step(self) -> Sequence[TokenOutput | Embedding]:
         """Compute one step."""
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests given up since the last call."""
+        """Return the requests that failed since the last call."""
 
     def set_batch_share(self, share: float) -> None:
-        """Limits the batch to a share of `batching.max_sequences`, 0 to 1."""
+        """Limit the batch to a share, 0 to 1, of `batching.max_sequences`."""
 
 
 class StartedEngine(Protocol):
-    """An engine that is loaded, with its memory."""
+    """A loaded engine and its memory."""
 
     @property
-    def engine(self) -> WorkerEngine: ...
+    def engine(self) -> WorkerEngine:
+        """The engine."""
 
     @property
     def ledger(self) -> Ledger:
@@ -226,14 +251,21 @@ class StartedEngine(Protocol):
         """Return the message that describes the model and the worker, with its first state."""
 
     def log_start(self) -> None:
-        """Write what was started to the log."""
+        """Log the facts of the start."""
 
     def stop(self) -> None:
-        """End what computes in other processes."""
+        """End the engine's other processes."""
+
+
+Report = Callable[[Loading], None]
+"""Function that reports the progress of a start to the server."""
+
+Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
+"""Function that loads the model of a configuration; it also gets the options of the command."""
 
 
 class Worker:
-    """Serves one server until it gets a Shutdown."""
+    """The loop that serves one server until Shutdown."""
 
     def __init__(
         self,
@@ -243,7 +275,15 @@ class Worker:
         pressure: PressureController,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds; requests are taken and waited for by it."""
+        """Serve a started engine.
+
+        Args:
+            started: the engine.
+            batching: windows for which a batch waits for more requests.
+            link: connection to the server.
+            pressure: decides the size of the batch by the state.
+            clock: monotonic time in seconds, by which the loop takes and awaits messages.
+        """
         self._clock = clock
         self._started = started
         self._engine = started.engine
@@ -251,20 +291,23 @@ class Worker:
         self._link = link
         self._pressure = pressure
         self._profile: Profile | None = None
+
         self._compiling: list[Submit] = []
         """Requests whose grammars are not compiled yet."""
         self._is_stopping = False
         self._is_changed = False
         self._reported_at = time.monotonic()
         self._log_at = self._reported_at
-        """When the prefix cache's hits may be logged again."""
+        """Time from which hits of the prefix cache may be logged again."""
 
     def run(self) -> None:
+        """Send Ready, and serve until Shutdown or until the server's process is gone."""
         parent = os.getppid()
-        # Nothing loaded so far ever becomes garbage; leave it out of every collection.
+        # Nothing loaded so far ever becomes garbage, so no collection needs to look at it.
         gc.freeze()
         self._logged = self._judged()
         self._link.send(self._started.ready(self._logged))
+
         while not self._is_stopping and os.getppid() == parent:
             self._take_messages()
             self._submit_compiled()
@@ -282,25 +325,31 @@ class Worker:
         except Exception:
             self._send_last_state()
             raise
-        # Before the tokens: an answer says from its beginning on where its KV was.
+
+        # KV messages go before tokens, since an answer says from its beginning where its KV was.
         self._send_kv()
         if outputs:
             self._send_outputs(outputs)
         self._send_failed()
+
         self._is_changed = True
         if self._engine.num_steps == num_steps:
             self._drain(_EMPTY_STEP_S)
 
     def _send_last_state(self) -> None:
-        """Report the steps that ran out of memory, but for one that ends the worker: the server
-        counts that by the exit status."""
-        with contextlib.suppress(Exception):  # the device may be of no more use
+        """Report the steps that ran out of memory, except a step that ends the worker.
+
+        The server counts that step by the worker's exit status.
+        """
+        # Measuring the state may fail, since the device may be lost.
+        with contextlib.suppress(Exception):
             self._link.send(StateReport(state=self._started.state()))
 
     def _advance_profile(self, profile: Profile) -> None:
         try:
             done = profile.advance(self._engine.num_steps)
-        except Exception as error:  # what looks must not end what serves
+        # A profile that fails must not end the worker.
+        except Exception as error:
             log.exception("a profile cannot be ended")
             done = ProfileDone(num_steps=0, error=one_line(error))
         if done:
@@ -310,7 +359,8 @@ class Worker:
     def _start_profile(self, start: StartProfile) -> None:
         try:
             self._profile = Profile(start, self._engine.events, self._engine.num_steps)
-        except Exception as error:  # what looks must not end what serves
+        # A profile that fails must not end the worker.
+        except Exception as error:
             log.exception("a profile cannot be begun")
             self._link.send(ProfileDone(num_steps=0, error=one_line(error)))
 
@@ -332,13 +382,12 @@ class Worker:
             self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
-        """Take the messages there are, for at most `DRAIN_S`; waits for one only when there is
-        nothing to compute.
+        """Take pending messages for at most `DRAIN_S`; wait only if there is nothing to compute.
 
-        A lone request starts at once. When two or more came together more are likely on their way,
-        and a step shared with them is cheaper than a step before them: so wait for the rest, at
-        most the prefill window, or the shorter decode window while prompts are being computed.
-        Decodes wait for nobody: what comes meanwhile is in their next step.
+        A lone request starts at once. If two or more requests came together, more are likely on
+        their way, and one step for all is cheaper than a step before them. The loop then waits for
+        the rest: at most the prefill window, or the shorter decode window while prompts are
+        computed. Decodes never wait; requests that arrive meanwhile join their next step.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
@@ -346,14 +395,21 @@ class Worker:
         num_submitted = self._drain(timeout)
         if num_submitted < 2 or self._engine.has_decodes:
             return
+
         window = self._batching.decode_window if is_busy else self._batching.prefill_window
         deadline = self._clock() + window
         while (remaining_s := deadline - self._clock()) > 0 and self._drain(remaining_s):
             pass
 
     def _drain(self, timeout_s: float) -> int:
-        """Take messages until none is there or `DRAIN_S` have passed since the first, which is
-        waited for; return how many were requests."""
+        """Take messages until none is pending, or until `DRAIN_S` after the first one.
+
+        Args:
+            timeout_s: seconds to wait for the first message.
+
+        Returns:
+            The number of messages that submit requests.
+        """
         message = self._link.receive(timeout_s)
         deadline = self._clock() + DRAIN_S
         num_submitted = 0
@@ -392,7 +448,7 @@ class Worker:
                 self._engine.inject_out_of_memory(after_steps)
             case LimitBatch(share=share):
                 self._pressure.limit_batch(share)
-                # At once: requests behind this message are not to start in a larger batch.
+                # Set at once: requests behind this message must not start in a larger batch.
                 self._engine.set_batch_share(self._pressure.batch_share)
             case StartProfile() if self._profile is None:
                 self._start_profile(message)
@@ -402,7 +458,7 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
-        """Submit requests, or keep them until their grammar is compiled, beside the steps."""
+        """Submit requests, or keep them while their grammar is compiled in the background."""
         first = message.requests[0]
         if first.grammar and not self._engine.is_compiled(first):
             self._compiling.append(message)
@@ -410,6 +466,7 @@ class Worker:
             self._submit_now(message)
 
     def _submit_compiled(self) -> None:
+        """Submit the kept requests whose grammar is compiled by now."""
         waiting = self._compiling
         self._compiling = []
         for message in waiting:
@@ -420,6 +477,7 @@ class Worker:
         if isinstance(answer, Rejected):
             self._link.send(answer)
             return
+
         for request in message.requests:
             self._link.send(Admitted(request_id=request.request_id))
             self._engine.events.on_admitted(request)
@@ -428,6 +486,7 @@ class Worker:
         self._send_failed()
 
     def _until_report(self) -> float:
+        """Return the seconds until the next report of the state."""
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
         return max(0.0, self._reported_at + interval - time.monotonic())
 
@@ -441,10 +500,11 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Log how much of new prompts the prefix cache had, now and then while there are any."""
+        """Log the prefix cache's share of new prompts, now and then while there are new prompts."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return
+
         hits = state.prefix_hit_tokens - self._logged.prefix_hit_tokens
         fields = {"looked_up_tokens": looked_up, "hit_tokens": hits}
         log.info("prefix cache", extra={**fields, "hit_ratio": round(hits / looked_up, 4)})
@@ -452,7 +512,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the present state with its pressure level, which the batch size follows."""
+        """Return the current state with its pressure level, and set the batch size by it."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -468,16 +528,9 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Return the message without a cancelled request; empty if that was all of it."""
+    """Return the message without a cancelled request; empty if no other request is left."""
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
-
-
-Report = Callable[[Loading], None]
-"""Tells the server how far a start is."""
-
-Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
-"""Loads the model of a configuration; gets the command's options, too."""
 
 
 def run(
@@ -486,10 +539,13 @@ def run(
     arguments: Sequence[str] | None,
     import_libraries: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run a worker whose command has the options of `parser` and those of every worker; return
-    the exit status.
+    """Run a worker from its command line, and return the exit status.
 
-    `import_libraries`: what `start` begins with, for a worker that stands by.
+    Args:
+        parser: parser with the worker's own options; the options of every worker are added.
+        start: loads the model.
+        arguments: the command line; None for the process's.
+        import_libraries: imports the libraries of `start`, so that a standby worker has them.
     """
     parent = os.getppid()
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
@@ -500,17 +556,21 @@ def run(
     parser.add_argument("--kv-arena", help="path of the memory of the host tier")
     parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of that memory")
     options = parser.parse_args(arguments)
+
     die_with_parent(parent)
     dump_on_signal()
     end_aborts_for_memory(HOST_SHORT)
     # Ctrl-C reaches the whole group; the server decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     if options.standby:
         import_libraries()
-        with contextlib.suppress(BrokenPipeError):  # it was to take over before
+        # The pipe is broken if the worker had to take over before its libraries were imported.
+        with contextlib.suppress(BrokenPipeError):
             os.write(sys.stdin.fileno(), b"\n")
         if not sys.stdin.readline():
             return 0
+
     try:
         with contextlib.closing(Link(options.endpoint)) as link:
             return _serve(options, link, start)
@@ -537,13 +597,16 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         log.exception("the worker cannot start")
         link.send(StartFailed(error=one_line(error), may_retry=True))
         return 1
+
     started.log_start()
     for line in started.ledger.table():
         log.info(line)
+
     identity = {"service.instance.id": config.server.engine_id, "ullage.process": "worker"}
     tracer = start_tracing(config.tracing, "ullage-engine", identity)
     if tracer:
         started.engine.events.trace_to(tracer)
+
     try:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()
     except GroupLostError as error:
@@ -565,11 +628,9 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
     return 0
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` ends, however it ends."""
+    """Ask the kernel to kill this process when `parent` ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    # The parent may have ended before the kernel was asked.
+    if os.getppid() != parent:
         sys.exit(0)

@@ -1,6 +1,6 @@
 """The native worker's process: `python -m ullage_engine.worker.main --config F --endpoint PATH`.
 
-See `ullage_engine.worker.loop` for what it does.
+`ullage_engine.worker.loop` describes its life and its exit statuses.
 """
 
 import argparse

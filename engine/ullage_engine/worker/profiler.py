@@ -1,7 +1,7 @@
-"""A look at the coming steps of a worker that goes on serving: torch's profiler, or a timeline of
-how batches form. One at a time, and bounded: it ends by itself after its steps or seconds.
+"""Profiles of the next steps of a serving worker, by torch's profiler or as a timeline of batches.
 
-What is slow, writing the trace, happens in a thread, beside further steps.
+A worker records one profile at a time, for a bounded number of steps and seconds. The slow part,
+writing the trace, runs in a background thread.
 """
 
 import gzip
@@ -24,39 +24,42 @@ from ullage_engine.protocol.worker_state import WorkerState
 
 log = logging.getLogger("ullage.engine.worker.profiler")
 
-
 MAX_GROWTH_BYTES = 64 << 20
-"""Growth of the process at which it looks at no further step: about 300,000 events, which take
-ten times as much until they are written. 30 layers are about 4,000 events a step."""
+"""Growth of the process at which a recording ends: about 300,000 events.
+
+Events take ten times as much memory until they are written. A step of 30 layers has about 4,000.
+"""
 
 
 class _Recorder(Protocol):
-    """What looks at steps from its making on."""
+    """The recorder of steps, which begins when it is made."""
 
     @property
     def is_full(self) -> bool:
-        """Whether it should look at no further step, since it holds as much as it may."""
+        """Whether the recording must end, since its events take as much memory as they may."""
 
     def on_state(self, state: WorkerState) -> None:
-        """Take a report of memory and load."""
+        """Record a report of memory and load."""
 
     def stop(self) -> None:
-        """Look at no further step."""
+        """End the recording."""
 
     def write(self, path: Path) -> None:
-        """Write what was seen, in any thread."""
+        """Write the recording to a file, in any thread."""
 
 
 class _Operations:
-    """What torch computes, on the CPU and on its device; without shapes and stacks, which would be
-    most of the cost."""
+    """The recorder of torch's operations, on the CPU and on its device.
+
+    Shapes and stacks are left out, since they would be most of the cost.
+    """
 
     def __init__(self) -> None:
         import torch
         from torch.autograd import profiler
 
-        # Not torch.profiler, whose start imports torch's compiler: seconds without a step, and
-        # 150 MB that stay.
+        # torch.profiler would import torch's compiler at its start, which delays the next step by
+        # seconds and keeps 150 MB.
         device = "cuda" if torch.cuda.is_available() else None
         make: Any = profiler.profile
         self._profile: Any = make(use_device=device, use_kineto=True)
@@ -68,8 +71,7 @@ class _Operations:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many events that it is to end: they take ten times the memory when
-        it does."""
+        """Whether the process has grown by `MAX_GROWTH_BYTES`, or by 5 % of the free memory."""
         return self._process.memory_info().rss - self._resident_bytes > self._max_growth
 
     def on_state(self, state: WorkerState) -> None: ...
@@ -87,11 +89,12 @@ class _Operations:
                     shutil.copyfileobj(source, file)
         finally:
             self._profile = None
-            trim_heap()  # a worker's heap keeps what is freed, and steps have no use for as much
+            # The heap keeps freed memory, and steps do not need that much.
+            trim_heap()
 
 
 class _Batches:
-    """Which requests are in which steps."""
+    """The recorder of batches: which requests are in which steps."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
@@ -118,14 +121,16 @@ class _Batches:
 
 
 class Profile:
-    """One look at a worker, from its start to the file.
-
-    Args:
-        events: the requests that the worker has.
-        num_steps: what the worker's counter of steps says now.
-    """
+    """One profile of a worker, from its start to the written file."""
 
     def __init__(self, start: StartProfile, events: RequestEvents, num_steps: int) -> None:
+        """Begin to record.
+
+        Args:
+            start: kind, length and file of the profile.
+            events: events of the worker's requests.
+            num_steps: the worker's number of steps so far.
+        """
         self._start = start
         self._first_step = num_steps
         self._until = time.monotonic() + start.seconds
@@ -137,16 +142,16 @@ class Profile:
         )
 
     def on_state(self, state: WorkerState) -> None:
-        """Take a report of memory and load."""
+        """Record a report of memory and load."""
         if self._writing is None:
             self._recorder.on_state(state)
 
     def stop_soon(self) -> None:
-        """End the look when `advance` is called next."""
+        """End the recording at the next call of `advance`."""
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """End the look when it is time to; return the answer when the file is there."""
+        """End the recording when it is time; return the answer once the file is written."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:
@@ -157,12 +162,13 @@ class Profile:
             elif self._num_steps >= self._start.steps or time.monotonic() >= self._until:
                 self.stop()
             return None
+
         if self._writing.is_alive():
             return None
         return ProfileDone(num_steps=self._num_steps, error=self._error)
 
     def stop(self) -> None:
-        """Look at no further step, and begin to write what was seen."""
+        """End the recording, and begin to write the file."""
         if self._writing is not None:
             return
         self._recorder.stop()
@@ -172,6 +178,7 @@ class Profile:
     def _write(self) -> None:
         try:
             self._recorder.write(Path(self._start.path))
-        except Exception as error:  # a full disk, say: serving goes on
+        # A failure, for example a full disk, must not end the worker.
+        except Exception as error:
             log.exception("a profile cannot be written")
             self._error = f"{type(error).__name__}: {error}"

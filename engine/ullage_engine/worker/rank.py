@@ -1,8 +1,8 @@
-"""The start of one rank, phase by phase; every byte enters its device's ledger on the way.
+"""The start of one rank, phase by phase. Every allocation is entered in its device's ledger.
 
-With several ranks all of them do one phase before any does the next: `worker.startup` commands on
-rank 0, `worker.rank_process` carries out on the others. In the last two phases they compute
-together.
+All ranks of a group finish one phase before any of them begins the next: `worker.startup` on rank 0
+gives the commands, and `worker.rank_process` obeys them on the other ranks. In the last two phases
+the ranks compute together.
 """
 
 import logging
@@ -77,25 +77,35 @@ log = logging.getLogger("ullage.engine.worker")
 _STAGING_BYTES = 16 << 20
 """Bytes for messages, token lists and queues, which come and go with requests."""
 
+# How many prompt tokens a step computes.
 _PREFILL_CHUNK_TOKENS = 512
-"""Most prompt tokens of one step where the configuration says nothing."""
-_PREFILL_S = 0.5
-"""Seconds that a step with a prompt's first tokens may take, since decodes wait for them; where the
-configuration says nothing and chunks change no answer."""
+"""Most prompt tokens of one step if the configuration sets no limit."""
 _LEAST_CHUNK_TOKENS = 128
+"""Fewest prompt tokens that a measured limit allows; products of fewer rows are slower."""
 _CHUNK_UNIT = 64
-_DEEP_TOKENS = 64
-"""Prompt tokens whose time is measured at a prompt's beginning and behind a long context."""
-_DEEP_CONTEXT = 4096
-"""Tokens of that context, or what the longest sequence has."""
-_SHALLOW_CONTEXT = 256
-"""Tokens of context whose reading is too short to be seen."""
+"""Measured limits are multiples of this many tokens."""
+_PREFILL_S = 0.5
+"""Seconds that a step with a prompt's first tokens may take while decodes wait for the step. The
+limit applies if the configuration sets none and chunks do not change answers."""
 _DEADLINE_SHARE = 0.25
-"""Share of limits.step_deadline that the prompt tokens of one step take at most."""
+"""Largest share of limits.step_deadline that the prompt tokens of one step may take."""
+
+# How the cost of context is measured.
+_DEEP_TOKENS = 64
+"""Prompt tokens that are timed twice: at a prompt's beginning and behind a long context."""
+_DEEP_CONTEXT = 4096
+"""Tokens of the long context; fewer if the longest sequence is shorter."""
+_SHALLOW_CONTEXT = 256
+"""Tokens of context whose reading takes too little time to be measured."""
+
+# How much context the decodes of a step read.
 _DECODE_READ_S = 0.1
-"""Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
-them."""
+"""Seconds that the decodes of one step may spend reading KV while a new prompt waits."""
 _ANY_CONTEXT = 1 << 40
+"""Tokens of context that no step reaches: no limit."""
+
+_TRANSFER_TIMEOUT_S = 60.0
+"""Least seconds after which a transfer between ranks has failed; the server notices it sooner."""
 
 _COMPUTING_ROOMS = (
     "kernels",
@@ -106,16 +116,18 @@ _COMPUTING_ROOMS = (
     "quantization",
     "runner",
 )
-"""Folders of the engine whose code decides bits."""
-
-_TRANSFER_TIMEOUT_S = 60.0
-"""Least seconds after which a transfer between ranks has failed; the server looks sooner."""
+"""Folders of the engine whose code decides the bits of an answer."""
 
 
 def chunk_tokens(token_s: float, most: int) -> int:
-    """Return the prompt tokens of a step that takes about as long as decodes should wait, by the
-    seconds of one token at a prompt's beginning; later ones take longer. Never so few that products
-    get slower, and at most `most`."""
+    """Return the prompt tokens of a step that takes about as long as decodes should wait.
+
+    The number is never so small that products get slower, unless `most` is.
+
+    Args:
+        token_s: seconds of one token at a prompt's beginning; later tokens take longer.
+        most: upper limit.
+    """
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
     return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
 
@@ -123,15 +135,16 @@ def chunk_tokens(token_s: float, most: int) -> int:
 def measured_cost(
     token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
 ) -> PromptCost:
-    """Return what prompt tokens cost by their position, and what all of one step may cost.
+    """Return the cost of prompt tokens by position, and the budget of one step.
 
     Args:
         token_s: seconds of one token at a prompt's beginning.
-        context_s: seconds more for each token of context that it attends to.
+        context_s: additional seconds for each token of context that a token attends to.
         tokens: prompt tokens of a step at a prompt's beginning.
-        deadline_s: seconds after which a worker without an end of its step hangs.
+        deadline_s: seconds after which a worker that has not finished its step counts as hung.
         is_free: whether a step deep in a prompt computes fewer tokens as soon as decodes would wait
-            longer for it than for one at the beginning. Otherwise it does so only for the deadline.
+            longer for the step than for one at the beginning. If false, only the deadline makes a
+            step compute fewer tokens.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -144,10 +157,13 @@ def measured_cost(
 
 
 class RankStartup:
-    """The start of one rank, from its configuration to a runner; phases in order, each once.
+    """The start of one rank, from its configuration to a runner.
+
+    Call the phases in order, each once: `load`, `allocate_arenas`, `warm_up`, `allocate_kv`,
+    `finalize`.
 
     Raises, in any phase:
-        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+        WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
     """
 
     def __init__(
@@ -157,7 +173,8 @@ class RankStartup:
         self.layout = read_layout(config)
         self.rank = rank
         self.config = config
-        # Before CUDA's context, which is memory of this process, too.
+
+        # The driver is opened before CUDA's context, which takes memory of this process, too.
         driver = open_driver(config, rank)
         self.device = prepare_device(config, rank)
         if config.profiling.nvtx and self.device.type == "cuda":
@@ -165,8 +182,7 @@ class RankStartup:
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.meter = MemoryMeter(self.device, driver)
         self.ledger = open_ledger(config, self.device, host_tier.num_bytes if host_tier else 0)
-        self.swap_bytes_per_second = 0.0
-        """Bandwidth to host memory, over all ranks, as this rank measured it; 0 without any."""
+
         self._report = report
         self._group: RankGroup | None = None
         self._loaded: LoadedModel | None = None
@@ -174,16 +190,19 @@ class RankStartup:
         self._whole: ModelConfig | None = None
         self._runner: ModelRunner | None = None
         self._workspace: Workspace | None = None
+
+        self.swap_bytes_per_second = 0.0
+        """Bandwidth to host memory over all ranks, measured by this rank; 0 without host memory."""
         self.decode_tokens = _ANY_CONTEXT
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
         self.prompt_tokens = 0
-        """Most prompt tokens of one step; `finalize` measures it or takes what is configured."""
+        """Most prompt tokens of one step; `finalize` measures it or takes the configured value."""
         self.prompt_cost = PromptCost()
-        """Their cost by position, measured by `finalize`."""
+        """Cost of prompt tokens by position, measured by `finalize`."""
         self.longest_step_s = 0.0
-        """Seconds that a step takes at most, as measured by `finalize`."""
+        """Seconds that the longest step takes, measured by `finalize`."""
         self.proof: Proof | None = None
-        """What this rank computes, from `finalize` on."""
+        """Digests of this rank's tensors and logits, set by `finalize`."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -205,22 +224,24 @@ class RankStartup:
 
     @property
     def runner(self) -> ModelRunner:
+        """The runner of the model on this rank's device."""
         assert self._runner is not None, "allocate_arenas comes first"
         return self._runner
 
     @property
     def workspace(self) -> Workspace:
-        """The memory of steps' temporaries."""
+        """The memory of the temporaries of steps."""
         assert self._workspace is not None, "finalize comes first"
         return self._workspace
 
     @cached_property
     def max_model_len(self) -> int:
-        """Longest sequence, tokens."""
+        """Length of the longest sequence, in tokens."""
         longest = self.model_config.max_position
         max_model_len = self.config.model.max_model_len
         if max_model_len is None:
             return longest
+
         if not 1 < max_model_len <= longest:
             raise WorkerStartError(
                 f"spec.model.maxModelLen: {max_model_len} is not between 2 and the {longest} "
@@ -230,26 +251,29 @@ class RankStartup:
 
     @cached_property
     def limits(self) -> SchedulerLimits:
+        """Limits of the scheduler's plans."""
         batching = self.config.batching
         chunk = batching.prefill_chunk_tokens
         chunk = _PREFILL_CHUNK_TOKENS if chunk is None else chunk
+
         return SchedulerLimits(
             max_model_len=self.max_model_len,
             max_sequences=batching.max_sequences,
-            # Without chunking a whole prompt must fit one step.
+            # Without chunking, one step computes a whole prompt.
             prompt_tokens=min(chunk or self.max_model_len, self.max_model_len),
             is_chunked=chunk > 0,
             decode_tokens=self.decode_tokens,
             max_decodes=batching.decode_max_batch_tokens,
             max_in_flight=self._decode_batches(),
             replay_tokens=self.model_config.replay_tokens,
-            # Stages split chunks, and draft tokens are checked in one.
+            # Pipeline stages split chunks, and draft tokens are verified in one chunk.
             num_speculative_tokens=(
                 batching.num_speculative_tokens if self.layout.pipeline == 1 else 0
             ),
         )
 
     def _decode_batches(self) -> int:
+        """Return how many batches of decodes are in flight at once, at most one a stage."""
         own = 1 if self.device.type == "cpu" else self.layout.pipeline
         return min(self.config.parallelism.decode_batches or own, self.layout.pipeline)
 
@@ -271,19 +295,21 @@ class RankStartup:
 
     @cached_property
     def window_tokens(self) -> int:
-        """Length of the sliding windows whose layers have KV blocks of their own; 0: none have,
-        since no sequence is longer than what a window and a prompt chunk hold."""
+        """Length of the sliding windows whose layers have KV blocks of their own.
+
+        0 if no sequence is longer than a window and a prompt chunk: then no layer has its own.
+        """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes of a stored number of KV; everything that sizes KV uses it."""
+        """Bytes of one stored element of KV; every size of KV is computed from them."""
         return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
 
     @cached_property
     def library_refusal(self) -> str:
-        """Why the C++ library does not compute whole steps; empty: it does."""
+        """The reason why the C++ library does not compute whole steps; empty if it does."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -291,7 +317,7 @@ class RankStartup:
 
     @cached_property
     def kv_type(self) -> torch.dtype:
-        """Type of keys and values where they are not float8."""
+        """Type of keys and values that are not float8."""
         if self.config.model.dtype != "auto":
             return self.dtype
         return auto_kv_type(self.library_refusal, self.dtype)
@@ -306,23 +332,29 @@ class RankStartup:
 
     @property
     def num_host_slots(self) -> int:
+        """Number of KV blocks that the configured host memory holds."""
         return self.config.memory.host_kv // self.block_bytes
 
     def load(self) -> None:
         """Map or copy the weights that this rank computes with."""
         context = self.meter.used_bytes()
         self.ledger.record("context", context)
+        # A standby worker has a context of its own, in the same memory.
         if self.rank == 0 and self.device.type == "cpu" and self.config.server.standby_worker:
             self.ledger.reserve("standby", context)
+
         self._loaded = self._load()
         self.ledger.record("weights", self._loaded.nbytes)
         give_back_freed()
         touch_pages(self._loaded.tensors.values(), self.device)
 
     def allocate_arenas(self, store: Path | None = None) -> None:
-        """Join the other ranks, at `store` where there are any, and allocates a step's buffers.
+        """Join the other ranks and allocate the buffers of a step.
 
-        The last phase before ranks compute together: what one of them may lack it misses here.
+        The last phase before ranks compute together: a rank that lacks memory fails here.
+
+        Args:
+            store: file at which the ranks meet; None for a rank that computes alone.
         """
         assert self._loaded is not None, "load comes first"
         pipeline_rank = self._join_group(store)
@@ -336,6 +368,7 @@ class RankStartup:
             kv_type=self.kv_type,
             new_capture=self._new_capture(),
         )
+
         sizes = {
             "step_arena": self.runner.step_arena_bytes,
             "sampler_arena": self.runner.sampler_arena_bytes,
@@ -347,9 +380,11 @@ class RankStartup:
         self.runner.allocate_arena()
         for name, size in sizes.items():
             self.ledger.allocated(name, size)
+
         error = self.runner.verify_row_invariance()
         if error is not None:
             raise WorkerStartError(f"spec.model.deterministic: {error}; set false on this machine")
+
         # The convolution states are allocated with the first KV pool.
         if self.runner.state_pool_bytes:
             self.ledger.record("state_pool", self.runner.state_pool_bytes)
@@ -357,7 +392,7 @@ class RankStartup:
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def _new_capture(self) -> NewCapture | None:
-        """Return the class that captures decode steps; None: every step is launched by kernels."""
+        """Return the class that captures decode steps; None if every kernel is launched singly."""
         if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
@@ -366,19 +401,21 @@ class RankStartup:
         return CudaCapture
 
     def warm_up(self) -> int:
-        """Run the largest steps on a pool of one block; libraries take their workspace in them.
+        """Run the largest steps on a pool of one block, so that libraries take their workspace.
 
         Returns:
-            The number of KV blocks that fit in the remaining memory, the most for the pool.
+            The number of KV blocks that fit in the remaining memory: an upper limit for the pool.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
         self.runner.warm_up()
+
         accounted = self.ledger.allocated_bytes + self.runner.kv_block_bytes
         self.ledger.record("workspace", max(0, self.meter.used_bytes() - accounted))
         self.ledger.reserve("staging", _STAGING_BYTES)
         self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
         self._reserve_host_kv()
+
         longest = -(-self.max_model_len // self.step_limits.block_tokens)
         reserve_for_others(
             self.ledger,
@@ -390,28 +427,31 @@ class RankStartup:
         return self._fitting_blocks()
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Allocates the KV pool, of the same size on every rank."""
+        """Allocate the KV pool, with the same number of blocks on every rank."""
         size = num_blocks * self.runner.kv_block_bytes
         self.ledger.reserve("kv_pool", size)
         progress = self._progress("kv_pool")
         progress(0, size)
         self.runner.allocate_kv(num_blocks, self.num_host_slots, self._shared_slots())
         self.ledger.allocated("kv_pool", size)
+
         if self._host_kv_bytes():
             self.ledger.allocated("host_kv", self._host_kv_bytes())
         if self.num_host_slots:
             self.swap_bytes_per_second = self.block_bytes / self.runner.measure_swap()
             log.info("KV is swapped at %s a second", mib(int(self.swap_bytes_per_second)))
+
         progress(size, size)
         self._check_prices(size)
 
     def finalize(self, *, verifies: bool = False) -> None:
         """Run the largest steps on the whole pool, prove the rank's arithmetic, close the ledger.
 
-        The pool may lie where the first warm-up had its temporaries. They get their place now,
-        which the first requests would have to wait for otherwise.
+        The pool may lie where the first warm-up had its temporaries. The steps allocate them
+        again, so that the first requests do not wait for that.
 
-        `verifies`: no start has proven the same before.
+        Args:
+            verifies: whether no earlier start has proven the same.
 
         Raises:
             ProofError: a second computation differs from the first.
@@ -419,24 +459,30 @@ class RankStartup:
         self.runner.run_largest()
         if self.config.cuda_graphs:
             log.info("%d steps of decodes are CUDA graphs", self.runner.num_graphs)
+
         seconds = self.runner.measure_context_seconds()
         if seconds > 0:
             self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
         if self.rank == 0:
             log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
         self._measure_prompts()
+
         self.proof = take_proof(
             self.runner, self.loaded.tensors, self.proof_tolerance, verifies=verifies
         )
         if verifies:
             self._check_weights()
+
+        # The ledger is closed last, when no step allocates any more.
         self._settle_workspace()
         enforce_ledger(self.ledger, self.device, self.meter)
         self._workspace = Workspace(self.device, self.meter)
 
     def _check_weights(self) -> None:
-        """Compare the weights in memory with the prepared file's checksums, since no later start
-        sees that the first one computed with damaged ones."""
+        """Compare the weights in memory with the checksums of the prepared file.
+
+        No later start would notice that the first one computed with damaged weights.
+        """
         began = time.monotonic()
         folder = Path(self.config.server.weights_dir)
         layout = self.layout
@@ -447,13 +493,13 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
-        """Measure what prompt tokens cost, and decide how many of them a step computes where."""
+        """Measure the cost of prompt tokens; decide how many a step computes at each position."""
         most = self.limits.prompt_tokens
         measured = min(_LEAST_CHUNK_TOKENS, most)
         token_s = self.runner.measure_prompt_seconds(measured) / measured
         context_s = self._measure_context()
 
-        # Where chunks change no answer, and nobody says how large they are.
+        # The size of chunks is free if it changes no answer and is not configured.
         is_free = self.config.batching.prefill_chunk_tokens is None and not self.library_refusal
         self.prompt_tokens = chunk_tokens(token_s, most) if is_free else most
         deadline_s = self.config.limits.step_deadline
@@ -493,12 +539,14 @@ class RankStartup:
         folder = Path(config.server.weights_dir)
         progress = self._progress("weights")
         calibration = Int4Calibration(is_at_load=True)
+
         loaded = load_weights(
             config.model, self.device, self.dtype, folder, progress, shard, calibration
         )
         self._whole = loaded.model_config
         if shard is None:
             return loaded
+
         return replace(
             loaded,
             model_config=rank_model_config(loaded.model_config, self.layout, self.rank),
@@ -506,7 +554,7 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Return how this rank's part is cut from the whole model."""
+        """Return the slicer that cuts this rank's part from the whole model."""
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -520,13 +568,16 @@ class RankStartup:
         layout = self.layout
         if store is None:
             return PipelineRank()
+
         timeout_s = max(_TRANSFER_TIMEOUT_S, self.config.limits.step_deadline)
         self._group = RankGroup(layout, self.rank, store, self.device, timeout_s)
+
         limits = self.step_limits
         hidden = self.model_config.hidden
         rows = limits.product_rows(limits.max_tokens)
         size = transfer_bytes(layout, self.rank, rows, hidden, self.dtype.itemsize)
         self.ledger.reserve("transfers", size)
+
         max_batches = self.config.parallelism.micro_batches
         pipeline_rank = PipelineRank(
             self._group,
@@ -540,13 +591,15 @@ class RankStartup:
         return pipeline_rank
 
     def _log_decoder(self) -> None:
-        """Log which library computes steps on a CPU, and why it is not the fastest one."""
+        """Log which library computes steps on a CPU, and why the fastest one does not."""
         if self.rank or self.device.type != "cpu":
             return
+
         if not self.library_refusal:
             stored = "float8" if self.step_limits.fp8_kv else dtype_name(self.kv_type)
             log.info("the C++ library computes steps, with KV in %s", stored)
             return
+
         reason = self.library_refusal
         log.info("torch computes steps, slower than the C++ library, since %s", reason)
         if is_emulated(self.dtype, self.device):
@@ -566,15 +619,18 @@ class RankStartup:
         block = self.block_bytes
         if self._host_tier is not None and self.rank == 0:
             self.ledger.record_on_host("kv_host_tier", self._host_tier.num_bytes)
+
         if not host_kv:
             if self._host_kv_bytes():
                 self.ledger.reserve("host_kv", self._host_kv_bytes())
             return
+
         if not self.num_host_slots:
             raise WorkerStartError(
                 f"memory.hostKV: {host_kv} bytes hold no KV block of {block} bytes; "
                 f"set {mib(block + (1 << 20))} or more, or 0 to recompute preempted sequences"
             )
+
         self.ledger.reserve("host_kv", self._host_kv_bytes())
         slots = self.num_host_slots
         if self.device.type != "cpu":
@@ -584,44 +640,51 @@ class RankStartup:
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
 
     def _host_kv_bytes(self) -> int:
-        """Return what of the host's slots lies on the device: all of this rank's share where it is
-        the host, else the two blocks of staging that they are copied through."""
+        """Return the bytes that slots of the host take on the device.
+
+        On a CPU the device is the host, and the bytes are this rank's share of all slots. On a GPU
+        they are the two staging blocks through which slots are copied.
+        """
         if self.device.type == "cpu":
             return self.runner.kv_block_bytes * self.num_host_slots
         is_staged = self.num_host_slots or self._host_tier is not None
         return self.runner.kv_block_bytes * 2 * bool(is_staged)
 
     def _shared_slots(self) -> torch.Tensor | None:
-        """Return this rank's part of the slots of the host tier [slots, bytes]; None without.
+        """Return this rank's part of the slots of the host tier [slots, bytes], if there is one.
 
-        A slot has the parts of all ranks, one behind the other.
+        A slot holds the parts of all ranks, one behind the other.
         """
         if self._host_tier is None:
             return None
+
         arena = Arena.attach(*self._host_tier)
         arena.make_resident()
         self.meter.shared_bytes = arena.num_bytes if self.device.type == "cpu" else 0
         arena.cut(self.block_bytes)
+
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned until the process ends: the arena is the server's, and KV pools come and go.
         self._pinned_tier = PinnedMemory(memory, self.device, "memory.tiers.host")
+
         start = sum(self._part_bytes(rank) for rank in range(self.rank))
         slots = memory[: arena.num_slots * arena.slot_bytes].view(-1, arena.slot_bytes)
         return slots[:, start : start + self._part_bytes(self.rank)]
 
     def _part_bytes(self, rank: int) -> int:
-        """Return the bytes of a KV block that a rank has."""
+        """Return the bytes of a rank's part of a KV block."""
         limits = self.step_limits
         own = rank_model_config(self.model_config, self.layout, rank)
         return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What decides the bits of the group's answers, the same after every restart."""
+        """Everything that decides the bits of the group's answers, the same after every restart."""
         assert self._loaded is not None, "load comes first"
         layout = self.layout
         encodings = self._loaded.encodings.values()
         is_fp8 = self.config.model.kv_dtype == "fp8"
+
         facts = {
             "engine": "ullage",
             "weights": self._loaded.content[:32],
@@ -633,15 +696,17 @@ class RankStartup:
             "ranks": f"tensor {layout.tensor}, pipeline {layout.pipeline}",
             "device": self.device.type,
         }
-        # On CPUs the library at least samples.
+        # On a CPU the library samples, even if torch computes the steps.
         order = canonical_order() if self.device.type == "cpu" else ""
         facts["build"] = build_digest(with_library=bool(order))
         if order:
             facts["order"] = order
+
         if not self.library_refusal:
             facts["computed_by"] = "library"
             return fingerprint_of(facts)
-        # Other processors, and other numbers of threads, round otherwise.
+
+        # torch rounds differently on other processors and with other numbers of threads.
         facts["computed_by"] = "torch"
         facts["torch"] = str(torch.__version__)
         facts["processor"] = processor_of(self.device)
@@ -651,12 +716,15 @@ class RankStartup:
 
     @property
     def kv_space(self) -> bytes:
-        """Namespace of this group's KV outside the device; empty: there is no host tier, or it
-        holds no block."""
+        """Namespace of this group's KV outside the device.
+
+        Empty if there is no host tier, if the tier holds no block, or without a prefix cache.
+        """
         if self._host_tier is None or self._host_tier.num_bytes < self.block_bytes:
             return b""
         if not self.config.memory.prefix_cache:
             return b""
+
         return namespace(
             {
                 "layout": LAYOUT_VERSION,
@@ -669,20 +737,26 @@ class RankStartup:
 
     @property
     def proof_tolerance(self) -> float:
-        """How much logits may differ from one start to another, as a share of their spread; 0: not
-        at all."""
+        """Largest difference of logits between two starts, as a share of their spread.
+
+        0 if the logits must be equal.
+        """
         is_deterministic = not self.library_refusal or self.step_limits.deterministic
         is_exact = is_deterministic and self.device.type == "cpu"
         return tolerance(self.dtype, is_exact=is_exact)
 
     @cached_property
     def proof_file(self) -> ProofFile:
-        """The place of the proofs of all ranks, once the KV pool is allocated; its facts are all
-        that may change their bits."""
+        """The file with the proofs of all ranks, known once the KV pool is allocated.
+
+        Its facts are everything that may change the bits of a proof.
+        """
         layout = self.layout
-        # All sets of the library have one order of sums, but a proof is of what has run.
+        # The library adds in the same order with every instruction set. A proof still holds only
+        # for the instruction set that computed it.
         processor = instruction_set() if not self.library_refusal else processor_of(self.device)
         steps = self.runner.probe_plans()
+
         facts = {
             "weights": self.loaded.content,
             "ranks": f"{layout.tensor} tensor, {layout.pipeline} pipeline",
@@ -702,12 +776,13 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Compare what was allocated with the formulas that admission and the router use."""
+        """Compare the allocated bytes with the formulas that admission and the router use."""
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
-            # Parts of a mapped file count for what they are, not for the whole file.
+            # Parts of a mapped file count with their own bytes, not with those of the whole file.
             assert self._loaded is not None, "load comes first"
             allocated["weights"] = held_bytes(self._loaded.tensors.values())
+
         priced = {
             "weights": self.runner.weights_bytes,
             "step_arena": self.runner.step_arena_bytes,
@@ -715,14 +790,16 @@ class RankStartup:
             "state_pool": self.runner.state_pool_bytes,
             "kv_pool": kv_pool_bytes,
         }
+
         error = wrong_price(priced, allocated)
         if error is not None:
             raise WorkerStartError(error)
 
     def _settle_workspace(self) -> None:
-        """Record what the workspace holds in the end: the pool may have taken freed parts of it.
+        """Record the bytes that the workspace holds in the end.
 
-        What exceeds it, such as the pool's bookkeeping, is staging.
+        The KV pool may have taken freed parts of the workspace. Bytes in excess of the workspace,
+        for example the pool's bookkeeping, count as staging.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
         workspace = entries["workspace"]
@@ -730,6 +807,7 @@ class RankStartup:
         accounted = self.ledger.allocated_bytes - workspace.allocated_bytes
         rest = max(0, self.meter.used_bytes() - accounted)
         self.ledger.allocated("workspace", min(rest, workspace.reserved_bytes))
+
         excess = rest - workspace.reserved_bytes
         self.ledger.allocated("staging", min(max(0, excess), staging.reserved_bytes))
 
@@ -744,11 +822,14 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
     """Count the whole KV blocks that fit a device, at least those of the largest prompt chunk.
 
     Args:
-        limit: most bytes of the blocks; None: the remaining bytes of the ledger.
+        ledger: the ledger of the device.
+        limit: most bytes of the blocks; None for the remaining bytes of the ledger.
+        block_bytes: bytes of one block on this device.
+        chunk_blocks: blocks of the largest prompt chunk.
 
     Raises:
-        WorkerStartError: the limit holds no chunk.
-        LedgerError: the device does not.
+        WorkerStartError: the limit is too small for a prompt chunk.
+        LedgerError: the device is too small for a prompt chunk.
     """
     needed = chunk_blocks * block_bytes
     if limit is not None and limit < needed:
@@ -756,9 +837,11 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
             f"memory.maxKV: {mib(limit)} is less than the {mib(needed)} of KV that one "
             f"prompt chunk needs; set {mib(needed + block_bytes)} or more"
         )
+
     available = ledger.available_bytes
     if available < needed:
         raise ledger.shortage("kv_pool", needed)
+
     return (available if limit is None else min(limit, available)) // max(1, block_bytes)
 
 
@@ -766,7 +849,7 @@ def read_layout(config: EngineConfig) -> RankLayout:
     """Read the configuration's arrangement of ranks.
 
     Raises:
-        WorkerStartError: it contradicts itself.
+        WorkerStartError: the configuration contradicts itself, or a promise of determinism.
     """
     ranks = config.parallelism
     pool = config.server.pool
@@ -774,6 +857,7 @@ def read_layout(config: EngineConfig) -> RankLayout:
         layout = check_world(pool, config.gpus, ranks.tensor, ranks.pipeline)
     except LayoutError as error:
         raise WorkerStartError(str(error)) from error
+
     if config.model.deterministic and layout.tensor > 2:
         raise WorkerStartError(
             f"pools.{pool}.parallelism.tensor: sums over {layout.tensor} ranks have no fixed "
@@ -783,5 +867,5 @@ def read_layout(config: EngineConfig) -> RankLayout:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum the bytes of tensors, each in whole pages, as they lie in the prepared file."""
+    """Return the bytes of tensors, each rounded up to whole pages as in the prepared file."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

@@ -1,13 +1,14 @@
 """The group of ranks, seen from rank 0: their processes, the messages to them, and one runner.
 
-Messages are msgpack over a ZeroMQ pair for each rank. At the start every command of `Join`,
-`WarmUp`, `Allocate` and `Finalize` is answered by `Done` or `Failed`, and none is sent before all
-ranks have answered the previous one; loading itself is answered like a command. Only in `WarmUp`
-and `Finalize` do ranks wait for each other's part of a computation: whatever else may fail, fails
-in the others. While serving `Execute` is answered by the rank that samples, and `Sync` by all; a
-rank that fails then ends, and the group with it. `Loading` comes at any time.
+Messages are msgpack over a ZeroMQ pair for each rank. At the start ranks answer each of the
+commands `Join`, `WarmUp`, `Allocate` and `Finalize` by `Done` or `Failed`. Rank 0 sends a command
+only after all ranks have answered the previous one, and ranks answer once when they have loaded.
+Ranks wait for each other's part of a computation only in `WarmUp` and `Finalize`, so every other
+failure occurs in `Join` or `Allocate`. While serving, the rank that samples answers `Execute`, and
+all ranks answer `Sync`. A rank that fails then ends, and the group ends with it. `Loading` may
+arrive at any time.
 
-The group lives and ends as one: a thread for each process waits for its end.
+The group lives and ends as a whole: for each process a thread waits for its end.
 """
 
 import contextlib
@@ -43,6 +44,24 @@ from ullage_engine.worker.histories import SentHistories
 if TYPE_CHECKING:
     from ullage_engine.worker.engine import Runner
 
+log = logging.getLogger("ullage.engine.group")
+
+CANNOT_SERVE = 2
+"""Exit status of a rank that has reported why it cannot serve."""
+START_FAILED = 4
+"""Exit status of a rank that has reported an unforeseen error during its start."""
+
+_POLL_MS = 100
+"""Milliseconds between two checks of whether a silent rank is alive."""
+_STOP_GRACE_S = 3.0
+"""Seconds that ranks have to end after `Stop`."""
+
+RankCommandLine = Callable[[int, str], Sequence[str]]
+"""Function from a rank and an endpoint to the command line of the rank's process."""
+
+Report = Callable[[Loading], None]
+"""Function that is called with every stage of a rank's loading."""
+
 
 class GroupMessage(msgspec.Struct, frozen=True, tag=True):
     """The base class of all messages between ranks."""
@@ -52,40 +71,46 @@ class GroupMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(GroupMessage, frozen=True):
-    """Command: join the other ranks, allocate the arenas and all else that the warm-up needs."""
+    """Command: join the other ranks, and allocate the arenas and everything for the warm-up."""
 
     store: str
-    """Path of a file that does not exist yet, over which ranks meet."""
+    """Path of the file through which ranks meet; it does not exist yet."""
 
 
 class WarmUp(GroupMessage, frozen=True):
-    """Command: run the largest steps with all ranks; report how many KV blocks fit beside them."""
+    """Command: run the largest steps with all ranks; report how many KV blocks still fit."""
 
 
 class Allocate(GroupMessage, frozen=True):
-    """Command: allocate the KV pool, as many blocks as the rank with the least room has."""
+    """Command: allocate the KV pool with as many blocks as fit every rank."""
 
     num_blocks: int
 
 
 class Finalize(GroupMessage, frozen=True):
-    """Command: run the largest steps on that pool and prove the arithmetic; report the proof and
-    what all of it took."""
+    """Command: run the largest steps on the pool and prove the arithmetic.
+
+    The answer has the proof and the ledger.
+    """
 
     verifies: bool = False
-    """Whether everything that is proven is computed twice, since no start has done it before."""
+    """Whether the proof is computed twice, since no earlier start has proven the same."""
 
 
 class Execute(GroupMessage, frozen=True):
+    """Command: compute a step."""
+
     plan: StepPlan
 
 
 class Move(GroupMessage, frozen=True):
+    """Command: copy blocks."""
+
     moves: Moves
 
 
 class Sync(GroupMessage, frozen=True):
-    """Command: answer when everything that was sent before is done."""
+    """Command: answer when all earlier commands are done."""
 
 
 class Stop(GroupMessage, frozen=True):
@@ -103,24 +128,27 @@ class Done(GroupMessage, frozen=True, kw_only=True):
     num_blocks: int = 0
     """KV blocks that fit this rank, after `WarmUp`."""
     ledger: list[ReservationState] = []
-    """Everything the rank has reserved, after `Finalize`."""
+    """Everything that the rank has reserved, after `Finalize`."""
     total_bytes: int = 0
     """Bytes of the rank's device, after `Finalize`."""
     proof: Proof | None = None
-    """What the rank computes, after `Finalize`."""
+    """Proof of the rank's arithmetic, after `Finalize`."""
 
 
 class Failed(GroupMessage, frozen=True):
-    """Answer: the rank cannot serve; one line naming field or file."""
+    """Answer: the rank cannot serve."""
 
     error: str
+    """One line that names the field or the file."""
     may_retry: bool = False
-    """Whether another start may do better, since nobody foresaw the error."""
+    """Whether another start may succeed, since the error was not foreseen."""
     is_unproven: bool = False
-    """Whether the rank computes otherwise than it did before."""
+    """Whether the rank's results differ from an earlier start's."""
 
 
 class Sampled(GroupMessage, frozen=True):
+    """Answer: the tokens of a step."""
+
     tokens: list[SampledToken]
 
 
@@ -130,10 +158,14 @@ ToRank0 = Answer | Loading
 
 
 def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
-    """Return the plan as another rank needs it: without moves, which go before by themselves, and
-    without histories and masks, which only the rank that samples reads.
+    """Return the parts of a plan that another rank needs.
 
-    `sent`: what the rank has of histories; None where it does not sample.
+    Moves are left out, since a command of their own precedes the plan. Only the rank that samples
+    reads histories and masks.
+
+    Args:
+        plan: plan of rank 0.
+        sent: histories that the rank already has; None if the rank does not sample.
     """
     if sent is not None:
         sent.begin_plan()
@@ -147,37 +179,30 @@ def _as_read(chunk: Chunk, sent: SentHistories | None) -> Chunk:
 
 
 def reads_history(chunk: Chunk) -> bool:
-    """Whether choosing the chunk's next token takes its history."""
+    """Return whether the chunk's next token depends on its history."""
     return chunk.sampling is not None and chunk.sampling.is_penalised
 
 
-log = logging.getLogger("ullage.engine.group")
-
-CANNOT_SERVE = 2
-"""Exit status of a rank that has reported why it cannot serve."""
-START_FAILED = 4
-"""Exit status of a rank that has reported an unforeseen error of its start."""
-_POLL_MS = 100
-_STOP_GRACE_S = 3.0
-
-RankCommandLine = Callable[[int, str], Sequence[str]]
-"""The command line of a rank that connects to the given endpoint."""
-
-Report = Callable[[Loading], None]
-"""Function that is called with every stage of a rank's loading."""
-
-
 class RankProcesses:
-    """The processes of ranks 1 to n - 1. When one of them dies this process ends at once: a
-    collective that waits for it would wait until its timeout, and the supervisor starts all of them
-    again anyway."""
+    """The processes of ranks 1 to n - 1.
+
+    When one of them dies this process ends at once. A collective would wait for the dead rank until
+    its timeout, and the supervisor restarts the whole group anyway.
+    """
 
     def __init__(
         self, world: int, endpoint_base: Path, command: RankCommandLine, report: Report
     ) -> None:
-        """Start the processes. Call it on the main thread: the kernel ends them with it.
+        """Start the processes.
 
-        `report` receives the loading progress of ranks while they are waited for.
+        Call it on the main thread: the kernel ends the processes when the thread that started them
+        ends.
+
+        Args:
+            world: number of ranks.
+            endpoint_base: path of the sockets, without the rank at the end.
+            command: makes the command line of each rank.
+            report: receives the loading progress of ranks while their answers are awaited.
         """
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -186,10 +211,12 @@ class RankProcesses:
         self._links: dict[int, zmq.Socket[bytes]] = {}
         self._popens: dict[int, subprocess.Popen[bytes]] = {}
         self._is_stopping = threading.Event()
+
         for rank in range(1, world):
             endpoint = f"ipc://{endpoint_base}-{rank}"
             self._links[rank] = self._bind(endpoint)
             self._popens[rank] = subprocess.Popen(command(rank, endpoint))
+
         for rank in self._popens:
             threading.Thread(
                 target=self._watch, args=(rank,), name="group-watch", daemon=True
@@ -197,12 +224,15 @@ class RankProcesses:
 
     @property
     def ranks(self) -> list[int]:
+        """Numbers of the ranks, without rank 0."""
         return list(self._links)
 
     def send(self, rank: int, command: ToRank) -> None:
+        """Send a command to one rank."""
         self._links[rank].send(self._encoder.encode(command))
 
     def broadcast(self, command: ToRank) -> None:
+        """Send a command to all ranks, encoded once."""
         encoded = self._encoder.encode(command)
         for link in self._links.values():
             link.send(encoded)
@@ -211,7 +241,7 @@ class RankProcesses:
         """Wait for every rank's answer to the last command; return them in the order of ranks.
 
         Raises:
-            RankFailedError: one of them cannot go on.
+            RankFailedError: a rank cannot go on.
         """
         answers = {rank: self._answer(rank) for rank in self._links}
         failed = {rank: each for rank, each in answers.items() if isinstance(each, Failed)}
@@ -220,30 +250,37 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return why a rank cannot go on, if one reports in time; drops other answers."""
+        """Return the error that ranks report in time, or None; drop other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
+
         while True:
-            # Checked before the links: what a rank sent before it ended arrives soon after.
+            # Checked before the links: the last message of an ended rank arrives soon after.
             are_gone = all(each.poll() is not None for each in self._popens.values())
+
             for rank, link in self._links.items():
                 while link.poll(_POLL_MS // len(self._links)):
                     answer = self._decoder.decode(link.recv())
                     if isinstance(answer, Failed):
                         failed[rank] = answer
+
             is_final = any(not each.may_retry for each in failed.values())
             if is_final or are_gone or time.monotonic() > deadline:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Wait for the tokens of the oldest step that was sent and not waited for."""
+        """Wait for the tokens of the oldest step whose tokens are not collected yet.
+
+        Raises:
+            GroupLostError: the rank has ended, or has sent another answer.
+        """
         answer = self._answer(rank)
         if not isinstance(answer, Sampled):
             raise GroupLostError(f"rank {rank} answered {type(answer).__name__}, not tokens")
         return answer
 
     def resident_bytes(self) -> int:
-        """Resident memory in bytes of all these processes."""
+        """Return the resident memory of all these processes, in bytes."""
         total = 0
         for process in self._popens.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -251,21 +288,23 @@ class RankProcesses:
         return total
 
     def stop(self) -> None:
-        """Ask the processes to end and kills those that have not after a grace period."""
+        """Ask the processes to end, and kill the ones that have not after a grace period."""
         self._is_stopping.set()
         encoded = self._encoder.encode(Stop())
         for link in self._links.values():
-            # One that is gone takes nothing, and waiting for it would last for ever.
+            # A rank that is gone reads nothing, so a blocking send would never return.
             with contextlib.suppress(zmq.Again):
                 link.send(encoded, zmq.DONTWAIT)
+
         deadline = time.monotonic() + _STOP_GRACE_S
         for process in self._popens.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+
         self.kill()
 
     def kill(self) -> None:
-        """End the processes without asking: one that still loads does not listen."""
+        """Kill the processes without asking, since a rank that still loads does not listen."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()
@@ -280,7 +319,7 @@ class RankProcesses:
         return link
 
     def _answer(self, rank: int) -> Answer:
-        """Return the next answer of a rank; a rank that is gone has sent its last already."""
+        """Wait for the next answer of a rank, and report its loading meanwhile."""
         while isinstance(answer := self._message(rank), Loading):
             self._report(answer)
         return answer
@@ -288,6 +327,7 @@ class RankProcesses:
     def _message(self, rank: int) -> ToRank0:
         link = self._links[rank]
         process = self._popens[rank]
+        # A rank that has just ended may have sent a message before: poll once more.
         is_gone = False
         while not link.poll(_POLL_MS):
             if is_gone:
@@ -298,42 +338,51 @@ class RankProcesses:
     def _watch(self, rank: int) -> None:
         """End this process as soon as another rank has ended without a report."""
         status = self._popens[rank].wait()
-        if status in (OUT_OF_MEMORY, HOST_SHORT):  # for which the group may be about to end already
+        # A shortage of memory is reported even while the group is about to end because of it.
+        if status in (OUT_OF_MEMORY, HOST_SHORT):
             log.error("rank %d ran out of memory; the group starts again", rank)
             sys.stderr.flush()
             os._exit(status)
         if self._is_stopping.is_set() or status in (CANNOT_SERVE, START_FAILED):
             return
+
         log.error("rank %d ended with status %d; the group starts again", rank, status)
         sys.stderr.flush()
         os._exit(GROUP_LOST)
 
 
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
-    """Return one error for what ranks reported. An error that another start would not mend is the
-    cause of the unforeseen ones."""
+    """Return one error for the reports of ranks.
+
+    An error that another start would not cure is the cause of the unforeseen errors, so it
+    alone is returned.
+    """
     for rank, each in failed.items():
         if not each.may_retry:
             return RankFailedError(f"rank {rank}: {each.error}")
+
     lines = (f"rank {rank}: {each.error}" for rank, each in failed.items())
     is_unproven = any(each.is_unproven for each in failed.values())
     return RankFailedError("; ".join(lines), may_retry=True, is_unproven=is_unproven)
 
 
 class DistributedRunner:
-    """Sends every rank the plan, computes rank 0's own part and receives the last stage's tokens.
+    """The runner of a group, which computes rank 0's part and collects the last stage's tokens.
 
-    Every rank does moves and steps in the order in which they are sent, so that with several stages
-    the first computes one plan while the next computes the plan before.
+    Every rank executes moves and steps in the order in which they are sent. With several stages the
+    first one therefore computes a plan while the next one computes the plan before.
 
-    A step that fails on any rank ends the group: the others wait in a collective that this rank
-    has left, so nothing can be computed again before all of them have started anew.
+    A step that fails on any rank ends the group. The other ranks wait in a collective that the
+    failed rank has left, so all ranks must restart before a step can be computed again.
     """
 
     def __init__(
         self, own_runner: "Runner", processes: RankProcesses, layout: RankLayout, max_sequences: int
     ) -> None:
-        """`max_sequences`: sequences of a step, at most."""
+        """Run steps on `own_runner` and on `processes`.
+
+        `max_sequences` is the most sequences of a step.
+        """
         self._own_runner = own_runner
         self._processes = processes
         self._sampling_rank = layout.sampling_rank
@@ -351,37 +400,38 @@ class DistributedRunner:
         """Compute a step on every rank; see `ullage_engine.worker.engine.Runner`.
 
         Raises:
-            GroupLostError: the group is of no more use.
+            GroupLostError: the group can no longer compute.
         """
         tokens = self._begin(plan)
         return tokens if self._sampling_rank == 0 else self.collect()
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin a step of a group with several stages; returns when the first has computed it and
-        the next one has received its rows.
+        """Begin a step of a group with several stages.
+
+        The call returns when the first stage has computed the step and the next stage has received
+        its rows.
 
         Raises:
-            GroupLostError: the group is of no more use.
+            GroupLostError: the group can no longer compute.
         """
         self._begin(plan)
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the tokens of the oldest step that was submitted and not collected.
+        """Wait for the tokens of the oldest submitted step that is not collected yet.
 
         Raises:
-            GroupLostError: the group is of no more use.
+            GroupLostError: the group can no longer compute.
         """
         return self._processes.wait_sampled(self._sampling_rank).tokens
 
     def sync(self) -> None:
-        """Wait until all ranks have done what they were asked for; no step may be in flight."""
+        """Wait until all ranks have finished their commands; no step may be in flight."""
         self._processes.broadcast(Sync())
         self._own_runner.sync()
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Send a plan to every rank and computes rank 0's part; return the tokens that it
-        chose."""
+        """Send a plan to every rank and compute rank 0's part; return the tokens it sampled."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank

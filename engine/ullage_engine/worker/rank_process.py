@@ -1,12 +1,12 @@
 """A rank other than 0: `python -m ullage_engine.worker.rank_process`, started by the worker.
 
-It loads its part of the model, answers each command of the start, and then computes its part of
-every step. It ends with rank 0, killed by the kernel if need be. Whatever it cannot do while
-serving ends it, and with it the group.
+The rank loads its part of the model, answers each command of the start, and then computes its part
+of every step. It ends with rank 0, killed by the kernel if necessary. An error while serving ends
+the rank, and the group with it.
 
-exit status: 0 after Stop, 2 it has reported to rank 0 why it cannot serve, 4 it has reported an
-unforeseen error of its start, 6 it ran out of memory while serving, 8 the host had no memory for it
-beside what steps have set aside
+exit status: 0 after Stop, 2 the rank has reported to rank 0 why it cannot serve, 4 the rank has
+reported an unforeseen error during its start, 6 the rank ran out of memory while serving, 8 the
+host had no memory for the rank apart from the memory that is set aside for steps
 """
 
 import argparse
@@ -65,7 +65,9 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.group")
 
 _LINGER_MS = 2_000
+"""Milliseconds for which a closed socket still sends its last messages."""
 _PROGRESS_S = 1.0
+"""Least seconds between two reports within one stage of loading."""
 
 
 class Rank0Link:
@@ -80,17 +82,20 @@ class Rank0Link:
         self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
     def send(self, message: ToRank0) -> None:
+        """Send a message to rank 0."""
         self._socket.send(self._encoder.encode(message))
 
     def receive(self) -> ToRank:
+        """Wait for the next command."""
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
+        """Close the socket; the last messages are still sent."""
         self._socket.close()
 
 
 class Reporter:
-    """Reports this rank's loading progress to rank 0: each stage, its end, and once a second."""
+    """The reporter of this rank's loading to rank 0: each stage, its end, and once a second."""
 
     def __init__(self, rank: int, link: Rank0Link) -> None:
         self._rank = rank
@@ -103,14 +108,21 @@ class Reporter:
         is_done = loading.done_bytes >= loading.total_bytes
         if loading.stage == stage and now - reported_at < _PROGRESS_S and not is_done:
             return
+
         self._reported = (loading.stage, now)
         self._link.send(msgspec.structs.replace(loading, rank=self._rank))
 
 
 def prepare(rank: RankStartup, link: Rank0Link) -> None:
-    """Carries out the commands of the start, up to the one that ends it."""
+    """Load, and obey the commands of the start until `Finalize`.
+
+    Raises:
+        WorkerStartError, LedgerError, WeightsError: the rank cannot serve.
+        ProofError: the rank's results differ.
+    """
     rank.load()
     link.send(Done(weights_key=rank.weights_key))
+
     while True:
         match link.receive():
             case Join(store=store):
@@ -132,8 +144,9 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
 
 
 def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: int) -> None:
-    """Compute this rank's part of every step until a Stop."""
+    """Compute this rank's part of every step until `Stop`."""
     received = ReceivedHistories(max_sequences)
+
     while True:
         match link.receive():
             case Execute(plan=plan):
@@ -152,7 +165,7 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
 
 
 def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
-    """Return the plan with the whole history of every request whose penalties read it."""
+    """Return the plan with whole histories for requests whose penalties read them."""
     received.begin_plan()
     chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
     return StepPlan(chunks)
@@ -164,7 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent(options.parent)
     dump_on_signal()
     end_aborts_for_memory(HOST_SHORT)
+    # Ctrl-C reaches the whole group; rank 0 decides when this rank ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Rank0Link(context, options.endpoint)
     try:
@@ -193,6 +208,8 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
         log.exception("the rank cannot start")
         link.send(Failed(one_line(error), may_retry=True))
         return START_FAILED
+
+    # Nothing loaded so far ever becomes garbage, so no collection needs to look at it.
     gc.freeze()
     max_sequences = config.batching.max_sequences
     try:
@@ -203,6 +220,7 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
             raise
         log.exception("the rank ran out of memory")
         return status
+
     rank.close()
     return 0
 

@@ -50,10 +50,10 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.worker")
 
 _FAILURE_GRACE_S = 2.0
-"""Seconds after an error on rank 0 in which another rank reports what caused it."""
+"""Seconds after an error on rank 0 within which another rank reports the cause."""
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
-"""The command line of a rank, by its endpoint and, on a CPU, its budget in bytes."""
+"""Function from a rank, its endpoint and, on a CPU, its budget in bytes to its command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class Started:
     ledger: Ledger
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
-    """Memory in use now: resident bytes of all ranks, or rank 0's own bytes of its CUDA device, at
-    most a second old."""
+    """Measure of the memory in use: resident bytes of all ranks, or the bytes of rank 0 on its CUDA
+    device, at most a second old."""
     swap_seconds: Callable[[], float]
-    """Seconds of copying KV to host memory and back, on rank 0."""
+    """Measure of the seconds spent on copies of KV to host memory and back, on rank 0."""
     swap_bytes_per_second: float
     """Bandwidth to host memory measured at start; 0 without host memory for KV."""
     free_memory: FreeMemoryMonitor
-    """What other processes took of rank 0's device."""
+    """Monitor of the memory that other processes took from rank 0's device."""
     stop_ranks: Callable[[], None]
-    """Ends the other ranks."""
+    """Function that ends the other ranks."""
     throughput: ThroughputEstimator
     profile: MemoryProfile
     max_model_len: int
@@ -83,19 +83,20 @@ class Started:
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """What decides the bits of its answers."""
+    """Everything that decides the bits of the engine's answers."""
     kv_space: bytes
-    """Namespace of KV outside the device; empty: there is none."""
+    """Namespace of KV outside the device; empty without such KV."""
     longest_step_s: float
-    """Seconds that a step takes at most, as measured at the start."""
+    """Seconds of the longest step, measured at the start."""
 
     def state(self) -> WorkerState:
-        """Measures memory and load; ends idle sessions and withholds KV that others took."""
+        """Measure memory and load, end idle sessions, and withhold KV that other processes took."""
         engine = self.engine
         scheduler = self.engine.scheduler
         missing = self.free_memory.missing_bytes()
         scheduler.end_idle_sessions()
         scheduler.withhold(missing)
+
         return WorkerState(
             **msgspec.structs.asdict(scheduler.stats()),
             total_bytes=self.ledger.total_bytes,
@@ -151,15 +152,19 @@ def start(
     rank_command: RankCommand,
     host_tier: HostTier | None = None,
 ) -> Started:
-    """Load the model, sizes every buffer and return an engine that steps.
+    """Load the model, size every buffer, and return an engine that is ready for requests.
 
-    Sockets of other ranks have paths that begin with `group_path`; `rank_command` makes their
-    command lines.
+    Args:
+        config: the engine's configuration.
+        report: receives the progress of the start.
+        group_path: beginning of the paths of the other ranks' sockets.
+        rank_command: makes the command lines of the other ranks.
+        host_tier: memory of the host tier; None without one.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
-        RankFailedError: another rank failed unexpectedly; another start may do better.
-        ProofError: a rank computes otherwise than at a start that was verified.
+        WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
+        RankFailedError: another rank failed unexpectedly; another start may succeed.
+        ProofError: a rank's results differ from those of a verified start.
     """
     own = RankStartup(config, 0, report, host_tier)
     if own.layout.world == 1:
@@ -172,7 +177,9 @@ def start(
         _confirm(own, verified, [])
         used_bytes = own.meter.recent_bytes
         return _started(own, own.runner, num_blocks, own.ledger, used_bytes, own.close)
-    # Decided before any other rank takes memory, or shares would depend on who loads when.
+
+    # The budget is decided before any other rank takes memory. Otherwise it would depend on the
+    # order in which ranks load.
     budget = own.ledger.total_bytes if own.device.type == "cpu" else None
 
     def command(rank: int, endpoint: str) -> Sequence[str]:
@@ -190,13 +197,14 @@ def start(
 
 
 def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
-    """Return the failed rank's error that caused an error of the start; None: the error stands.
+    """Return the error of the rank that caused an error of the start, or None if there is none.
 
-    When one rank is gone the others fail too, in the middle of what they compute together.
+    When one rank is gone the other ranks fail too, in the middle of a common computation.
     """
     own = (WorkerStartError, LedgerError, WeightsError, ProofError)
     if isinstance(error, own) or not isinstance(error, Exception):
         return None
+
     failed = (
         error if isinstance(error, RankFailedError) else processes.wait_failure(_FAILURE_GRACE_S)
     )
@@ -206,26 +214,32 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Start all ranks phase by phase; none begins a phase before all have ended the previous."""
+    """Start all ranks phase by phase; all ranks end a phase before any begins the next."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
-        # As when the source changed meanwhile; the next start maps one file for all.
+        # The source may have changed meanwhile; the next start maps one file for all ranks.
         raise RankFailedError("ranks have prepared the weights differently", may_retry=True)
+
     store = group_path.with_name(group_path.name + ".store")
-    store.unlink(missing_ok=True)  # of a group that was killed
+    # A group that was killed leaves its file behind.
+    store.unlink(missing_ok=True)
     processes.broadcast(Join(str(store)))
     own.allocate_arenas(store)
     processes.wait_done()
+
     processes.broadcast(WarmUp())
     num_blocks = min(own.warm_up(), *(answer.num_blocks for answer in processes.wait_done()))
+
     processes.broadcast(Allocate(num_blocks))
     own.allocate_kv(num_blocks)
     processes.wait_done()
+
     verified = own.proof_file.read()
     processes.broadcast(Finalize(verifies=verified is None))
     own.finalize(verifies=verified is None)
     answers = processes.wait_done()
     _confirm(own, verified, answers)
+
     ledger = group_ledger(own.ledger, answers)
 
     def used_bytes() -> int:
@@ -245,7 +259,7 @@ def _confirm(own: RankStartup, verified: list[Proof] | None, others: list[Done])
     """Compare the proofs of all ranks with those of a verified start, or store them.
 
     Raises:
-        ProofError: a rank computes otherwise.
+        ProofError: a rank's results differ.
     """
     of_ranks = (own.proof, *(answer.proof for answer in others))
     proofs = [each for each in of_ranks if each is not None]
@@ -260,9 +274,11 @@ def _started(
     used_bytes: Callable[[], int],
     stop: Callable[[], None],
 ) -> Started:
+    """Assemble the engine of a start whose last phase is done."""
     memory = own.config.memory
     profile = _profile(own, num_blocks)
     throughput = ThroughputEstimator()
+
     policy = KvPolicy(
         prefix_cache=memory.prefix_cache,
         session_blocks=profile.session_kv_bytes // profile.block_bytes,
@@ -273,6 +289,7 @@ def _started(
     )
     if own.swap_bytes_per_second:
         policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
+
     output_lengths = OutputLengthEstimator(own.max_model_len)
     limits = replace(
         own.limits,
@@ -281,6 +298,7 @@ def _started(
         prompt_cost=own.prompt_cost,
     )
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
+
     return Started(
         engine=_engine(scheduler, runner, throughput, own),
         ledger=ledger,
@@ -312,6 +330,7 @@ def _engine(
             "batching.numSpeculativeTokens has no effect: a model with convolutions or sliding "
             "windows, or a pipeline, has no draft tokens; set 0"
         )
+
     grammars = _grammars(own)
     max_in_flight = own.limits.max_in_flight
     if max_in_flight == 1 or not isinstance(runner, DistributedRunner):
@@ -334,36 +353,42 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Sum reservations of all ranks by name; every rank has kept within its own budget."""
+    """Return the sums of all ranks' reservations by name; every rank has kept its own budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
-    # A stage may have lines that others lack, such as states.
+
+    # A stage may have reservations that the other stages lack, for example convolution states.
     for name in dict.fromkeys(entry.name for each in entries for entry in each):
         same = [entry for each in entries for entry in each if entry.name == name]
         if same[0].on_host:
             ledger.record_on_host(name, sum(entry.reserved_bytes for entry in same))
             continue
+
         ledger.reserve(name, sum(entry.reserved_bytes for entry in same))
         ledger.allocated(name, sum(entry.allocated_bytes for entry in same))
+
     return ledger
 
 
 def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
+    """Return the memory prices of a request, for admission and the router."""
     limits = own.limits
     runner = own.runner
+
     per_token = own.block_bytes // own.step_limits.block_tokens
     groups = [CacheGroup(per_token)]
     if own.window_tokens:
         groups.append(CacheGroup(per_token, own.window_tokens))
     state_bytes = group_state_bytes(own.model_config, own.layout, own.dtype.itemsize)
+
     profile = MemoryProfile(
         block_tokens=own.step_limits.block_tokens,
         groups=tuple(groups),
         state_bytes_per_sequence=state_bytes,
         activation_bytes_per_token=runner.step_arena_bytes // own.step_limits.max_tokens,
         sampler_bytes_per_sequence=runner.sampler_arena_bytes // limits.max_sequences,
-        # The bound that is configured: what this engine measured differs from its neighbours'.
+        # The configured limit, since the measured one differs from engine to engine.
         prefill_chunk_tokens=limits.prompt_tokens,
         kv_pool_bytes=num_blocks * own.block_bytes,
         session_kv_bytes=own.config.memory.session_kv_limit,
