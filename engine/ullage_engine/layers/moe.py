@@ -51,7 +51,7 @@ FEW_PAIRS = 4
 """Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
 
 That many belong to one token. With two tokens an expert that both chose would be read twice
-(benchmarks/experts.py).
+(python -m benchmarks experts).
 """
 
 EXPERT_KERNELS: dict[Format, triton.Format] = {
