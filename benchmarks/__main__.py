@@ -149,11 +149,11 @@ def main() -> int:
     # Only the chosen module is imported: others need packages that not every machine has.
     module = importlib.import_module(f"benchmarks.{BENCHMARKS[name].module}")
     sys.argv = [f"python -m benchmarks {name}", *arguments]
-    return int(module.main() or 0)
+    try:
+        return int(module.main() or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    sys.exit(main())

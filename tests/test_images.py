@@ -280,7 +280,8 @@ def test_benchmarks_explain_themselves() -> None:
     for name in BENCHMARKS:
         command = [sys.executable, "-m", "benchmarks", name, "--help"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if not (done.stdout.startswith("usage: ") and "\nexamples:\n" in done.stdout):
+        explains = done.stdout.startswith("usage: ") and "\nexamples:\n" in done.stdout
+        if done.returncode or not explains:
             wrong[name] = done.stderr or done.stdout
     assert wrong == {}
 

@@ -72,6 +72,7 @@ def test_a_request_is_one_trace_through_all_processes(
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [steps[0]["event"], steps[-1]["event"]] == ["arrived", "finished"]
+    assert "decided" in {step["event"] for step in steps}
     assert {step["process"] for step in steps} == {"router", "engine", "worker"}
     times = [step["time"][:23] for step in steps]  # milliseconds
     assert times == sorted(times)

@@ -112,7 +112,6 @@ class KvBroker:
         not_loaded: Counter[tuple[str, str]] | None = None,
     ) -> None:
         """Args:
-        post: sends a message to the worker.
         store: the store of the worker's blocks.
         block_format: the format of the worker's blocks.
         post: sends a message to the worker.

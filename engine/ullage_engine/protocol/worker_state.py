@@ -81,7 +81,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     """Draft tokens of speculation checked since the worker started."""
     num_accepted_tokens: int = 0
-    """Draft tokens that were right."""
+    """Draft tokens that were right and became part of answers."""
     num_sessions: int = 0
     session_bytes: int = 0
     """KV bytes that sessions keep between their requests."""

@@ -154,7 +154,7 @@ def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | 
 class RouterPages:
     """Client of a router's `/stats` and `/metrics`.
 
-    Its connection stays open, so the same process of the router answers each time.
+    Its connection stays open, so the same router answers each time.
 
     Args:
         url: returns the router's URL, before every sample.

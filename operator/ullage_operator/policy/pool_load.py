@@ -13,7 +13,7 @@ from ullage_common.wire.load_report import PoolReport
 LATE_WINDOW_S = 60.0
 """Seconds over which routers count first tokens."""
 RouterReport = Mapping[str, PoolReport]
-"""Reports of one router process, by pool."""
+"""Reports of one router, by pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class PoolLoad:
 
 
 def parse_reports(body: bytes) -> list[RouterReport]:
-    """Return the reports of all processes of a router.
+    """Return the reports of a router: one, or several of a router of 0.1.0 with several processes.
 
     Raises:
         ValueError: the body is not a list of reports.
@@ -67,7 +67,7 @@ def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> P
 
     Args:
         name: the name of the pool.
-        reports: the reports of all router processes.
+        reports: the reports of all routers.
         is_partial: whether some router did not answer.
     """
     pools = [report[name] for report in reports if name in report]

@@ -20,7 +20,7 @@ class Preferred(NamedTuple):
     engine: str = ""
     """The engine's key; empty when none is known."""
     is_remembered: bool = False
-    """Whether this process placed a request with the same beginning there."""
+    """Whether this router placed a request with the same beginning there."""
 
 
 NO_PREFERENCE = Preferred()
@@ -52,7 +52,7 @@ class LoadBalancer:
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
         """Return the engine with most of the request's beginning in its caches.
 
-        Another router process may know an engine where this one does not. So all processes choose
+        Another router may know an engine where this one does not. So all routers choose
         between the same two engines of the hash ring. A session goes to the first, unless that is
         much busier than the second. A prompt goes to the one with fewer requests, if it has no
         prompts to compute.
@@ -93,7 +93,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
-        """Return the key of the engine that all processes choose; empty where there is none."""
+        """Return the key of the engine that all routers choose; empty where there is none."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:

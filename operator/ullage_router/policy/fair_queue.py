@@ -34,7 +34,7 @@ class FairEntry:
     arrival: float
     """Time of arrival, seconds."""
     deadline: float
-    """Time at which the answer is due, seconds."""
+    """Time by which the first token must have come, seconds."""
     size: int
     """Bytes that the request waits for."""
     cost: int

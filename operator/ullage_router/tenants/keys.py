@@ -1,7 +1,7 @@
 """The keys of tenants, read from a folder, and the search for a key's tenant.
 
 The folder has one file a tenant. Each line of a file is one key or one entry
-(`ullage_common.process.config_file`), so that a new key works before the old one is removed. Only
+(`ullage_common.process.api_keys`), so that a new key works before the old one is removed. Only
 the digests of keys are kept.
 """
 
