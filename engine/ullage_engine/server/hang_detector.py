@@ -94,8 +94,8 @@ class HangDetector:
     """Measures how long a worker has been silent, idle, busy and without progress, tick by tick.
 
     The longest known step bounds the next one: the step that a worker measured at its start, or the
-    longest of the last `_REMEMBERED_STEPS` if that is longer. A worker hangs if its busiest thread has computed many times as long, even if
-    neighbours took its cores meanwhile. For a worker without a measured step the deadline holds.
+    longest of the last `_REMEMBERED_STEPS` if that is longer. A worker hangs if its busiest thread
+    has computed many times as long, even if neighbours took its cores meanwhile. For a worker without a measured step the deadline holds.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:

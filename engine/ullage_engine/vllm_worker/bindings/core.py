@@ -300,7 +300,7 @@ class VllmCore:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence that vLLM takes, tokens. If prompts are not cut, it fits into one step."""
+        """Longest sequence that vLLM takes, tokens; one step holds it if prompts are not cut."""
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
