@@ -95,7 +95,8 @@ class HangDetector:
 
     The longest known step bounds the next one: the step that a worker measured at its start, or the
     longest of the last `_REMEMBERED_STEPS` if that is longer. A worker hangs if its busiest thread
-    has computed many times as long, even if neighbours took its cores meanwhile. For a worker without a measured step the deadline holds.
+    has computed many times as long, even if neighbours took its cores meanwhile. For a worker
+    without a measured step the deadline holds.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
