@@ -26,6 +26,7 @@ SAME: list[tuple[dict[str, Any], str, Any]] = [
     ({"structured_outputs": {"json_object": True}}, "json_object", None),
     ({"structured_outputs": {}, "guided_json": None}, "", None),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+    ({"structured_outputs": {"json": True}}, "json_schema", True),
     ({"structured_outputs": {"regex": "[ab]+"}}, "regex", "[ab]+"),
     ({"structured_outputs": {"choice": ["x", "y z"]}}, "choice", ["x", "y z"]),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
@@ -44,6 +45,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {FORMAT: {"type": "json_schema", "json_schema": {"name": "a"}}},
         f"{FORMAT}.json_schema.schema",
+    ),
+    *(
+        ({"structured_outputs": {"json": schema}}, "structured_outputs.json")
+        for schema in (-2.5, 0, "", "a word", '"text"', [], [{}], "[]", " null")
+    ),
+    *(
+        (
+            {FORMAT: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+            f"{FORMAT}.json_schema.schema",
+        )
+        for schema in (1, "1", [])
     ),
     ({FORMAT: JSON_SCHEMA, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ({"guided_regex": "a"}, "guided_regex"),

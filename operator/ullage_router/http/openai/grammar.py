@@ -18,6 +18,8 @@ Grammar = inference_pb2.Grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TYPES = "text, json_object, json_schema"
+_SCHEMA = re.compile(r"\s*(\{|true\b|false\b)")
+"""Beginning of a JSON Schema: an object, or a boolean."""
 
 
 def grammar(common: Common) -> Grammar | None:
@@ -86,7 +88,12 @@ def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
         raise invalid(field, f"{field} is not valid UTF-8; encode it as UTF-8") from error
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
-    return None if text == "null" else Grammar(json_schema=text)
+    if text == "null":
+        return None
+
+    if not _SCHEMA.match(text):
+        raise invalid_value(field, text[:100], "a JSON Schema: an object, true or false")
+    return Grammar(json_schema=text)
 
 
 def _from_choice(texts: list[str] | None) -> Grammar | None:
