@@ -68,7 +68,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class FetchProgress:
     """The progress of a download."""
 
     state: str
@@ -88,7 +88,7 @@ class Fetch(Protocol):
     """The download of one model."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> FetchProgress:
         """The bytes in the cache; any thread may ask."""
 
     def run(self) -> None:
@@ -110,11 +110,11 @@ class BucketFetch:
         self._download = Download()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> FetchProgress:
         download = self._download
         is_listed = self._state == "listing" and download.version
         state = "fetching" if is_listed else self._state
-        return Progress(state, download.bytes, download.total_bytes, download.version)
+        return FetchProgress(state, download.bytes, download.total_bytes, download.version)
 
     def run(self) -> None:
         from ullage_engine.model_loader.s3 import Wanted, fetch_now
@@ -145,13 +145,13 @@ class HubFetch:
         self._blobs = Path()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> FetchProgress:
         """How many bytes are in the cache, as its files say."""
         total = sum(file.size for file in self._files)
         done = sum(file.size for file in self._files if file.path.exists())
         if self._state == "fetching":
             done = min(total, done + _incomplete_bytes(self._blobs))
-        return Progress(self._state, done, total, self._revision)
+        return FetchProgress(self._state, done, total, self._revision)
 
     def run(self) -> None:
         repository, revision = _checked_source(self._source)
@@ -279,7 +279,7 @@ def serve(fetch: Fetch, host: str | None, port: int) -> None:
         OSError: the port cannot be used.
     """
 
-    class Handler(BaseHTTPRequestHandler):
+    class StatusHandler(BaseHTTPRequestHandler):
         timeout = _READ_TIMEOUT_S
 
         def do_GET(self) -> None:
@@ -295,7 +295,7 @@ def serve(fetch: Fetch, host: str | None, port: int) -> None:
             """Log nothing: the operator asks every few seconds."""
 
     listener = listen(host, port)
-    server = ThreadingHTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
+    server = ThreadingHTTPServer(listener.getsockname()[:2], StatusHandler, bind_and_activate=False)
     server.socket.close()
     server.socket = listener
     server.daemon_threads = True
@@ -328,12 +328,12 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
-def _failed(fetch: Fetch, message: str) -> Progress:
+def _failed(fetch: Fetch, message: str) -> FetchProgress:
     fields: dict[str, Any] = asdict(fetch.progress)
-    return Progress(**fields | {"state": "failed", "error": message})
+    return FetchProgress(**fields | {"state": "failed", "error": message})
 
 
-def _finish(result: Progress, report: Path | None) -> None:
+def _finish(result: FetchProgress, report: Path | None) -> None:
     """Print the result as the last line, and write it to the file that Kubernetes reads."""
     line = result.to_json()
     print(line, flush=True)
