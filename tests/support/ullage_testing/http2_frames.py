@@ -1,13 +1,16 @@
 """HTTP/2 frames of gRPC calls, right ones and wrong ones."""
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ullage_testing.byte_fuzz import Mutator
 
-GRPC_ERRORS = ("Invalid encoding", "ExecuteBatchError raised in core")
+_GRPC_ERRORS = ("Invalid encoding", "ExecuteBatchError raised in core")
 """Beginnings of errors that gRPC itself logs: metadata that is not UTF-8, which it hands on, and an
 answer to a client that has gone."""
+_GRPC_LOGGER = "grpc._cython.cygrpc"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
@@ -182,3 +185,18 @@ class FrameMutator:
 
     def _place(self, frames: list[Frame]) -> int:
         return self._rng.randrange(len(frames)) if frames else 0
+
+
+@contextlib.contextmanager
+def without_grpc_errors() -> Iterator[None]:
+    """Drop the errors that gRPC itself logs: pytest would keep megabytes of them."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_GRPC_ERRORS)
+
+    logger = logging.getLogger(_GRPC_LOGGER)
+    logger.addFilter(is_ours)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_ours)
