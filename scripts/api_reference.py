@@ -22,17 +22,20 @@ Schema = Mapping[str, Any]
 
 HEAD = """# LLMService
 
-Every field of `serving.ullage.dev/v1alpha1`, made by `python scripts/api_reference.py` from
-`crds/llmservices.serving.ullage.dev.yaml`; `kubectl explain llms.spec` says the same in a cluster.
-Unknown fields are refused, and `ullage plan -f FILE` checks a manifest without a cluster.
-`NAME` stands for any key of a map and `[]` for an item of a list. Fields in **bold** are required.
+Look up every field of `serving.ullage.dev/v1alpha1` here, or in your cluster by
+`kubectl explain llms.spec`. To check a manifest without a cluster, run `ullage plan -f FILE`.
+Unknown fields are refused.
 
-Amounts of memory are Kubernetes quantities (`512Mi`, `2Gi`), durations are Go's (`1m30s`, `6ms`).
-A share is a percentage, which its name says. Other fractions are decimals in quotes (`"0.5"`).
+`NAME` stands for any key of a map and `[]` for an item of a list. Fields in **bold** are required.
+Write amounts of memory as Kubernetes quantities (`512Mi`, `2Gi`) and durations as Go's (`1m30s`,
+`6ms`). Shares are percentages, as in `thresholdPercent`. Write other fractions as decimals in
+quotes (`"0.5"`).
 
     kubectl get llms          # Ready, why, engines, URL
     kubectl get llms -o wide  # also the model and the routers
     kubectl scale llms NAME --replicas 3   # of the pool that takes ordinary requests
+
+`python scripts/api_reference.py` writes this page from `crds/llmservices.serving.ullage.dev.yaml`.
 """
 
 

@@ -76,7 +76,7 @@ def definition() -> dict[str, Any]:
 def whole(service: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
-        "description": "What several LLMServices of a namespace have in common.",
+        "description": "Settings that several LLMServices of a namespace share.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": f"{API_VERSION}."},

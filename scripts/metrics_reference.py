@@ -19,9 +19,9 @@ PAGE = ROOT / "docs" / "metrics.md"
 
 HEAD = """# Metrics
 
-Router, engine and operator answer Prometheus at `/metrics`. Where a cluster has the Prometheus
-operator's API, each service gets PodMonitors and alerts by itself. `ullage up` writes the addresses
-of its processes to a file that you name:
+Scrape router, engine and operator at `/metrics`. If your cluster has the Prometheus operator's API,
+each service gets PodMonitors and alerts by itself. `ullage up` writes the addresses of its
+processes to a file that you name:
 
     ullage up -f examples/smollm2.yaml --state-file state.json
     jq -r '.metrics_url, .engines[].metrics_url' state.json
@@ -29,7 +29,7 @@ of its processes to a file that you name:
 
 ## Scraping
 
-Without the Prometheus operator, name these addresses yourself:
+Without the Prometheus operator, you name these addresses yourself:
 
 ```yaml
 # prometheus.yml
@@ -40,21 +40,22 @@ scrape_configs:
       - targets: ["127.0.0.1:41234", "127.0.0.1:41235"]   # from state.json
 ```
 
-`spec.observability.podMonitor` sets labels and interval of what the operator makes
-([llmservice.md](llmservice.md)), [operator.md](operator.md) says who may scrape, and
-[runbooks/service.md](runbooks/service.md) what to do about each alert.
+To set labels and interval of the PodMonitors that the operator makes, use
+`spec.observability.podMonitor` ([llmservice.md](llmservice.md)). To choose the pods that may
+scrape, see [operator.md](operator.md). If an alert fires, see
+[runbooks/service.md](runbooks/service.md).
 
 ## Reading
 
-Times are seconds, sizes bytes, shares 0 to 1. Queries use the names as they stand here; of a
-histogram there are `_bucket`, `_sum` and `_count`. Every label has few values: no request, prompt
-or key is one, and only tenants that the configuration names have a value of their own.
+Times are seconds, sizes bytes, shares 0 to 1. Use the names below in your queries. A histogram has
+`_bucket`, `_sum` and `_count`. Every label has few values: no request, prompt or key is one, and
+only tenants that your configuration names have a value of their own.
 
-Every process exports `process_resident_memory_bytes`, `process_cpu_seconds_total` and what else
-Prometheus' client reads of it. What a worker counts goes on when the engine replaces it, so that no
-rate falls for that reason.
+Every process exports `process_resident_memory_bytes`, `process_cpu_seconds_total` and the other
+metrics of a process that Prometheus' client reads. A worker's counters continue when the engine
+replaces the worker, so you see no rate fall for that reason.
 
-People read 4 to 13 tokens a second. This is the share of streams that are slower:
+People read 4 to 13 tokens a second. This query gives you the share of streams that are slower:
 
 ```promql
 sum(rate(ullage_router_stream_tokens_per_second_bucket{le="4.0"}[5m]))
@@ -69,9 +70,9 @@ code registers its metrics, too.
 
 VLLM = """## vLLM's names
 
-An engine exports what vLLM has, too, under vLLM's name and with its labels and buckets, so that its
-dashboards and the endpoint picker of the Gateway API's inference extension find what they need.
-They are made of the same samples at each scrape.
+An engine also exports vLLM's metrics under vLLM's names, with its labels and buckets. You can
+therefore use vLLM's dashboards, and the endpoint picker of the Gateway API's inference extension.
+Both names are made of the same samples at each scrape.
 
 | name | of |
 | --- | --- |"""

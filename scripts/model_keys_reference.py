@@ -24,20 +24,21 @@ PAGE = ROOT / "docs" / "model-keys.md"
 
 HEAD = """# Keys of a model's configuration
 
-A key of `config.json` or of a GGUF file's metadata can change every number of an answer. The native
-engine therefore knows each key of the families that it serves:
+Use this page to check whether the native engine honours the configuration of your model. A key of
+`config.json` or of a GGUF file's metadata can change every number of an answer. The native engine
+therefore knows each key of the families that it serves:
 
 * **honoured**: the engine computes by the value, as transformers does.
 * **harmless**: the value changes no number, for the reason given.
-* **only** a value, or **as** another key: the engine computes as with this value, and refuses the
-  model by the key's name where the file says otherwise.
+* **only** a value, or **as** another key: the engine computes with this value. If the file has
+  another value, the engine refuses the model and names the key.
 * **refused**: every value changes numbers, and the engine computes with none.
 
-A key that is null is as one that is absent. A key that is in no table ends the start with an error
-that names key and value, within seconds and before any worker is started. With `engine: Auto` and
-vLLM in the image, vLLM serves such a model.
+A null key counts as absent. A key that is in no table ends the start with an error that names key
+and value, within seconds and before any worker is started. With `engine: Auto` and vLLM in the
+image, vLLM serves your model.
 
-If you know that the model does not depend on an unknown key, allow it. The engine then logs a
+If you know that your model does not depend on an unknown key, allow it. The engine then logs a
 warning and computes without the key:
 
 ```yaml
@@ -46,16 +47,17 @@ spec:
     allowUnknownConfig: true   # in an engine's file: model.allow_unknown_config
 ```
 
-The same holds for tensors of a layer that no model of the family has, such as biases: unknown ones
-are refused, and `allowUnknownConfig` leaves them out. Biases of zeros, tables of positions and
-scales of activations or KV are harmless, and tensors of layers beyond `num_hidden_layers` are not
-looked at.
+The same holds for tensors of a layer that no model of the family has, such as biases. The engine
+refuses unknown tensors, and with `allowUnknownConfig` leaves them out. Biases of zeros, tables of
+positions and scales of activations or KV are harmless. Tensors of layers beyond
+`num_hidden_layers` are ignored.
 
-Where `tie_word_embeddings` is true and the files have an `lm_head.weight` that differs from the
-embedding, the engine computes with the files' own, as transformers does, and logs a warning.
+Your files may have an `lm_head.weight` that differs from the embedding although
+`tie_word_embeddings` is true. The engine then computes with the files' `lm_head.weight`, as
+transformers does, and logs a warning.
 
-Values that are known and not supported are refused with `allowUnknownConfig`, too. Of the index of
-several safetensors files the engine reads `weight_map`; its `metadata` are harmless.
+Known values that are not supported are refused with `allowUnknownConfig`, too. In the index of
+several safetensors files the engine reads `weight_map`. Its `metadata` are harmless.
 
 `python scripts/model_keys_reference.py` writes this page from the tables in
 `engine/ullage_engine/model_config`, by which the engine checks every file.
@@ -63,23 +65,24 @@ several safetensors files the engine reads `weight_map`; its `metadata` are harm
 
 ROPE = """## Positions
 
-Keys of `rope_parameters` and `rope_scaling`. Where a file has both, `rope_scaling` counts, as in
-transformers; where `rope_parameters` says something else beside it, the model is refused. A section
-for each kind of layer is refused. `dynamic` changes frequencies beyond `max_position_embeddings`
-only, where no request comes. `longrope` with factors that differ serves sequences up to its
-original context: longer ones would rotate every token otherwise.
+These are the keys of `rope_parameters` and `rope_scaling`. If your file has both, `rope_scaling`
+counts, as in transformers. If `rope_parameters` contradicts it, the model is refused. A section for
+each kind of layer is refused. `dynamic` changes frequencies beyond `max_position_embeddings` only,
+and no request is that long. `longrope` with factors that differ serves sequences up to its original
+context, because longer ones would rotate every token differently.
 """
 
 QUANTISATION = """## Quantisation
 
-Keys of `quantization_config` by `quant_method`. A method that is not listed is refused.
+These are the keys of `quantization_config` by `quant_method`. A method that is not listed is
+refused.
 """
 
 GGUF = """## GGUF metadata
 
-Keys begin with the architecture, such as `llama.block_count`. Others do not say how layers compute:
-`general.*`, of which `general.type` has to be `model`, `tokenizer.*`, and the notes of programs
-that made the file.
+Keys begin with the architecture, such as `llama.block_count`. Other keys do not affect the layers:
+`general.*`, `tokenizer.*`, and the notes of programs that made the file. `general.type` must be
+`model`.
 """
 
 Rows = Mapping[str, Mapping[str, Key]]

@@ -106,10 +106,10 @@ FORMS = [
     Wrong(
         {"adapters": [{"name": "a", "source": "file:///a"}]},
         "spec.adapters[0].rank",
-        "required field is missing. Rank of its matrices",
+        "required field is missing. Rank of the adapter's matrices",
     ),
     form("model.name", None, "required field is missing. Name that clients put"),
-    form("model.source", None, "required field is missing. Where the model is"),
+    form("model.source", None, "required field is missing. Address of the model"),
     form("model.name", "a b", "must match"),
     form("model.dtype", "int8", "must be one of Auto, Float32, BFloat16, Float16, not 'int8'"),
     form("model.quantization", "int2", "must be one of Auto, None, Int8, Int4, FP8, W8A8"),
