@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.wire import request_guard
 from ullage_common.wire.channels import open_channel
-from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.errors import ServiceError, abort, from_rpc_error
 from ullage_common.wire.request_guard import MAX_REQUEST_BYTES, RequestGuard
 from ullage_common.wire.servers import Health, new_probe_server, new_server
 
@@ -48,9 +50,11 @@ class Parrot(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def served(guard: RequestGuard | None = None) -> AsyncIterator[grpc.aio.Channel]:
+async def served(
+    guard: RequestGuard | None = None, servicer: Parrot | None = None
+) -> AsyncIterator[grpc.aio.Channel]:
     server = new_server(guard=guard)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Parrot(), server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer or Parrot(), server)
     await Health().attach(server, ())
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -65,6 +69,54 @@ async def refused(call: Any) -> ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return from_rpc_error(caught.value)
+
+
+class Held:
+    """Something that a call holds."""
+
+
+class Refuser(Parrot):
+    """Refuses every call while it holds something."""
+
+    def __init__(self) -> None:
+        self.freed = asyncio.Semaphore(0)
+        """Counts what has been freed."""
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        await self._refuse(context)
+        yield inference_pb2.GenerateResponse()
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Any
+    ) -> inference_pb2.GetModelResponse:
+        await self._refuse(context)
+        return inference_pb2.GetModelResponse()
+
+    async def _refuse(self, context: Any) -> None:
+        held = Held()
+        weakref.finalize(held, self.freed.release)
+        await abort(context, ServiceError(grpc.StatusCode.NOT_FOUND, "GONE", "it has gone"))
+
+
+def test_what_a_refused_call_held_is_freed_without_a_search_for_garbage() -> None:
+    async def scenario() -> None:
+        refuser = Refuser()
+        async with served(servicer=refuser) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            for _ in range(3):
+                await refused(stub.GetModel(inference_pb2.GetModelRequest()))
+                await refused(stub.Generate(inference_pb2.GenerateRequest()).read())
+            async with asyncio.timeout(WAIT_S):
+                for _ in range(6):
+                    await refuser.freed.acquire()
+
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("data", "reason"), BAD.values(), ids=BAD)

@@ -36,8 +36,11 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 async def _refuse(call: Any) -> None:
     context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-    with contextlib.suppress(cygrpc.AbortError, grpc.aio.BaseError, cygrpc.ExecuteBatchError):
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, UNKNOWN_METHOD)
+    with contextlib.suppress(grpc.aio.BaseError, cygrpc.ExecuteBatchError):
+        try:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, UNKNOWN_METHOD)
+        except cygrpc.AbortError as aborted:
+            aborted.__traceback__ = None  # it refers to the call, which keeps the exception
 
 
 class Server(_server.Server):

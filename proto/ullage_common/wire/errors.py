@@ -1,6 +1,8 @@
 """The one error that crosses the wire, and its conversion to and from google.rpc details."""
 
+import asyncio
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Never
 
 import grpc
@@ -73,8 +75,23 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
     # gRPC's retry logic reads this trailer and not RetryInfo. -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
     trailers = (*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback)))
-    await context.abort(status.code, status.details, trailers)
+    try:
+        await context.abort(status.code, status.details, trailers)
+    except grpc.aio.AbortError as aborted:
+        if task := asyncio.current_task():
+            task.add_done_callback(partial(_release, aborted))
+        raise
     raise AssertionError("context.abort returned")
+
+
+def _release(aborted: grpc.aio.AbortError, task: object) -> None:
+    """Drop the frames of the exception that ended a call.
+
+    gRPC keeps the exception with the call, and the frames refer to the call. Without this the call
+    and its request would stay until the next full search for garbage, which is rare.
+    """
+    aborted.__traceback__ = None
+    aborted.__context__ = None
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> ServiceError:
