@@ -142,8 +142,8 @@ def main() -> int:
         return 0
 
     if name not in BENCHMARKS:
-        known = ", ".join(BENCHMARKS)
-        print(f"error: there is no benchmark {name!r}; choose from {known}", file=sys.stderr)
+        names = ", ".join(BENCHMARKS)
+        print(f"error: there is no benchmark {name!r}; choose from {names}", file=sys.stderr)
         return WRONG_NAME
 
     # Only the chosen module is imported: others need packages that not every machine has.

@@ -391,7 +391,7 @@ def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
 
 
 def late(part: str, limit_s: float) -> ServiceError:
-    """Return the error of a request, a part of which did not arrive in time."""
+    """Return the error of a request whose `part` did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "REQUEST_TIMEOUT",

@@ -206,7 +206,10 @@ class PrefillAttention:
 def _hidden_by_window(
     rows: int, earlier: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return what has slid out of each row's window, [rows, earlier + rows]; None: nothing."""
+    """Return the mask of positions before each row's sliding window, [rows, earlier + rows].
+
+    None: every window reaches back to the first position.
+    """
     if not window or earlier + rows <= window:
         return None
     columns = torch.arange(earlier + rows, device=device)

@@ -151,8 +151,10 @@ class SplitWorkspace:
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Return what is added to the score of what a row may not see: its share is 0, and not NaN
-    where all is so.
+    """Return the number that masks a score.
+
+    The softmax of a masked score is 0. It is not minus infinity, so a row whose scores are all
+    masked does not become NaN.
     """
     return torch.finfo(dtype).min / 2
 
@@ -293,7 +295,7 @@ def split_decodes(
 
 
 def _length_mask(lengths: Ints, scores: torch.Tensor) -> torch.Tensor:
-    """Hides what is beyond each sequence's context; [spans, 1, sequences, 1, SPAN_TOKENS]."""
+    """Return the mask of positions beyond each context, [spans, 1, sequences, 1, SPAN_TOKENS]."""
     columns = torch.arange(scores.shape[0] * SPAN_TOKENS, device=scores.device)
     hidden = columns >= torch.from_numpy(lengths).to(scores.device)[:, None]
     mask = scores.new_zeros(hidden.shape).masked_fill_(hidden, hidden_score(scores.dtype))

@@ -77,8 +77,9 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 
 def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-    """Write numbers, which it overwrites, as bytes of the same shape; what is too large for its
-    scale becomes the largest number.
+    """Write numbers as float8 codes of the same shape, and overwrite the numbers.
+
+    A number that is too large for its scale saturates at the largest code.
     """
     numbers.div_(scales).clamp_(-LARGEST, LARGEST)
     codes.view(torch.float8_e4m3fn).copy_(numbers)
@@ -265,9 +266,10 @@ class HostPool:
         self._copy_in(slot, block, self._staging)
 
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Begin to copy slots to blocks, which are there after `finish_prefetch`.
+        """Start copying host slots to blocks. `finish_prefetch` waits for the copies.
 
-        On a GPU beside what is computed meanwhile; on a CPU, whose cores that takes, at once.
+        A GPU copies on a stream of its own while the step computes. A CPU copies at once, since the
+        copy would take the cores of the step.
         """
         if self._stream is None:
             with self.timer:

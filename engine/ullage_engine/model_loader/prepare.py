@@ -197,10 +197,18 @@ class Calibration(Protocol):
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Begin with the first layer of a model, all of whose tensors are given; None where there
-        is nothing to calibrate, or no way to. `report` is called whenever a matrix is rounded.
+        """Start calibration with the first layer of a model.
 
-        It raises CalibrationError, and so does what is returned, where that fails.
+        Args:
+            prepared: every tensor of the model.
+            report: called whenever a matrix is rounded.
+
+        Returns:
+            The function that rounds a layer; None if nothing can be calibrated. It raises
+            CalibrationError, too.
+
+        Raises:
+            CalibrationError: calibration failed.
         """
         ...
 

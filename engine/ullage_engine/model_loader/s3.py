@@ -114,7 +114,7 @@ def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
 
 
 def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Download) -> Path:
-    """Return the files that the bucket has now, and count what is fetched.
+    """Fetch the files that the bucket holds now, and return their path.
 
     Raises:
         WeightsError: they cannot be fetched whole; `BucketError` where the bucket is the cause.

@@ -298,7 +298,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Send a request; the dictionary has what is known of the answer once it is there."""
+        """Start a request; return it, and the dictionary that its answer fills."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:

@@ -223,7 +223,7 @@ def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
 
 
 def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
-    """Log what is calibrated, and which matrices are not, and why."""
+    """Log the start of calibration, and the matrices that it leaves out."""
     log.info("int4: calibrating with %d tokens", num_tokens)
     if any(each.is_calibrated and _is_of_experts_down(each) for each in prepared):
         log.info(
@@ -344,7 +344,11 @@ class _Rounding:
         tensors: Mapping[str, torch.Tensor],
         report: Callable[[], None],
     ) -> None:
-        """`prepared`: what is rounded, by name; `report` is called after each, and more often."""
+        """Args:
+        prepared: the tensors to round, by name.
+        tensors: their numbers, by name.
+        report: called at least once for each tensor.
+        """
         self._prepared = prepared
         self._tensors = tensors
         self._report = report

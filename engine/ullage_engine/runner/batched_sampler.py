@@ -52,7 +52,7 @@ class SamplingPlan:
 def plan_sampling(
     chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int, width: int = CANDIDATES
 ) -> SamplingPlan:
-    """Return the plan to sample a token of each chunk's row.
+    """Plan the sampling of one token for each chunk.
 
     Args:
         chunks: chunks, all of which are sampled.

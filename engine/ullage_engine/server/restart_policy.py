@@ -66,13 +66,13 @@ class RestartPolicy:
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
 
     def is_given_up(self, deaths: int, lone_deaths: int, *, is_short: bool = False) -> bool:
-        """Return whether a request ends.
+        """Return whether the engine gives a request up instead of running it again.
 
         Args:
-            deaths: workers that may have died of it since its last decode.
-            lone_deaths: deaths of which no other request can have been the cause.
-            is_short: whether the last worker died since other processes had taken its memory. The
-                request is not to blame then, and may be sent again.
+            deaths: number of workers that the request may have killed since its last decode.
+            lone_deaths: number of those workers that ran no other request.
+            is_short: whether the last worker died because other processes had taken its memory. The
+                client may then send the request again.
         """
         return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 

@@ -82,7 +82,7 @@ class RouterClient:
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
     ) -> frozenset[str]:
-        """Return the pools of which no router has a ready engine.
+        """Return the pools in which no router has a ready engine.
 
         Routers that are not ready are asked too, since a router without any engine is not ready.
         They need not answer. The result is empty while it is uncertain: if a router has only just

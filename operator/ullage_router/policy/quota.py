@@ -87,7 +87,7 @@ class Quota(msgspec.Struct, frozen=True):
         return max(0, count)
 
     def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
-        """Let `count` requests in, each of which must `leave`; return the limit that forbids it.
+        """Admit `count` requests, or return the limit that forbids it. Each request must `leave`.
 
         Args:
             count: at most as many requests as there is `room` for.

@@ -286,8 +286,9 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of a program's tile: small where weights are what is waited
-    for, and rather small than leave multiprocessors idle.
+    """Return (rows, columns, warps) of a program's tile.
+
+    A tile is small when the product is memory-bound, or when a larger one would leave an SM idle.
     """
     if rows > 64:
         return 128, 64, warps_of(128)
