@@ -1,5 +1,6 @@
 """Wrong HTTP/2 frames, and wrong messages in right ones, to a real router's gRPC port."""
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -89,24 +90,30 @@ def fuzz(
     bodies = [(name, each.SerializeToString()) for name in REQUESTS for each in REQUESTS[name]]
     frames = conversation(f"{SERVICE}/Generate", bodies[0][1])
     right = PREFACE + b"".join(frame.encoded() for frame in frames)
-    with background_loop() as loop, caplog.at_level(logging.ERROR), without_grpc_errors():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(caplog.at_level(logging.ERROR))
+        stack.enter_context(without_grpc_errors())
+        loop = stack.enter_context(background_loop())
         port = loop.enter(start_service()).router.grpc_port
+        # One channel for all rounds: a client keeps memory of each that it had.
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
+        health = health_pb2_grpc.HealthStub(channel)
 
         def send_round(seed: int) -> None:
             mutator = Mutator([right], WORDS, seed)
             wrong = FrameMutator(frames, mutator).connections(COUNT)
             for _ in exchanged(port, wrong, mutator.rng):
                 pass
-            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                for _ in range(COUNT):
-                    name, body = mutator.rng.choice(bodies)
-                    message = mutator.changed(body)
-                    code = code_of(channel, name, message)
-                    codes[code] += 1
-                    assert code in HONEST, (code, name, message)
-                health = health_pb2_grpc.HealthStub(channel)
-                answer = health.Check(health_pb2.HealthCheckRequest(service="readiness"))
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+            for _ in range(COUNT):
+                name, body = mutator.rng.choice(bodies)
+                message = mutator.changed(body)
+                code = code_of(channel, name, message)
+                codes[code] += 1
+                assert code in HONEST, (code, name, message)
+            answer = health.Check(health_pb2.HealthCheckRequest(service="readiness"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
             logged = [record.getMessage() for record in caplog.records]
             assert not logged, seed
             caplog.clear()
