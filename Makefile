@@ -115,13 +115,13 @@ faults: install             ## 200 injected faults in a row, twice; a quarter of
 	$(BIN)/python -m benchmarks faults --faults 200
 	$(BIN)/python -m benchmarks faults --faults 200 --dtype bfloat16 --deterministic
 
-bench: install              ## beside llama.cpp and vLLM, which it installs (docs/benchmarks.md)
+bench: install              ## beside llama.cpp and vLLM, which it installs (docs/reasons/benchmarks.md)
 	$(BIN)/python -m benchmarks compare $(PEERS) --quality $(ARGS)
 
-gpu: $(VENV)/.dev           ## what a GPU has to show, with pass or fail; with CUDA=1 (docs/gpu.md)
+gpu: $(VENV)/.dev           ## what a GPU has to show, with pass or fail; with CUDA=1 (docs/guide/gpu.md)
 	$(BIN)/python -m benchmarks.gpu first second --out gpu-results $(ARGS)
 
-gpu-bundle: install-dev     ## dist/gpu-bundle, for a GPU machine without a network (docs/gpu.md)
+gpu-bundle: install-dev     ## dist/gpu-bundle, for a GPU machine without a network (docs/guide/gpu.md)
 	$(BIN)/python scripts/gpu_bundle.py $(ARGS)
 
 gpu-rehearsal: install-dev  ## the same programme, tiny, on this CPU, from a clone and the bundle
@@ -140,11 +140,11 @@ lint: install-dev           ## format, lint, types, layers, protos
 
 check: lint test            ## the gate
 
-images: | $(VENV)/bin/python   ## container images as archives in dist/images (docs/images.md)
+images: | $(VENV)/bin/python   ## container images as archives in dist/images (docs/guide/images.md)
 	$(BIN)/python scripts/images.py $(if $(BASE),--base $(BASE)) $(ARGS)
 
-e2e: install-dev            ## the cluster that KUBECONFIG names, end to end (docs/e2e.md)
-	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG names no cluster (docs/e2e.md)"; exit 2; }
+e2e: install-dev            ## the cluster that KUBECONFIG names, end to end (docs/guide/e2e.md)
+	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG names no cluster (docs/guide/e2e.md)"; exit 2; }
 ifdef LOAD
 	$(MAKE) images ARGS=
 	$(LOAD) dist/images/operator.tar

@@ -50,7 +50,7 @@ from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
 TEXT = HERE / "quality.txt"
-CALIBRATION = HERE.parent / "docs" / "architecture.md"
+CALIBRATION = HERE.parent / "docs" / "reasons" / "architecture.md"
 WINDOW = 512
 CPU = torch.device("cpu")
 DTYPE = resolve_dtype("auto", CPU)

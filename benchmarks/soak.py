@@ -13,7 +13,7 @@ examples:
   python -m benchmarks soak --minutes 1            does it work?
   python -m benchmarks soak --minutes 2 --kv-mib 16 --pause-s 8 --no-kill
                                                    two minutes with mostly idle cores
-  python -m benchmarks soak --plot docs/kv-soak.svg --json soak.json
+  python -m benchmarks soak --plot docs/reasons/kv-soak.svg --json soak.json
 
 exit status: 0 all well, 1 a check failed (each is named)
 """

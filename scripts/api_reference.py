@@ -1,4 +1,4 @@
-"""Write docs/llmservice.md, the reference of the API, from the CRD.
+"""Write docs/reference/llmservice.md, the reference of the API, from the CRD.
 
 usage: python scripts/api_reference.py [--check]
 
@@ -16,7 +16,7 @@ from ullage_operator.api.schema import is_decimal
 
 ROOT = Path(__file__).parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
-PAGE = ROOT / "docs" / "llmservice.md"
+PAGE = ROOT / "docs" / "reference" / "llmservice.md"
 
 Schema = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Take docs/console.png: the console of a real model under overload, in headless Chromium.
+"""Take docs/guide/console.png: the console of a real model under overload, in headless Chromium.
 
-usage: scripts/console_screenshot.py [--out docs/console.png] [--width 1320] [--dark]
+usage: scripts/console_screenshot.py [--out docs/guide/console.png] [--width 1320] [--dark]
 
 Start `ullage up -f examples/smollm2.yaml`, ask in the chat, send the overload, and take the picture
 while requests are refused. This needs the system's Chromium: apt-get install chromium.
@@ -73,7 +73,7 @@ def overload(page: Page, url: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "console.png")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "guide" / "console.png")
     parser.add_argument("--url", help="of a running `ullage up`; default: one is started")
     parser.add_argument("--width", type=int, default=1320)
     parser.add_argument("--height", type=int, default=1020)

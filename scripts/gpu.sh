@@ -1,6 +1,6 @@
 #!/bin/sh
 # Run benchmarks/gpu on a GPU machine without a network, from a checkout and the bundle of
-# `make gpu-bundle` (docs/gpu.md). Nothing is installed into the machine's Python: the wheels are
+# `make gpu-bundle` (docs/guide/gpu.md). Nothing is installed into the machine's Python: the wheels are
 # unpacked into a folder on PYTHONPATH.
 #
 #   scripts/gpu.sh first              check machine, packages and kernels; at most 150 s

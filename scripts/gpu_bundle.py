@@ -1,7 +1,7 @@
 """Make the folder that lets a GPU machine without a network run benchmarks/gpu.
 
-The machine has Python, torch and the packages of transformers (docs/gpu.md lists them). The folder
-adds the missing wheels, the project's own wheel, and the tokens of a CPU for comparison.
+The machine has Python, torch and the packages of transformers (docs/guide/gpu.md lists them). The
+folder adds the missing wheels, the project's own wheel, and the tokens of a CPU for comparison.
 `scripts/gpu.sh` installs from it. Files that are still valid are kept, so a second call needs no
 network.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rehearse the GPU programme on the CPU, in tiny sizes: from a clean clone of the last commit and the
 # bundle alone, with no network except loopback. Run this after a change of benchmarks/gpu or of its
-# dependencies, also with the Python of a GPU machine (docs/gpu.md describes such an environment).
+# dependencies, also with the Python of a GPU machine (docs/guide/gpu.md describes such an environment).
 #
 #   scripts/gpu_rehearsal.sh                      with .venv/bin/python
 #   scripts/gpu_rehearsal.sh /tmp/py312/bin/python

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md, the reference of all metrics, from the names that processes register.
+"""Write docs/reference/metrics.md, all metrics, from the names that processes register.
 
 usage: python scripts/metrics_reference.py [--check]
 
@@ -15,7 +15,7 @@ from ullage_operator import metric_names as operator
 from ullage_router import metric_names as router
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 
 HEAD = """# Metrics
 
@@ -42,8 +42,8 @@ scrape_configs:
 
 To set labels and interval of the PodMonitors that the operator makes, use
 `spec.observability.podMonitor` ([llmservice.md](llmservice.md)). To choose the pods that may
-scrape, see [operator.md](operator.md). If an alert fires, see
-[runbooks/service.md](runbooks/service.md).
+scrape, see [operator.md](../guide/operator.md). If an alert fires, see
+[runbooks/service.md](../runbooks/service.md).
 
 ## Reading
 
@@ -62,7 +62,7 @@ sum(rate(ullage_router_stream_tokens_per_second_bucket{le="4.0"}[5m]))
   / sum(rate(ullage_router_stream_tokens_per_second_count[5m]))
 ```
 
-[What they cost](benchmarks.md#metrics) is far below 1 % of a request, a token or a step.
+[What they cost](../reasons/benchmarks.md#metrics) is far below 1 % of a request, a token or a step.
 
 `python scripts/metrics_reference.py` writes this page from the modules named below, from which the
 code registers its metrics, too.

@@ -1,4 +1,4 @@
-"""Write docs/model-keys.md, the reference of configuration keys, from the engine's own tables.
+"""Write docs/reference/model-keys.md, all configuration keys, from the engine's own tables.
 
 usage: python scripts/model_keys_reference.py [--check]
 
@@ -20,7 +20,7 @@ from ullage_engine.model_config.quantization_keys import (
 from ullage_engine.model_config.rope import ROPE_KEYS, ROPE_TYPES
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "model-keys.md"
+PAGE = ROOT / "docs" / "reference" / "model-keys.md"
 
 HEAD = """# Keys of a model's configuration
 

@@ -35,9 +35,9 @@ OTHER_NAMES |= {"model.safetensors", "model.safetensors.index.json", "memory.eve
 CODE = re.compile(r"`[^`\n]+`|^```yaml.*?^```", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"\b([A-Za-z]+): \"?(\w+)")
 WORD = re.compile(r"`(\w+)`")
-QUEUE = ROOT / "docs" / "gpu-queue.md"
+QUEUE = ROOT / "docs" / "guide" / "gpu-queue.md"
 PROGRAMME = ROOT / "benchmarks" / "gpu" / "programme.py"
-OF_ENGINES = [QUEUE, ROOT / "docs" / "model-keys.md"]
+OF_ENGINES = [QUEUE, ROOT / "docs" / "reference" / "model-keys.md"]
 """Pages about engines' own files, whose values are in lower case."""
 
 OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}
@@ -126,13 +126,15 @@ def test_every_page_that_the_sources_name_exists() -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
-    assert not [name for name in pages if f"]({name})" not in index]
+    docs = ROOT / "docs"
+    index = (docs / "README.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    decisions = {page for page in pages if page.startswith("reasons/decisions/0")}
+    assert not [page for page in pages - decisions - {"README.md"} if f"]({page})" not in index]
 
 
 def test_every_decision_has_a_date_and_a_status_and_is_in_the_index() -> None:
-    folder = ROOT / "docs" / "decisions"
+    folder = ROOT / "docs" / "reasons" / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")
     stamp = re.compile(r"^Date: \d{4}-\d\d-\d\d\. Status: (Accepted|Superseded by \d+)\.$", re.M)
     decisions = sorted(folder.glob("0*.md"))[1:]  # the first is the template
@@ -141,7 +143,7 @@ def test_every_decision_has_a_date_and_a_status_and_is_in_the_index() -> None:
 
 
 def test_the_code_map_shows_every_room_on_its_floor() -> None:
-    page = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reasons" / "code-map.md").read_text(encoding="utf-8")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for contract in settings["tool"]["importlinter"]["contracts"]:
         floors = [floor.split(" | ") for floor in contract.get("layers", ())]
@@ -155,7 +157,7 @@ def place_of(package: str, room: str, page: str) -> int:
     """Where the page first names a room, in the section of its package."""
     section = page.index(f"/{package}")
     place = re.compile(rf"`{room}(\.py)?`").search(page, page.rindex("\n## ", 0, section + 1))
-    assert place, f"docs/code-map.md does not name {package}.{room}"
+    assert place, f"docs/reasons/code-map.md does not name {package}.{room}"
     return place.start()
 
 

@@ -1,4 +1,4 @@
 """The GPU programme: eighteen parts that prove Ullage's promises on one NVIDIA GPU.
 
-`python -m benchmarks.gpu --help` explains how to run it, and docs/gpu.md lists its aims.
+`python -m benchmarks.gpu --help` explains how to run it, and docs/guide/gpu.md lists its aims.
 """

@@ -5,12 +5,12 @@ commands:
   second        the parts that judge the service: memory, recovery, speed
   NAME ...      single parts, by name (list shows them)
   list          every part, with its limit of seconds and its proof
-  table FILE    the table of a results.jsonl, for docs/gpu.md
+  table FILE    the table of a results.jsonl, for docs/guide/gpu.md
   oracle        compute the reference tokens of the part `tokens` on this CPU
 
 Results are appended to --out as they come, so a run that is cut keeps its findings. A second run
 with the same --out skips the parts that have passed. A part that did not end by itself leaves its
-traceback there, as NAME.traceback.log. docs/gpu.md has the aims of all parts.
+traceback there, as NAME.traceback.log. docs/guide/gpu.md has the aims of all parts.
 
 examples:
   python -m benchmarks.gpu first --out results --bundle dist/gpu-bundle

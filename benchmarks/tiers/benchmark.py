@@ -18,7 +18,7 @@ tokens come at most 3 % slower with tiers. The exit status is 1 where one is mis
 it is 1 only where texts differ.
 
 examples:
-  python -m benchmarks tiers --json tiers.json --plot docs/kv-tiers.svg      on a quiet machine
+  python -m benchmarks tiers --json tiers.json --plot docs/reasons/kv-tiers.svg   on a quiet machine
   python -m benchmarks tiers --quick                                         does it work?
   python -m benchmarks tiers --only store --path /mnt/nvme --size-mib 8192   three times as memory
   python -m benchmarks tiers --only store --block-kib 128 --threads 4

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"key    {key}")
     print(f"entry  {entry(key)}")
     print(f"\nThe key is for {name} alone and is kept nowhere; the entry is a line of {name}'s key")
-    print("in the Secret of spec.tenants.secretName. See docs/tenants.md.")
+    print("in the Secret of spec.tenants.secretName. See docs/guide/tenants.md.")
     return 0
 
 

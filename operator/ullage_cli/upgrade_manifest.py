@@ -12,8 +12,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "upgrade-manifest",
         help="print a manifest of 0.1.0 in today's form",
-        description="Prints a manifest of 0.1.0 with today's fields (docs/upgrading.md). Comments "
-        "are lost. Values that cannot stay the same are named on the standard error output.",
+        description="Prints a manifest of 0.1.0 with today's fields (docs/guide/upgrading.md). "
+        "Comments are lost. Values that cannot stay the same are named on the standard error "
+        "output.",
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of 0.1.0")
     parser.set_defaults(run=run)

@@ -267,8 +267,8 @@ def test_only_the_own_lease_may_be_changed(render):
 
 
 def test_whoever_grants_rights_by_hand_is_told_of_all_of_them():
-    """docs/install.md names each file and each list of rules, lest somebody copies only some."""
-    told = (ROOT / "docs" / "install.md").read_text()
+    """docs/guide/install.md names each file and each list of rules, lest only some are copied."""
+    told = (ROOT / "docs" / "guide" / "install.md").read_text()
     texts = {path.name: path.read_text() for path in (CHART / "templates").glob("*.*")}
     of_people = "aggregated-roles.yaml"
     written = {name for name, text in texts.items() if "verbs:" in text}

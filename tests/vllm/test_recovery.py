@@ -346,7 +346,8 @@ def survive(engine: Engine, undisturbed: list[Answer], exhaust: Callable[[], Non
     assert engine.worker != before
     assert engine.num_ooms == num_ooms + 1
 
-    # A start after a shortage takes an eighth of the KV pool less (docs/vllm.md), in whole blocks.
+    # A start after a shortage takes an eighth of the KV pool less (docs/guide/vllm.md), in whole
+    # blocks.
     wait_until(lambda: is_idle(engine.headroom))
     least = whole.headroom_bytes - whole.kv_pool_bytes / 8 - 2 * BLOCK_BYTES
     assert engine.headroom.headroom_bytes >= least

@@ -35,7 +35,7 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
 {{- $usual := ternary (printf "%s/%s" $registry .usual) "" (ne $registry "") -}}
 {{- $repository := .image.repository | default $usual -}}
 {{- if not $repository }}
-{{- fail (printf "%s: no image is named; set imageRegistry to the registry and folder that have Ullage's images, such as --set imageRegistry=registry.example/ullage, or --set imageRegistry=localhost/ullage for those that make images made and that are loaded into the nodes; see docs/images.md" .name) }}
+{{- fail (printf "%s: no image is named; set imageRegistry to the registry and folder that have Ullage's images, such as --set imageRegistry=registry.example/ullage, or --set imageRegistry=localhost/ullage for those that make images made and that are loaded into the nodes; see docs/guide/images.md" .name) }}
 {{- end }}
 {{- if not (regexMatch "^(localhost|[^/]*[.:][^/]*)/." $repository) }}
 {{- $field := ternary .name "imageRegistry" (ne .image.repository "") }}

@@ -39,7 +39,7 @@ on MKL and oneDNN give a row the same bits; with 8 each of two threads has 4."""
 SERIAL_ELEMENTS = 32_767
 """Most that torch computes with one thread (ATen/Parallel.h, GRAIN_SIZE). More are shared out in
 the middle of rows, and the last elements of a share are computed by other instructions than the
-others: a sigmoid may differ in the last bit (docs/decisions/0007-determinism.md)."""
+others: a sigmoid may differ in the last bit (docs/reasons/decisions/0007-determinism.md)."""
 
 SPAN_TOKENS = 256
 """Context that deterministic attention scores and sums by itself, counted from the first token."""

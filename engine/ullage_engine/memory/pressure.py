@@ -1,4 +1,4 @@
-"""Memory pressure: free device memory, and a level with hysteresis for KV (docs/kv-cache.md).
+"""Memory pressure: free device memory, and a level with hysteresis for KV (docs/guide/kv-cache.md).
 
 The worker keeps the level, because only it sees every step. At a level the server limits new
 requests (`ullage_engine.server.request`) and the scheduler limits the batch.

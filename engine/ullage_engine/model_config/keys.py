@@ -1,8 +1,8 @@
 """Rules for the keys of a model's configuration: read, harmless, or bound to a value.
 
 Each family has a table that decides for each key of config.json whether a start honours, ignores or
-refuses it. docs/model-keys.md is generated from these tables. A key that is in no table may change
-numbers, so it ends the start unless `model.allow_unknown_config` is set.
+refuses it. docs/reference/model-keys.md is generated from these tables. A key that is in no table
+may change numbers, so it ends the start unless `model.allow_unknown_config` is set.
 """
 
 import logging

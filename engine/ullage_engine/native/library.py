@@ -32,7 +32,7 @@ with it, and no model is served with it."""
 
 INSTRUCTION_SETS = (PORTABLE, "avx2", "avx512")
 """Instruction sets that the library has; a processor that has one has those before it. All give the
-same bits (docs/decisions/0052-one-order-of-sums.md)."""
+same bits (docs/reasons/decisions/0052-one-order-of-sums.md)."""
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
 

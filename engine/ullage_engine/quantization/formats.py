@@ -443,7 +443,8 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
     """Rounds to 16 steps from the group's least to its greatest weight, zero among them.
 
     The zero point is a whole number of steps, as GPTQ and AWQ have it, so weights of zero stay
-    zero. Narrower ranges of less squared error were measured to be worse (docs/quantization.md).
+    zero. Narrower ranges of less squared error were measured to be worse
+    (docs/guide/quantization.md).
     |weight - dequantised| <= scale / 2, but for the rounding of scale and zero to `dtype`: the zero
     point's rounding cuts half a step off the range at most.
     """

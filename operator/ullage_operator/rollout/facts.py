@@ -232,7 +232,7 @@ def unmeasured(unanswered: Sequence[str]) -> str:
         return message
     return (
         f"{message}, for the operator has no answer of {unanswered[0]}; let it reach port "
-        f"{naming.METRICS_PORT} of routers: {_IN_A_MESH} (docs/mesh.md)"
+        f"{naming.METRICS_PORT} of routers: {_IN_A_MESH} (docs/guide/mesh.md)"
     )
 
 
@@ -244,7 +244,7 @@ def unheard(troubles: Sequence[str]) -> str:
         return ""
     return (
         f", which has no answer of {troubles[0]}; let it reach port {naming.PROBE_PORT} of "
-        f"engines: {_IN_A_MESH} (docs/mesh.md)"
+        f"engines: {_IN_A_MESH} (docs/guide/mesh.md)"
     )
 
 

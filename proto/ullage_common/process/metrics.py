@@ -1,7 +1,7 @@
 """Declares metrics: name, kind, meaning, labels and buckets.
 
 Each process declares its metrics in one module, `metric_names.py`. Its code registers them, and
-`scripts/metrics_reference.py` writes docs/metrics.md from them.
+`scripts/metrics_reference.py` writes docs/reference/metrics.md from them.
 """
 
 from bisect import bisect_left

@@ -29,7 +29,7 @@ IS_INSTALLED = bool(os.environ.get("ULLAGE_E2E_INSTALLED"))
 def why_not() -> str:
     """What is missing; nothing if the tests can run."""
     if not os.environ.get("KUBECONFIG"):
-        return "no cluster: KUBECONFIG is not set (docs/e2e.md)"
+        return "no cluster: KUBECONFIG is not set (docs/guide/e2e.md)"
     if not shutil.which("kubectl"):
         return "no kubectl on PATH"
     if not helm_binary():

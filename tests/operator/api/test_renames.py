@@ -363,7 +363,7 @@ def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make)
     assert not dropped_fields(record)
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "upgrading.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "upgrading.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([\w.\[\]]+): ([^`]+)`(.*?) \| `([\w.\[\]]+): ([^`]+)` \|$", re.MULTILINE)
 
 

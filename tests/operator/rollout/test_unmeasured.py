@@ -112,7 +112,7 @@ def test_an_engine_that_ends_the_operators_stream_is_named_with_the_remedy() -> 
             message = unheard([trouble])
             assert trouble in message
             assert "port 8081" in message
-            assert "docs/mesh.md" in message
+            assert "docs/guide/mesh.md" in message
             await streams.close()
 
     asyncio.run(scenario())
