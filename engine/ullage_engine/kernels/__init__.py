@@ -1,5 +1,5 @@
-"""What runs on tensors below the layers: attention over paged KV, expert products, the step's
-arena, and the Triton kernels.
+"""Tensor code below the layers: attention over paged KV, experts, the step arena, Triton kernels.
 
-It knows plans and memory layouts, and nothing of layers, models' files or requests that wait.
+This room knows step plans and memory layouts. It must not know layers, model files or queued
+requests.
 """

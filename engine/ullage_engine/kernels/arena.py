@@ -1,14 +1,14 @@
-"""Sizes of all that a step computes in, as arithmetic: shape buckets, and the arena's buffers.
+"""The sizes of a step's buffers, as pure arithmetic: shape buckets and the layout of the arena.
 
-oneDNN prepares every new shape of a product, about a millisecond and 0.6 MB each, and keeps the
-latest hundred (`ullage_engine.server.worker_env`). Sizes are rounded up to buckets, so that
-they seldom miss.
+oneDNN prepares a kernel for every new shape of a matrix product. That takes about a millisecond and
+0.6 MB, and oneDNN caches the latest hundred (`ullage_engine.server.worker_env`). Sizes are rounded
+up to buckets, so that this cache seldom misses.
 
 The ledger reserves the arena's bytes and the runner allocates them, so both follow one layout.
-Buffers that never live at the same time share bytes: attention's, the MLP's and the experts'
-overlap. A layer of experts computes slice by slice beyond a number of tokens, and decode attention
-is cut into splits of context (split-KV; a split's result is a head's worth of float32 and the
-logarithm of its softmax's sum), so that those buffers are bounded too.
+Buffers that never live at the same time share bytes: those of attention, of the MLP and of the
+experts overlap. Two more buffers are bounded. A layer of experts computes a long step slice by
+slice. Decode attention cuts the context into splits (split-KV), and the result of a split is one
+float32 vector of a head and the logarithm of its softmax sum.
 """
 
 from dataclasses import dataclass
@@ -19,39 +19,45 @@ from ullage_engine.native.library import VECTOR
 from ullage_engine.quantization.formats import TILE_GROUPS
 
 MAX_TILE_ROWS = 128
-"""Most prompt tokens whose scores are computed at once; measured fastest of 32 to 256."""
+"""Most prompt tokens whose scores are computed at once. It was the fastest of 32 to 256."""
 
 MIN_TILE_ROWS = 32
 
 SCORE_TOKENS = 1 << 19
-"""Rows times context of one prefill tile above which tiles get shorter, to bound the scores."""
+"""Scores of one head, rows times context, above which prefill tiles get fewer rows."""
 
 MIN_BLOCKS = 8
 
 MAX_ROW_WASTE = 0.25
-"""Share of padding rows accepted to save a decode group."""
+"""Largest fraction of padding rows that is accepted to save one decode group."""
 
 
 UNIT_ROWS = 8
-"""Rows of the smallest product of a deterministic step; all others are multiples of it. From 4 rows
-on MKL and oneDNN give a row the same bits; with 8 each of two threads has 4."""
+"""Rows of the smallest matrix product of a deterministic step. All products have a multiple of it.
+
+MKL and oneDNN give a row the same bits in every product of at least 4 rows. With 8 rows, each of
+two threads has 4."""
 
 SERIAL_ELEMENTS = 32_767
-"""Most that torch computes with one thread (ATen/Parallel.h, GRAIN_SIZE). More are shared out in
-the middle of rows, and the last elements of a share are computed by other instructions than the
-others: a sigmoid may differ in the last bit (docs/reasons/decisions/0007-determinism.md)."""
+"""Most elements that torch computes on one thread (ATen/Parallel.h, GRAIN_SIZE).
+
+Torch splits larger tensors between threads in the middle of rows. Other instructions compute the
+last elements of each thread's part, so a sigmoid may differ in the last bit
+(docs/reasons/decisions/0007-determinism.md)."""
 
 SPAN_TOKENS = 256
-"""Context that deterministic attention scores and sums by itself, counted from the first token."""
+"""Tokens in a span: deterministic attention computes each span of the context separately.
+
+Spans are counted from the sequence's first token."""
 
 
 def pad_rows(rows: int) -> int:
-    """Return rows rounded up to whole units of a deterministic product."""
+    """Round rows up to a multiple of `UNIT_ROWS`, as deterministic products need."""
     return -(-rows // UNIT_ROWS) * UNIT_ROWS
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Return the rows of the layers' products for a step of `tokens`."""
+    """Round the tokens of a step up to the rows that the layers' products compute."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512
@@ -59,14 +65,14 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Return the blocks of context gathered for sequences of at most `blocks`."""
+    """Round the blocks of the longest sequence up to the number of blocks to gather for each."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return how many of `rows` decodes to attend together, and their number with padding.
+    """Return how many of `rows` decodes form the next group, and its rows including padding.
 
-    Padded rows are a power of two, at most `max_rows`.
+    The padded number is a power of two and at most `max_rows`.
     """
     above = 1 << (rows - 1).bit_length()
     if above <= max_rows and (above - rows) <= MAX_ROW_WASTE * above:
@@ -76,13 +82,13 @@ def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
 
 
 def tile_rows(blocks: int, block_tokens: int) -> int:
-    """Return how many prompt tokens are scored at once against this many blocks of context."""
+    """Return the prompt tokens of a tile whose context has `blocks` blocks."""
     affordable = SCORE_TOKENS // (blocks * block_tokens)
     return next((r for r in (128, 64) if r <= affordable), MIN_TILE_ROWS)
 
 
 def tile_bucket(rows: int) -> int:
-    """Return the rows of a prefill tile, padding included."""
+    """Round the rows of a prefill tile up to its padded size."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
@@ -98,44 +104,52 @@ def _round_up(size: int, smallest: int) -> int:
 
 
 SLICE_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Most tokens whose experts are computed at once, by kind of device. Each slice reads all experts
-again, and gives each of them its share of rows: 2,048 tokens that choose four of 32 are 256 rows an
-expert, too few tiles of a float32 product for all multiprocessors of a large GPU."""
+"""Most tokens whose experts are computed in one slice, by kind of device.
+
+Every slice reads the weights of all experts again, so slices on a GPU are large. If 2,048 tokens
+choose 4 of 32 experts each, an expert has 256 rows on average. A float32 product of 256 rows has
+too few tiles for all SMs of a large GPU."""
 
 INT64_WORDS = 2
-"""Four-byte elements that one index takes."""
+"""Four-byte words of an int64 index."""
 
 INT32_BYTES = 4
 
 MXFP4_PANELS = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Numbers of packed experts decoded at once: on a CPU as many as stay in its cache, elsewhere
-enough of every expert for a product that keeps the device busy."""
+"""Packed expert weights that are decoded at once, by kind of device.
+
+On a CPU the decoded weights fit into the cache. On a GPU there are enough of every expert to keep
+the device busy."""
 
 
 def mxfp4_panel(device: str) -> int:
-    """Numbers that a panel of MXFP4 weights has room for on this kind of device."""
+    """Return how many decoded MXFP4 weights a panel holds on this kind of device."""
     return MXFP4_PANELS[device]
 
 
 def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
-    """Return the bytes that decoding takes, once for all layers: the numbers, and their codes as
-    indices.
+    """Return the bytes of the scratch memory for decoding MXFP4, which all layers share.
+
+    It holds one panel of decoded numbers of `itemsize` bytes, and an int32 index for each pair of
+    4-bit codes.
     """
     return mxfp4_panel(device) * itemsize + mxfp4_panel(device) // 2 * INT32_BYTES
 
 
 @cache
 def padding_rows(pairs: int) -> int:
-    """Count the rows that the last expert's product may write past the last of `pairs`; see
-    `ullage_engine.layers.moe.ExpertLinears`.
+    """Return the most rows that the last expert's product may write behind `pairs` rows.
+
+    Products have rounded sizes, see `ullage_engine.layers.moe.LoopedExperts`.
     """
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
 
 
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Count the elements of the buffers of the computing type, for slices of up to `tokens` rows.
+    """Return the elements of each expert buffer that has the activations' type, by name.
 
-    A pair is a token and one of its experts. Empty without experts.
+    The buffers suffice for slices of up to `tokens` rows. A pair is a token and one of its experts.
+    The result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -152,10 +166,10 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Count the elements of the four-byte buffers, for slices of up to `tokens` rows; indices
-    take two each.
+    """Return the four-byte words of each buffer that routes tokens to experts, by name.
 
-    Empty without experts.
+    The buffers suffice for slices of up to `tokens` rows. An int64 index takes two words. The
+    result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -173,103 +187,112 @@ def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 TARGET_PROGRAMS = 1024
-"""Programs that keep a large GPU busy: 132 multiprocessors of an H200 with 4 to 8 each."""
+"""Programs that keep a large GPU busy: an H200 has 132 SMs, which run 4 to 8 programs each."""
 
 MAX_SPLITS = 64
-"""Results of one head that are merged in registers."""
+"""Most splits of one head's context, whose results are merged in registers."""
 
 SPLIT_TOKENS = 128
-"""Context below which a split costs more than it saves."""
+"""Tokens of context below which a split costs more time than it saves."""
 
 
 def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
-    """Return the number of splits of the context of `rows` sequences with room for `context`
-    tokens; a power of two.
+    """Return into how many splits decode attention cuts each sequence's context, a power of two.
 
-    It depends on shapes alone, not on lengths, so that a captured graph stays valid.
+    The number depends on shapes alone, never on lengths, so a captured CUDA graph stays valid.
+
+    Args:
+        rows: sequences of the step.
+        num_kv_heads: KV heads of the model.
+        context: tokens for which each sequence's block table has room.
     """
     splits = min(MAX_SPLITS, TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS))
     return 1 << (max(1, splits).bit_length() - 1)
 
 
 def partial_elements(model_config: ModelConfig) -> int:
-    """Count the elements of float32 for the splits of any step.
+    """Return the float32 numbers that the results of a step's splits need at most.
 
-    Split decodes are at most TARGET_PROGRAMS programs of `group_size` query heads each; a decode in
-    one piece writes its result directly.
+    A step with splits has at most TARGET_PROGRAMS programs of `group_size` query heads each.
+    Without splits, decode attention writes its result directly.
     """
     return TARGET_PROGRAMS * model_config.group_size * (model_config.head_dim + 1)
 
 
 ALIGNMENT = 64
-"""Bytes; a cache line, enough for any vector instruction, and a multiple of the 16 without which
-kernels are compiled once more."""
+"""Alignment of buffers, in bytes: a cache line, which suffices for every vector instruction.
+
+It is a multiple of 16, since Triton compiles a kernel once more for pointers that are not aligned
+to 16 bytes."""
 
 
 def aligned(offset: int) -> int:
-    """Return a number of bytes rounded up to the next aligned place."""
+    """Round an offset in bytes up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 FLOAT32_BYTES = 4
 CODE_BYTES = 1
-"""Bytes of a float8."""
+"""Bytes of a float8 number."""
 
 GATHER_TOKENS = 8192
-"""Tokens of context whose KV one pass of decode attention gathers; more sequences take several."""
+"""Tokens of context whose KV one pass of decode attention gathers. A longer batch takes several
+passes."""
 
 BLOCK_TOKENS = 16
-"""Tokens of a block of KV."""
+"""Tokens of a KV block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step."""
+    """The largest step that the buffers must hold, and the features that change their layout."""
 
     max_tokens: int
-    """Tokens of a step, prompts and decodes together."""
+    """Most tokens of a step, prompts and decodes together."""
     max_rows: int
-    """Sequences, so rows of logits."""
+    """Most sequences of a step, which is the number of rows of logits."""
     max_model_len: int
-    """Longest sequence, tokens."""
+    """Length of the longest sequence, in tokens."""
     gather_tokens: int
     """Tokens of context whose KV one pass of decode attention gathers."""
     itemsize: int
     """Bytes of an activation."""
     block_tokens: int = BLOCK_TOKENS
     deterministic: bool = False
-    """Whether a row's result must be independent of the step that it is part of."""
+    """Whether results must be batch-invariant: a row's result does not depend on other rows."""
     fused: bool = False
-    """Whether GPU kernels read KV and convolution states where they lie, so that there is no
-    workspace that these are gathered in."""
+    """Whether GPU kernels read KV and convolution states in place, so that no workspace to gather
+    them is needed."""
     fp8_kv: bool = False
-    """Whether KV is stored as float8, which passes through bytes of its own on the way in and
-    out."""
+    """Whether KV is stored as float8. Its codes pass through buffers of their own unless
+    `fused`."""
     windowed: bool = False
     """Whether layers with sliding windows have KV blocks of their own."""
     library_threads: int = 0
-    """Threads of the C++ library, if it computes whole steps; 0: it does not."""
+    """Threads of the C++ library if it computes whole steps, otherwise 0."""
     max_slice_tokens: int = SLICE_TOKENS["cpu"]
-    """Most tokens whose experts are computed at once: those of the device's kind."""
+    """Most tokens whose experts are computed in one slice, see `SLICE_TOKENS`."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the rows of the layers' products for a step of `tokens`, padding included."""
+        """Return the rows of the layers' products for a step of `tokens`, including padding."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Return the tokens of the largest slice of experts of a step of `tokens`."""
+        """Return the tokens of the largest expert slice in a step of `tokens`."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
-        """Return the blocks of context attended for sequences of at most `blocks`, padding
-        included: a bucket, or whole spans where results may not depend on buckets.
+        """Round the blocks of the longest sequence up to the blocks that attention reads.
+
+        A deterministic step rounds up to whole spans, since its results must not depend on buckets.
+        Other steps round up to a bucket.
         """
         span = SPAN_TOKENS // self.block_tokens
         return -(-blocks // span) * span if self.deterministic else context_bucket(blocks)
 
     @property
     def max_gather_tokens(self) -> int:
-        """Size of the gather workspace, tokens: at least the longest sequence, in whole blocks."""
+        """Size of the gather workspace in tokens: whole blocks, at least the longest sequence."""
         longest = self.context_blocks(-(-self.max_model_len // self.block_tokens))
         blocks = max(longest, self.gather_tokens // self.block_tokens)
         return blocks * self.block_tokens
@@ -277,9 +300,11 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class ArenaBuffer:
+    """The place of one named buffer in the arena."""
+
     name: str
     offset: int
-    """Bytes from the arena's start, aligned."""
+    """Distance from the arena's start in bytes, a multiple of `ALIGNMENT`."""
     num_elements: int
     itemsize: int
 
@@ -290,7 +315,7 @@ class ArenaBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The place and size of each buffer."""
+    """The places of all buffers in one allocation. Buffers may share bytes."""
 
     buffers: tuple[ArenaBuffer, ...]
 
@@ -300,19 +325,24 @@ class ArenaLayout:
 
 
 def span_mask_width() -> int:
-    """Count the columns of deterministic attention's mask: the span a tile begins in, the tile,
-    the rest of the span it ends in.
+    """Return the columns of deterministic attention's mask.
+
+    They cover the span in which a tile begins, the tile itself, and the rest of the span in which
+    it ends.
     """
     return 2 * SPAN_TOKENS + MAX_TILE_ROWS
 
 
 def mask_width(max_model_len: int) -> int:
-    """Count the columns of the causal mask: any number of earlier tokens, then a tile."""
+    """Return the columns of the causal mask: any number of earlier tokens, then a tile."""
     return max_model_len + MAX_TILE_ROWS
 
 
 def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
-    """Activations of one layer at a time, the gather workspace, rotary tables and the mask."""
+    """Lay out a step's activations, gather workspace, rotary tables and attention mask.
+
+    Activations are those of one layer, since all layers use the same buffers in turn.
+    """
     if limits.library_threads:
         return native_arena(model_config, limits)
     tokens = limits.product_rows(limits.max_tokens)
@@ -356,15 +386,20 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 ROWS_TOGETHER = 64
-"""Most queries that the C++ library attends together, of rows that follow one another."""
+"""Most queries of consecutive rows for which the C++ library computes attention together."""
 
 MAX_PARTIALS = 4 << 20
-"""Most numbers of the C++ library's partial results. A step with more, which has many threads and a
-long context, attends each sequence's context in one piece."""
+"""Most float32 numbers for the partial attention results of the C++ library.
+
+A step with many threads and a long context may need more. Its sequences' contexts are not
+split."""
 
 
 def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
-    """Activations, rotary tables and each thread's workspace of `ullage_engine.native`."""
+    """Lay out the arena of `ullage_engine.native`, the C++ library that computes whole steps.
+
+    The arena holds activations, rotary tables and a workspace for each thread.
+    """
     tokens = limits.max_tokens
     hidden = model_config.hidden
     dim = model_config.head_dim
@@ -400,7 +435,10 @@ def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
-    """Logits of every sampled row, as computed and in float32."""
+    """Lay out the logits of all sampled rows, in the activations' type and in float32.
+
+    The C++ library computes them in float32 alone.
+    """
     if limits.library_threads:
         return ArenaLayout(
             tuple(_place({"logits": limits.max_rows * model_config.vocab}, 0, FLOAT32_BYTES))
@@ -414,7 +452,7 @@ def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     tokens = limits.product_rows(limits.max_tokens)
-    # Kernels rotate keys on their way into the pages.
+    # GPU kernels write rotated keys directly to the pages.
     rotated_heads = model_config.num_heads + (0 if limits.fused else model_config.num_kv_heads)
     rows = {
         "qkv": tokens * model_config.qkv_width,
@@ -440,7 +478,10 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 
 
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Count the bytes of the keys, or values, that a step writes, and of those that it gathers."""
+    """Return the bytes of the float8 codes that a step writes and gathers, by buffer.
+
+    Keys and values are written one after the other, so their buffer holds either.
+    """
     width = model_config.num_kv_heads * model_config.head_dim
     return {
         "kv_codes": limits.product_rows(limits.max_tokens) * width,
@@ -449,10 +490,10 @@ def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Count the four-byte words of the index arrays of any step, each aligned.
+    """Return the four-byte words that the index arrays of any step need, each array aligned.
 
-    See `ullage_engine.kernels.batch.StepBatch`; windows with blocks of their own have all that
-    concerns blocks twice.
+    The arrays are those of `ullage_engine.kernels.batch.StepBatch`. If layers with sliding windows
+    have KV blocks of their own, each array that concerns blocks is counted twice.
     """
     rows = limits.product_rows(limits.max_tokens)
     chunks = limits.product_rows(limits.max_rows)
@@ -470,7 +511,7 @@ def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
     conv = [kernel * rows, kernel * chunks, chunks, chunks * INT64_WORDS]
 
     arrays = [*once, *paged * (2 if limits.windowed else 1), *conv]
-    # One more for the tables, which are two arrays.
+    # Alignment counts one array more, since block tables are two arrays.
     return sum(arrays) + (len(arrays) + 2) * ALIGNMENT // INT32_BYTES
 
 
@@ -491,13 +532,13 @@ def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _query_elements(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Count the numbers in queries of a padded group of decodes, or of a tile."""
+    """Return the elements of the queries of a padded decode group or a tile, whichever has more."""
     decodes = 2 * limits.max_rows * _decode_heads(model_config, limits)
     return max(decodes, MAX_TILE_ROWS * model_config.num_heads) * model_config.head_dim
 
 
 def _decode_heads(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Count the rows of queries that one decode takes, padding included."""
+    """Return the query heads of one decode, including padding."""
     if not limits.deterministic:
         return model_config.num_heads
     return model_config.num_kv_heads * pad_rows(model_config.group_size)

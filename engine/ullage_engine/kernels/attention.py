@@ -1,8 +1,9 @@
-"""Attention over paged KV, prepared once a step and run once a layer.
+"""Attention over paged KV with torch operations, prepared once a step and run once a layer.
 
-Blocks are gathered into a workspace and multiplied there, the query heads of a KV head folded into
-one matrix: on a CPU that is several times faster than `scaled_dot_product_attention` for decodes,
-and for prompts in bfloat16. Views are made once a step, so that a layer is only its operations.
+KV blocks are gathered into a workspace and multiplied there. The query heads of a KV head are
+folded into one matrix. On a CPU this is several times faster than `scaled_dot_product_attention`
+for decodes, and for prompts in bfloat16. Views are made once a step, so that each layer runs only
+tensor operations.
 """
 
 import math
@@ -19,7 +20,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Buffers that all sequences share, one after another, and what sizes views of them."""
+    """Attention buffers that the sequences of a step use in turn."""
 
     model_config: ModelConfig
     block_tokens: int
@@ -28,15 +29,18 @@ class Workspace:
     scores: torch.Tensor
     mask: torch.Tensor  # [tile, earlier + tile], see fill_mask
     codes: torch.Tensor | None = None
-    """Bytes of gathered KV, if it is stored as float8."""
+    """Buffer for gathered float8 codes. None: KV is not stored as float8."""
 
     def gather_view(self, num_blocks: int) -> torch.Tensor:
-        """Return room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
+        """Return a view to gather blocks into: [2 * kv_heads, num_blocks, block_tokens * head_dim].
+
+        Keys come first.
+        """
         width = self.block_tokens * self.model_config.head_dim
         return shaped(self.gathered, 2 * self.model_config.num_kv_heads, num_blocks, width)
 
     def gather(self, cache: LayerCache, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill a `gather_view` with blocks of one layer."""
+        """Copy blocks of one layer into `out`, a `gather_view`."""
         gather(cache, slice(None), block_ids, self.codes, out)
 
     def mask_view(self, rows: int, context: int) -> torch.Tensor:
@@ -46,10 +50,11 @@ class Workspace:
 
 
 def fill_mask(mask: torch.Tensor) -> None:
-    """Make the causal mask of a tile of rows after any number of earlier tokens.
+    """Write the causal mask [rows, columns] of a tile: 0 where a row may look, else -inf.
 
-    Row i may see column c while c <= i + earlier, where earlier = columns - rows; the mask of a
-    tile with fewer earlier tokens is the same matrix from a later column on.
+    Row i sees column c if c <= i + earlier, where earlier = columns - rows is the number of tokens
+    before the tile. The mask of a tile with fewer earlier tokens is the same matrix from a later
+    column on.
     """
     rows, columns = mask.shape
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=mask.device)
@@ -57,7 +62,7 @@ def fill_mask(mask: torch.Tensor) -> None:
 
 
 class DecodeAttention:
-    """Attention of one token each of several sequences."""
+    """Attention of a group of decodes: one token of each of several sequences."""
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class DecodeAttention:
         self._out = out.transpose(0, 1)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
+        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         torch.mul(self._heads, self._scale, out=self._queries)
         torch.bmm(self._folded, self._keys, out=self._scores)
@@ -99,18 +104,19 @@ class DecodeAttention:
         if sinks is None:
             torch.softmax(self._scores, -1, out=self._scores)
         else:
-            # [kv_heads, 1, size]: the same for all rows.
+            # [kv_heads, 1, size]: all rows have the same sinks.
             softmax_with_sinks(self._masked, sinks.view(self._masked.shape[0], 1, -1))
         torch.bmm(self._scores, self._values, out=self._folded)
         self._out.copy_(self._queries)
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Compute the softmax over the last dimension, in place, of scores and one sink each.
+    """Compute the softmax of scores over the last dimension with attention sinks, in place.
 
-    sinks broadcasts to scores without their last dimension. With m the largest score and p its
-    weight in the plain softmax, log(sum(exp(scores))) is m - log(p), so the scores' share of the
-    whole is sigmoid(m - log(p) - sink).
+    A sink is a logit that takes part in the softmax and has no value, as in gpt-oss. `sinks`
+    broadcasts to the shape of `scores` without its last dimension. If m is the largest score and p
+    its weight in the plain softmax, log(sum(exp(scores))) is m - log(p). The scores' share of the
+    softmax is therefore sigmoid(m - log(p) - sink).
     """
     peaks = scores.amax(-1).float()
     torch.softmax(scores, -1, out=scores)
@@ -119,7 +125,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
 
 
 def _length_mask(lengths: Ints, padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Return zero on what each row sees of its context, else minus infinity; [rows, 1, padded]."""
+    """Return the mask [rows, 1, padded]: 0 where a row sees its context, else -inf."""
     columns = torch.arange(padded, device=like.device)
     ends = torch.from_numpy(lengths).to(like.device)[:, None, None]
     outside = columns >= ends
@@ -129,7 +135,7 @@ def _length_mask(lengths: Ints, padded: int, window: int, like: torch.Tensor) ->
 
 
 class PrefillAttention:
-    """Attention of consecutive tokens of one sequence, after any number of cached ones."""
+    """Attention of a tile: consecutive tokens of one prompt, after any number of cached tokens."""
 
     def __init__(
         self,
@@ -153,12 +159,12 @@ class PrefillAttention:
         self._out = out.permute(1, 2, 0, 3)
         self._mask = workspace.mask_view(rows, tile.earlier + rows)
         self._hidden = _hidden_by_window(rows, tile.earlier, window, rotated.device)
-        # Measured on a CPU: the fused kernel wins in float32, two matrix products in bfloat16.
+        # On a CPU the fused kernel was faster in float32, and two matrix products in bfloat16.
         fused = rotated.device.type != "cpu" or rotated.dtype == torch.float32
         self._is_fused = fused and not window
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
+        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         if self._is_fused and sinks is None:
             self._fused()
@@ -206,9 +212,9 @@ class PrefillAttention:
 def _hidden_by_window(
     rows: int, earlier: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the mask of positions before each row's sliding window, [rows, earlier + rows].
+    """Return which positions lie before each row's sliding window: bool [rows, earlier + rows].
 
-    None: every window reaches back to the first position.
+    None: no position does, since every window reaches back to the first one.
     """
     if not window or earlier + rows <= window:
         return None

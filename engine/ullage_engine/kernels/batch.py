@@ -1,7 +1,7 @@
 """A step plan as index arrays: one flat batch of tokens, decodes first.
 
-Pure arithmetic over whole arrays. What attends may read pages in place, or gather groups of decodes
-and tiles of prompts; groups and tiles are cut here, too, from the same arrays.
+This is pure arithmetic over whole arrays. Some attention code reads KV pages in place. Other code
+gathers groups of decodes and tiles of prompts, which are cut here, too, from the same arrays.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,34 +24,36 @@ from ullage_engine.kernels.block_tables import BlockTables, Ints
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 GROUP_WASTE_TOKENS = 1024
-"""Padding, in tokens of context, worth one decode group fewer: a group's fixed cost of about 60 µs
-a layer gathers and scores about that many tokens."""
+"""Most tokens of padding in a decode group.
+
+A group has a fixed cost of about 60 µs a layer, in which about this many tokens of context could be
+gathered and scored."""
 
 NO_SLOT = -1
-"""Slot of what is read as zero, or written nowhere."""
+"""Slot that means none: reading it gives zeros, and writing to it does nothing."""
 
 Longs = npt.NDArray[np.int64]
-"""Indices that torch takes as int64 alone: those of `index_copy_`."""
+"""Indices for `index_copy_`, which torch accepts as int64 only."""
 
 Bucket = Callable[[int], int]
-"""A size, rounded up."""
+"""Rounds a size up to a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Runs of consecutive tokens, each of one prompt; an entry of each array for each run."""
+    """Runs of consecutive prompt tokens. Every array has one entry for each run."""
 
     first_rows: Ints
-    """Row of the first token in the flat batch."""
+    """Row of each run's first token in the flat batch."""
     counts: Ints
-    """Tokens."""
+    """Number of tokens in each run."""
     earlier: Ints
-    """Tokens of the sequence before the first one."""
+    """Number of the sequence's tokens before each run."""
     prompts: Ints
-    """Row of `PagedRows.prompt_tables`."""
+    """Row of each run's block table in `PagedRows.prompt_tables`."""
 
     def cut(self, size: int) -> "Spans":
-        """Return the same tokens in runs of at most `size`."""
+        """Return the same tokens, cut into runs of at most `size` tokens."""
         if len(self.counts) == 0:
             return self
         pieces = -(-self.counts // size)
@@ -69,63 +71,66 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where the KV of a step's rows goes, and what they attend to."""
+    """The slots to which a step writes its rows' KV, and the blocks that the rows attend to."""
 
     slots: Longs
-    """Slot of each row, NO_SLOT for padding."""
+    """KV slot of each row, NO_SLOT for padding."""
     lengths: Ints
-    """Context of each decode, its own token included; 0 for padding. Decodes are the first rows,
-    the longest first."""
+    """Context length of each decode, including its own token; 0 for padding.
+
+    Decodes are the first rows of the batch, sorted from longest to shortest."""
     decode_tables: Ints
-    """Block ids [decodes, width]; a table that ends earlier repeats its last block."""
+    """Block ids [decodes, width]. A shorter table is padded with its last block."""
     prompts: Spans
-    """Chunks that are no decodes, whole."""
+    """The prompts' chunks, one run for each."""
     tiles: Spans
-    """The same in tiles of at most MAX_TILE_ROWS."""
+    """The same tokens in runs of at most MAX_TILE_ROWS."""
     prompt_tables: Ints
-    """Block ids [prompts, width], like those of decodes."""
+    """Block ids [prompts, width], padded like `decode_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvPlan:
-    """The inputs of each row's convolution, as indices into `source`.
+    """The inputs of each row's convolution, as indices into a source of columns.
 
-    `source` is the T rows of a layer's input columns, then for each of the C chunks, in the order
-    of their rows, its state: the kernel - 1 columns before its first row, oldest first.
+    The source starts with the T input columns of a layer, one for each row. The states of the C
+    chunks follow, in the order of the chunks. A chunk's state is the kernel - 1 columns before its
+    first row, oldest first.
     """
 
     taps: Ints
-    """Indices [kernel, T]: taps[j, i] is the column at the position of row i less kernel - 1 - j,
-    of the same sequence."""
+    """Indices [kernel, T]. If row i is at position p of its sequence, taps[j, i] is the sequence's
+    column at position p - (kernel - 1 - j)."""
     tails: Ints
-    """Indices [C, kernel - 1] of the state after each chunk."""
+    """Indices [C, kernel - 1] of the columns that form the state after each chunk."""
     slots: Ints
-    """Slot of the state before each chunk; NO_SLOT: it begins from zero state."""
+    """Slot of the state before each chunk. NO_SLOT: the chunk begins from a state of zeros."""
     next_slots: Longs
-    """Slot of the state after each chunk; none that the step reads, and NO_SLOT for padding."""
+    """Slot for the state after each chunk, NO_SLOT for padding. The step reads none of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Everything the model needs to know of a step."""
+    """A step as the model computes it: one flat batch of rows."""
 
     num_tokens: int
-    """Rows that are tokens of the plan; those behind them are padding."""
+    """Number of rows that are tokens of the plan. Rows behind them are padding."""
     token_ids: Ints
     positions: Ints
     rows: PagedRows
     sampled: list[Chunk]
-    """Chunks to sample, in the plan's order; what is sampled behind several of its tokens is there
-    as often, each time up to one of them."""
+    """Chunks to sample from, in the plan's order.
+
+    A chunk that is sampled at several of its tokens appears once for each, cut off behind it."""
     sampled_rows: Ints
     """Row of the last token of each sampled chunk."""
     conv: ConvPlan | None = None
-    """Plan of the convolutions, for models that have them."""
+    """Plan of the convolutions. None: the model has none."""
     windowed: PagedRows | None = None
-    """The rows' KV in layers with sliding windows, where these have blocks of their own."""
+    """KV places in layers with sliding windows. None: they are those of `rows`."""
 
     def paged(self, window: int) -> PagedRows:
-        """Return the rows' KV in a layer with such a window; 0: none."""
+        """Return the rows' KV places in a layer with this sliding window (0: no window)."""
         return self.rows if self.windowed is None or not window else self.windowed
 
 
@@ -140,7 +145,7 @@ PADDING = Chunk(
     num_prompt_tokens=0,
     next_state_slot=NO_SLOT,
 )
-"""A decode that stores nothing and attends to nothing."""
+"""A decode that pads a step: it stores no KV and attends to no token."""
 
 
 def build_batch(
@@ -154,19 +159,19 @@ def build_batch(
     windowed: bool = False,
     tables: BlockTables | None = None,
 ) -> StepBatch:
-    """Lay out the chunks of a step, decodes first.
+    """Lay out the chunks of a step as one flat batch, decodes first.
 
     Args:
         plan: the step.
         block_tokens: tokens of a KV block.
-        bucket: blocks of context attended for sequences of at most so many.
-        padded_decodes: rows of a step of nothing but so many decodes. Its arrays then have the same
-            shapes for all steps of a bucket. None: no rows of padding.
-        conv_kernel: taps of the model's convolutions, 0 without.
-        scratch_block: where the KV of replayed tokens goes, in no sequence's table; only models
-            with convolutions need one.
-        windowed: layers with sliding windows have blocks of their own.
-        tables: block tables of the steps before; None: there were none.
+        bucket: rounds a number of blocks up to the width of a block table.
+        padded_decodes: rounds up the number of decodes in a step without prompts, so that all steps
+            of a bucket have arrays of the same shapes. None: no rows are padded.
+        conv_kernel: taps of the model's convolutions; 0: it has none.
+        scratch_block: block for the KV of replayed tokens, which is in no sequence's table. Only
+            models with convolutions need it.
+        windowed: whether layers with sliding windows have blocks of their own.
+        tables: block tables from earlier steps. None: there are none yet.
     """
     decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
     prompts = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
@@ -200,9 +205,7 @@ def build_batch(
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
-    """Yield the blocks that the step begins to fill and leaves with room behind their last
-    token.
-    """
+    """Yield the ids of blocks that the step begins to fill but does not fill completely."""
     for chunk in plan.chunks:
         last = (chunk.end - 1) // block_tokens
         if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:
@@ -217,22 +220,22 @@ def _is_decode(chunk: Chunk) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The chunks in the order of their rows, and every row's place in its chunk."""
+    """The chunks in the order of their rows, and the place of every row in its chunk."""
 
     chunks: list[Chunk]
     num_decodes: int
     num_padding: int
     starts: Ints
-    """Tokens before each chunk's first."""
+    """Number of the sequence's tokens before each chunk."""
     counts: Ints
-    """Tokens of each chunk."""
+    """Number of tokens in each chunk."""
     first_rows: Ints
     owners: Ints
-    """Chunk of each row."""
+    """Index of each row's chunk."""
     offsets: Ints
-    """Place of each row in its chunk."""
+    """Position of each row in its chunk."""
     positions: Ints
-    """Place of each row in its sequence."""
+    """Position of each row in its sequence."""
 
     @classmethod
     def of(cls, chunks: list[Chunk], num_decodes: int, num_padding: int) -> "_Layout":
@@ -246,7 +249,7 @@ class _Layout:
         return cls(chunks, num_decodes, num_padding, *places)
 
     def windowed(self) -> "_Layout":
-        """Return the same with the block tables of layers with sliding windows."""
+        """Return the same layout with the block tables of the layers with sliding windows."""
         chunks = [replace(chunk, block_ids=chunk.window_block_ids) for chunk in self.chunks]
         return dataclass_replace(self, chunks=chunks)
 
@@ -258,7 +261,7 @@ def _flat(lists: Sequence[Sequence[int]], count: int) -> Ints:
 def _windowed_rows(
     layout: _Layout, block_tokens: int, bucket: Bucket, scratch_block: int | None
 ) -> PagedRows:
-    # Their lists are made for each step, so no table could be kept.
+    # These block lists are new objects in every step, so tables cannot be reused.
     tables = BlockTables(len(layout.chunks))
     return _paged_rows(layout.windowed(), block_tokens, bucket, scratch_block, tables)
 
@@ -296,10 +299,10 @@ def _paged_rows(
 def _padded_tables(
     chunks: Sequence[Chunk], num_blocks: Ints, bucket: Bucket, block_tables: BlockTables
 ) -> Ints:
-    """Return the chunks' block ids [chunks, width]; padding repeats a sequence's last block."""
+    """Return the chunks' block ids [chunks, width], each table padded with its last block."""
     width = bucket(int(num_blocks.max(initial=1)))
     rows = np.array(block_tables.update(chunks), np.intp)
-    # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
+    # Padding reads the sequence's own blocks, so NaN of another sequence cannot reach it.
     columns = np.minimum(np.arange(width), num_blocks[:, None] - 1)
     tables: Ints = block_tables.table[rows[:, None], columns]
     return tables
@@ -324,7 +327,7 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
     num_rows = len(layout.owners)
 
     def index(chunk: Ints, place: Ints) -> Ints:
-        """Where in `source` a chunk's column is: its state's come first, then those of its rows."""
+        """Return where the source holds a chunk's columns, counted from its state's first."""
         in_state = num_rows + chunk * columns + place
         in_rows = layout.first_rows[chunk] + place - columns
         source: Ints = np.where(place < columns, in_state, in_rows)
@@ -344,36 +347,36 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes of similar length, attended together: rows start to end of the flat batch."""
+    """Decodes of similar length that are attended together, rows `start` to `end` of the batch."""
 
     start: int
     end: int
     padded_rows: int
     num_blocks: int
-    """Blocks gathered for each row."""
+    """Number of blocks to gather for each row."""
     block_ids: Ints
-    """Block tables [padded_rows, num_blocks]; padding repeats the last row's."""
+    """Block tables [padded_rows, num_blocks]. Padding rows repeat the last row's table."""
     lengths: Ints
-    """Context of each padded row, its own token included."""
+    """Context length of each row, including its own token and padding rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Rows start to end of the flat batch: consecutive tokens of one sequence."""
+    """Consecutive tokens of one prompt, rows `start` to `end` of the flat batch."""
 
     start: int
     end: int
     padded_rows: int
     earlier: int
-    """Tokens of the sequence before the first row's."""
+    """Number of the sequence's tokens before the tile."""
     block_ids: Ints
-    """Blocks of the last row's context, and padding."""
+    """Block ids of the last row's context, including padding."""
 
 
 def decode_groups(
     rows: PagedRows, block_tokens: int, max_gather_tokens: int, bucket: Bucket = context_bucket
 ) -> list[DecodeGroup]:
-    """Cut decodes, longest first, into groups that fit the workspace and waste little."""
+    """Cut decodes, longest first, into groups that fit the workspace and need little padding."""
     buckets = [bucket(-(-length // block_tokens)) for length in rows.lengths.tolist()]
     max_blocks = max_gather_tokens // block_tokens
     groups = []
@@ -392,10 +395,10 @@ def decode_groups(
 
 
 def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
-    """Count the leading rows of blocks that waste little in one group, at least one."""
+    """Return how many leading rows form a group that needs little padding, at least 1."""
     waste = 0
     for index, own in enumerate(buckets):
-        # Padding to the row's own bucket is there in any group.
+        # Padding to the row's own bucket is needed in any group, so it does not count.
         waste += (buckets[0] - own) * block_tokens
         if waste > GROUP_WASTE_TOKENS and index:
             return index
@@ -405,7 +408,7 @@ def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
 def prefill_tiles(
     rows: PagedRows, block_tokens: int, bucket: Bucket = context_bucket
 ) -> list[PrefillTile]:
-    """Cut prompts into tiles whose scores are computed at once."""
+    """Cut prompts into tiles small enough to compute all of a tile's scores at once."""
     spans = rows.prompts
     tiles = []
     columns = (spans.first_rows, spans.counts, spans.earlier)

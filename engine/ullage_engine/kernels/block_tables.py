@@ -1,4 +1,4 @@
-"""Block tables of sequences as int32 rows that are kept from step to step."""
+"""The block tables of sequences as rows of one int32 array, kept from step to step."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,36 +16,36 @@ _FIRST_COLUMNS = 64
 
 @dataclass(slots=True)
 class _Row:
-    """The place of one sequence's table."""
+    """The row that holds the block table of one sequence."""
 
     index: int
     block_ids: list[int]
     length: int = 0
-    """Entries that are in the row."""
+    """Number of block ids that are written to the row."""
 
 
 class BlockTables:
-    """A row of block ids for each sequence, so that a step writes only entries that are new.
+    """A row of block ids for each sequence, so that a step writes only the new ids.
 
-    A row holds for the next step if the chunk has the same list again: such a list grows, and its
-    entries never change (`Chunk.block_ids`).
+    A row is reused if the sequence's next chunk has the same list object. Such a list only grows,
+    and its entries never change (`Chunk.block_ids`). Otherwise the row is written from its start.
     """
 
     def __init__(self, num_kept: int) -> None:
-        """`num_kept`: sequences whose rows are kept; those of a step always are."""
+        """Allocate rows for `num_kept` sequences; a larger step gets more."""
         self._table = np.zeros((num_kept, _FIRST_COLUMNS), np.int32)
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """By request, the least recently used first."""
 
     @property
     def table(self) -> Ints:
-        """Block ids [rows, columns], contiguous; `update` may replace the array."""
+        """Block ids, int32 [rows, columns], contiguous. `update` may replace the array."""
         return self._table
 
     def update(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Write the chunks' new entries; return the row of each chunk in `table`.
+        """Write the chunks' new block ids and return the row of each chunk in `table`.
 
-        Rows are valid until the next call.
+        The rows are valid until the next call.
         """
         self._make_room(rows=len(chunks))
         return [self._update(chunk).index for chunk in chunks]
@@ -76,7 +76,7 @@ class BlockTables:
         old_rows, old_columns = self._table.shape
         if rows <= old_rows and columns <= old_columns:
             return
-        # Doubled, since each sequence grows by one block at a time.
+        # The width doubles, since a sequence grows by one block at a time.
         new_columns = old_columns if columns <= old_columns else max(columns, 2 * old_columns)
         table = np.zeros((max(rows, old_rows), new_columns), np.int32)
         table[:old_rows, :old_columns] = self._table

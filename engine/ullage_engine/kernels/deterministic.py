@@ -1,14 +1,14 @@
-"""Products and attention whose result for a row does not depend on the other rows of a step.
+"""Batch-invariant matrix products and attention: a row's result does not depend on other rows.
 
-A row of a product is the same sums whatever stands in the other rows, but libraries choose the
-order of each sum by the shape of the whole product, and rounding follows the order. A product of
-`UNIT_ROWS` rows is the reference here. Larger ones are used where they were verified to give the
-same bits on this machine, with these shapes and threads; else the product is computed in parts.
+Libraries choose the order of each sum by the shape of the whole product, and rounding depends on
+this order. The reference is therefore a product of `UNIT_ROWS` rows. Larger products are used if
+they were verified to give the same bits on this machine, with these shapes and threads. Otherwise a
+product is computed in parts.
 
-Attention cuts the context into spans of `SPAN_TOKENS`, counted from the sequence's first token.
-Scores, softmax and weighted sum of a span have one width in every step, and spans are merged in
-their order by their share of the softmax (split-KV; Dao et al., "Flash-Decoding", 2023). A span
-that a row may not see gets the share 0, so it does not matter how far the rows beside it reach.
+Attention cuts the context into spans of `SPAN_TOKENS`, counted from the sequence's first token. The
+scores, the softmax and the weighted sum of a span have the same shape in every step. Spans are
+merged in order, each weighted by its share of the softmax (split-KV; Dao et al., "Flash-Decoding",
+2023). A span that a row must not see has a share of 0, so the lengths of other rows do not matter.
 Decodes and prompt rows run the same code.
 """
 
@@ -30,14 +30,17 @@ _Shape = tuple[int, ...]
 
 
 class RowProducts:
-    """Products of x [units of rows, in] and weights [in, out], alone and in batches."""
+    """Batch-invariant products of x [rows, in] and weights [in, out], alone and in batches.
+
+    The number of rows is a multiple of `UNIT_ROWS`.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[_Shape, list[int]] = {}
         self._batches: set[tuple[_Shape, _Shape]] = set()
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Write x @ weight."""
+        """Write x @ weight to out."""
         for rows in self._parts(x.shape[0], weight.shape):
             torch.mm(x[rows], weight, out=out[rows])
 
@@ -47,16 +50,21 @@ class RowProducts:
             out[rows].addmm_(x[rows], weight)
 
     def multiply_each(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-        """Write x [batch, rows, in] @ y [batch, in, out]."""
+        """Write the batched product x [batch, rows, in] @ y [batch, in, out] to out."""
         if (x.shape, y.shape) in self._batches:
             torch.bmm(x, y, out=out)
         else:
             _multiply_each_unit(x, y, out)
 
     def verify_row_invariance(self, weight: torch.Tensor, sizes: Iterable[int]) -> bool:
-        """Find the sizes in which rows of x @ weight equal those of a unit.
+        """Find the numbers of rows that `multiply` may compute at once with this weight's shape.
 
-        False: not even a unit's rows do, because their place in it matters.
+        A number qualifies if its product gives each row the bits that it has in a product of
+        `UNIT_ROWS` rows.
+
+        Returns:
+            Whether `UNIT_ROWS` itself qualifies. If not, a row's result depends on its place among
+            the rows, and no product is batch-invariant.
         """
         ordered = sorted({UNIT_ROWS, *sizes}, reverse=True)
         self._sizes[weight.shape] = [UNIT_ROWS]
@@ -65,7 +73,14 @@ class RowProducts:
         return UNIT_ROWS in equal
 
     def verify_batched(self, x: _Shape, y: torch.Tensor) -> bool:
-        """Whether a batch of products of shapes x and y is computed as one, from now on."""
+        """Verify that a batched product of these shapes gives the bits of separate products.
+
+        If it does, `multiply_each` computes such batches at once from now on.
+
+        Args:
+            x: shape of the first operand, [batch, rows, in].
+            y: the second operand [batch, in, out].
+        """
         whole = y.new_empty((x[0], x[1], y.shape[2]))
         parts = torch.empty_like(whole)
         for seed in range(_probes(whole.numel(), y.dtype)):
@@ -77,7 +92,10 @@ class RowProducts:
         return True
 
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
-        """Whether so many rows at once, and a unit's rows in other places, give the same bits."""
+        """Return whether a product of `size` rows gives each row the bits of a unit's product.
+
+        Each row is in another place of the two products.
+        """
         for seed in range(_probes(size * weight.shape[1], weight.dtype)):
             x = fill_random(weight.new_empty(size, weight.shape[0]), seed)
             start = fill_random(weight.new_empty(1, weight.shape[1]), seed)
@@ -94,7 +112,7 @@ class RowProducts:
 
 
 def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
-    """Cut rows into parts of these sizes, the largest first; the last size is a unit."""
+    """Cut rows into slices of these sizes, largest first; the last size is `UNIT_ROWS`."""
     start = 0
     for size in sizes:
         while rows - start >= size:
@@ -103,14 +121,16 @@ def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
 
 
 def _probes(size: int, dtype: torch.dtype) -> int:
-    """Return how many products of so many numbers must agree before an order of sums counts as
-    the same: another order changes many a float32, but only one bfloat16 in ten thousand.
+    """Return how many random products must agree to prove that two have the same order of sums.
+
+    Another order changes many float32 results, but only one bfloat16 result in ten thousand.
+    `size` is the number of results of one product.
     """
     return 1 if dtype == torch.float32 else min(_MAX_PROBES, -(-_PROBED_NUMBERS // size))
 
 
 def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Fill a tensor in place, for a seed always alike."""
+    """Fill a tensor with normal random numbers in place, the same for the same seed."""
     generator = torch.Generator(x.device).manual_seed(_SEED + seed)
     return x.normal_(generator=generator)
 
@@ -118,7 +138,7 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the product, and the product added to `start`; [2, rows, out]."""
+    """Return `multiply` of x and weight, and `add` of it to `start`: [2, rows, out]."""
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])
@@ -135,7 +155,7 @@ def _multiply_each_unit(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Buffers that all sequences share, one after another."""
+    """Buffers of deterministic attention that the sequences of a step use in turn."""
 
     model_config: ModelConfig
     block_tokens: int
@@ -147,30 +167,29 @@ class SplitWorkspace:
     scaled: torch.Tensor  # float32
     mask: torch.Tensor  # [tile, span_mask_width()], see fill_span_mask
     codes: torch.Tensor | None = None
-    """Bytes of gathered KV, if it is stored as float8."""
+    """Buffer for gathered float8 codes. None: KV is not stored as float8."""
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Return the number that masks a score.
+    """Return the number that masks a score, whose weight in the softmax is then 0.
 
-    The softmax of a masked score is 0. It is not minus infinity, so a row whose scores are all
-    masked does not become NaN.
+    It is not -inf, so that a row whose scores are all masked does not become NaN.
     """
     return torch.finfo(dtype).min / 2
 
 
 def fill_span_mask(mask: torch.Tensor) -> None:
-    """Make the causal mask of a tile that begins anywhere in a span.
+    """Write the causal mask of a tile that may begin anywhere in a span.
 
-    Row i may see column c while c <= i + SPAN_TOKENS; a tile that begins at token t of its span
-    takes the columns from SPAN_TOKENS - t on.
+    Row i sees column c if c <= i + SPAN_TOKENS. A tile that begins at token t of its span uses the
+    columns from SPAN_TOKENS - t on.
     """
     hidden = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
     mask.zero_().masked_fill_(hidden.triu_(SPAN_TOKENS + 1), hidden_score(mask.dtype))
 
 
 class SplitAttention:
-    """Rows of queries of several sequences, or of one, over their spans of context."""
+    """Attention over the context's spans, for decodes of several sequences or a tile of one."""
 
     def __init__(
         self,
@@ -179,8 +198,13 @@ class SplitAttention:
         rows: int,
         device: torch.device,
     ) -> None:
-        """`tables`: blocks [sequences, width] in whole spans; `rows`: queries of each per KV head,
-        in whole units.
+        """Prepare views of the workspace.
+
+        Args:
+            workspace: buffers shared with the step's other attentions.
+            tables: block ids [sequences, width]; the width covers whole spans.
+            rows: queries of each sequence and KV head, a multiple of `UNIT_ROWS`.
+            device: device of the buffers.
         """
         model_config = workspace.model_config
         block_tokens = workspace.block_tokens
@@ -214,8 +238,14 @@ class SplitAttention:
         mask: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Say where things are: `heads` to attend, their place in `queries`, the part of `scores`
-        that gets `mask` added, and where the results of `placed` go.
+        """Set the views that `run` reads and writes.
+
+        Args:
+            heads: query heads to attend.
+            placed: the view of `queries` to which scaled `heads` are written.
+            masked: the view of `scores` to which `mask` is added.
+            mask: 0 where a query sees a position, otherwise `hidden_score`.
+            out: tensor to which the results in `placed` are copied.
         """
         self._heads = heads
         self._placed = placed
@@ -224,7 +254,7 @@ class SplitAttention:
         self._mask = mask
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
+        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
         assert sinks is None, "refused at start"
         torch.mul(self._heads, self._heads.shape[-1] ** -0.5, out=self._placed)
         for block_ids, scores in zip(self._spans, self.scores, strict=True):
@@ -245,21 +275,23 @@ class SplitAttention:
         self._merged.zero_()
         for span, share in enumerate(shares):
             self._sum_span(cache, span)
-            # Two roundings, not one: whether a fused operation is used depends on the place.
+            # Multiply and add separately, which rounds twice. Whether a library fuses the two
+            # operations would depend on a number's place in the tensor.
             self._merged.add_(self._scaled.copy_(self._folded).mul_(share[..., None]))
         self._folded.copy_(self._merged)
 
     def _sum_span(self, cache: LayerCache, span: int) -> None:
-        """Write the span's weighted values over the queries, which are no longer needed."""
+        """Write the span's weighted sum of values over the queries, which are no longer needed."""
         gather(cache, self._of_values, self._spans[span], self._codes, self._gathered)
         self._products.multiply_each(self.scores[span], self._span, self._folded)
 
 
 def span_shares(peaks: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
-    """Compute each span's share of the whole softmax, float32 [spans, ...].
+    """Return the share of each span in the softmax over all spans, float32 [spans, ...].
 
-    `peaks` are the largest scores and `tops` the largest weights of the spans' own softmaxes; a top
-    is 1 / sum(exp(score - peak)).
+    Args:
+        peaks: largest score of each span.
+        tops: largest weight in each span's own softmax, which is 1 / sum(exp(score - peak)).
     """
     heights = peaks.float()
     sums = (heights - heights.amax(0)).exp_() / tops.float()
@@ -276,7 +308,7 @@ def split_decodes(
     workspace: SplitWorkspace,
     window: int,
 ) -> SplitAttention:
-    """Attends one token each of several sequences."""
+    """Prepare deterministic attention of a group of decodes."""
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape
@@ -295,7 +327,7 @@ def split_decodes(
 
 
 def _length_mask(lengths: Ints, scores: torch.Tensor) -> torch.Tensor:
-    """Return the mask of positions beyond each context, [spans, 1, sequences, 1, SPAN_TOKENS]."""
+    """Return the mask of positions beyond each context: [spans, 1, sequences, 1, SPAN_TOKENS]."""
     columns = torch.arange(scores.shape[0] * SPAN_TOKENS, device=scores.device)
     hidden = columns >= torch.from_numpy(lengths).to(scores.device)[:, None]
     mask = scores.new_zeros(hidden.shape).masked_fill_(hidden, hidden_score(scores.dtype))
@@ -309,7 +341,7 @@ def split_prefill(
     workspace: SplitWorkspace,
     window: int,
 ) -> SplitAttention:
-    """Attends consecutive tokens of one sequence, after any number of cached ones."""
+    """Prepare deterministic attention of a tile: consecutive tokens of one prompt."""
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape
@@ -317,7 +349,7 @@ def split_prefill(
     padded = tile.padded_rows
     attention = SplitAttention(workspace, tile.block_ids[None], size * padded, rotated.device)
     queries = attention.queries.view(kv_heads, size, padded, head_dim)
-    # Spans before the tile's first token are seen whole.
+    # Every row sees all of the spans before the tile's first token, so they need no mask.
     first, offset = divmod(tile.earlier, SPAN_TOKENS)
     masked = attention.scores[first:].view(-1, kv_heads, size, padded, SPAN_TOKENS)
     columns = slice(SPAN_TOKENS - offset, SPAN_TOKENS - offset + masked.shape[0] * SPAN_TOKENS)

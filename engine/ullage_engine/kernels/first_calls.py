@@ -1,8 +1,8 @@
-"""The first calls of torch's vector functions in a process, on one thread.
+"""Calls torch's vector functions once in a process on a single thread, before steps use them.
 
-A function of the vector library that torch was built with sets itself up when it is called first.
-Two threads that were first together have computed with two accuracies: one half of a tensor was
-right, the other wrong by 1.5e-4.
+Each function of the vector library that torch was built with initialises itself in its first call.
+This is not thread-safe. When two threads made the first call together, half of a tensor was right
+and the other half was wrong by 1.5e-4.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 _NUMBERS = 4096
-"""Enough for every vector loop, and for its remainder's."""
+"""Elements of the test tensor: enough to run every vector loop. One more runs its remainder."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -29,11 +29,14 @@ _FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: F.log_softmax(x, dim=-1),
     lambda x: F.rms_norm(x, (x.shape[-1],)),
 )
-"""What steps and calibrations compute, and what their like would."""
+"""Functions that steps and calibrations call, and similar ones that later code may call."""
 
 
 def make_first_calls() -> None:
-    """Call every function once on this thread alone, before any step may call it on several."""
+    """Call every vector function once, with torch limited to this thread.
+
+    Call this before any step, since steps call the functions from several threads.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

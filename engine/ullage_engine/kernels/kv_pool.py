@@ -1,9 +1,9 @@
-"""Device memory of the cache: the paged KV pool, host slots for swapped blocks, convolution states.
+"""The memory of the KV cache: the paged pool, host slots for swapped blocks, convolution states.
 
-KV is written into pages and gathered from them in the computing type, or in float8 E4M3 with a
-scale for each head that is a power of two. Dividing by such a scale and multiplying by it is exact,
-so the one rounding is E4M3's, and a kernel that applies the scale to queries and sums has the bits
-of one that applies it to keys and values.
+Pages hold KV in the activations' type, or in float8 E4M3 with one scale for each head. A scale is a
+power of two, so multiplying and dividing by it is exact, and only the conversion to E4M3 rounds. A
+kernel may therefore apply the scale to queries and sums instead of keys and values, and the bits
+are the same.
 """
 
 import math
@@ -20,26 +20,27 @@ from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.protocol.step_plan import Moves
 
 LARGEST = 448.0
-"""Largest number of E4M3, which has no infinity: what exceeds it is stored as that."""
+"""Largest number of E4M3. The format has no infinity, so larger numbers are stored as this one."""
 
 MIN_EXPONENT = -15
 MAX_EXPONENT = 7
-"""Exponents of scales: every stored number and every scale is one of float16, too."""
+"""Bounds of the scales' exponents. Within them float16 holds every stored number and scale."""
 
 
 LAYOUT_VERSION = 1
-"""Version of how a block's numbers lie in a slot, and of what they are: a change of either makes KV
-that others have stored unknown."""
+"""Version of the layout and the content of a stored block.
+
+Raise it if either changes, so that KV stored by an older version is not reused."""
 
 
 class _Bits(NamedTuple):
-    """The places of E4M3's bits in a number of another type."""
+    """The places of E4M3's bits in a wider floating-point type."""
 
     integers: torch.dtype
     shift: int
     mask: int
     bias: int
-    """The number that these bits are is its value times 2 to the power -bias."""
+    """Difference of the exponents' biases: the moved bits represent the value times 2^-bias."""
 
 
 _BITS = {
@@ -50,24 +51,29 @@ _BITS = {
 
 
 class HeadScales(NamedTuple):
-    """The values of a stored 1 in each head of a layer, in the computing type."""
+    """The float8 scales of a layer's heads, in the activations' type."""
 
     values: torch.Tensor  # [2 * kv_heads, 1, 1], keys first
-    factors: torch.Tensor  # the same, times what `widen` finds missing
+    factors: torch.Tensor  # the same, times `widening_factor`
 
 
 def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.device) -> HeadScales:
-    """Find the least power of two for each head with which all up to its bound can be stored.
+    """Return for each head the smallest power of two that scales its numbers into E4M3's range.
+
+    Args:
+        bounds: largest absolute value of each head, keys first.
+        dtype: type of the activations.
+        device: device of the scales.
 
     Raises:
-        WeightsError: a bound is no number, which float8 would store as one.
+        WeightsError: a bound is NaN.
     """
     if any(map(math.isnan, bounds)):
         raise WeightsError(
-            "weights of keys or values are no numbers, so model.kv_dtype fp8 has no scales for "
-            "them; download the model again"
+            "the K/V weights contain NaN, so model.kv_dtype fp8 cannot be scaled; download the "
+            "model again"
         )
-    # A fraction of 0.5 to 1 times 2 to this power is the quotient.
+    # frexp gives a fraction below 1, so 2 to this exponent is above the quotient.
     exponents = [
         min(MAX_EXPONENT, max(MIN_EXPONENT, math.frexp(bound / LARGEST)[1])) for bound in bounds
     ]
@@ -77,24 +83,24 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 
 def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-    """Write numbers as float8 codes of the same shape, and overwrite the numbers.
+    """Round numbers to float8 codes of the same shape, and overwrite the numbers.
 
-    A number that is too large for its scale saturates at the largest code.
+    A number that is too large for its scale becomes the largest code.
     """
     numbers.div_(scales).clamp_(-LARGEST, LARGEST)
     codes.view(torch.float8_e4m3fn).copy_(numbers)
 
 
 def widening_factor(dtype: torch.dtype) -> float:
-    """Return the factor with which `widen` gives the values of codes that have no scale."""
+    """Return the factor that `widen` needs to read codes without a scale."""
     return float(2.0 ** _BITS[dtype].bias)
 
 
 def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor) -> None:
-    """Write what bytes stand for; exact, and several times faster than torch's conversion.
+    """Convert float8 codes to the type of `out`, exactly, several times faster than torch does.
 
-    The bits are moved to their places in a wider number, whose exponent has another bias. Not a
-    number reads as 480: `narrow` makes it of nothing but not a number.
+    The bits are moved to their places in the wider type. Its exponent has another bias, for which
+    `factors` must account (`widening_factor`). NaN reads as 480. `narrow` writes NaN only for NaN.
     """
     layout = _BITS[out.dtype]
     bits = out.view(layout.integers)
@@ -104,7 +110,7 @@ def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor)
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values: the same memory seen as blocks and as slots.
+    """The keys and values of one layer, whose memory is viewed both as blocks and as slots.
 
     Slot = block id * block tokens + position within the block.
     """
@@ -113,12 +119,13 @@ class LayerCache(NamedTuple):
     keys: torch.Tensor  # [kv_heads, num_slots, head_dim]
     values: torch.Tensor  # [kv_heads, num_slots, head_dim]
     scales: HeadScales | None = None
-    """Scales of float8 KV: with them the tensors above are bytes, each a float8 E4M3."""
+    """Scales of float8 KV, whose tensors above hold bytes of E4M3. None: KV has no scales."""
 
 
 def scratch_blocks(model_config: ModelConfig) -> int:
-    """Count the blocks beside those of sequences, for the KV of tokens that are computed a second
-    time.
+    """Return the number of extra blocks that take the KV of tokens computed a second time.
+
+    Only models with convolutions recompute tokens, to restore a convolution's state.
     """
     return 1 if model_config.conv_kernel else 0
 
@@ -126,15 +133,22 @@ def scratch_blocks(model_config: ModelConfig) -> int:
 def kv_block_bytes(
     model_config: ModelConfig, block_tokens: int, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Return the bytes of one block; `itemsize` is that of a stored number."""
+    """Return the bytes of one KV block over all its layers.
+
+    Args:
+        model_config: the model.
+        block_tokens: tokens of a block.
+        itemsize: bytes of a stored number.
+        windowed: whether layers with sliding windows have blocks of their own.
+    """
     return block_tokens * model_config.page_bytes_per_token(itemsize, windowed=windowed)
 
 
 class KVPool:
-    """The KV of all sequences on the device, in one allocation, every page touched.
+    """The KV of all sequences on the device, in one allocation whose pages are all touched.
 
-    Heads come first so that the blocks of one head gather into a matrix. Where a model has
-    convolutions there is one block more than `num_blocks`, which is written and never read.
+    Heads are the first dimension, so that gathering the blocks of one head gives a matrix. A model
+    with convolutions has one more block than `num_blocks`, which is written but never read.
     """
 
     def __init__(
@@ -148,10 +162,17 @@ class KVPool:
         *,
         windowed: bool = False,
     ) -> None:
-        """`scales`, one for each layer that attends: KV is stored as float8, not as `dtype`.
+        """Allocate the pool.
 
-        `windowed`: a block holds tokens of the layers with sliding windows, or of those without:
-        the i-th layer of either lies in the same place.
+        Args:
+            model_config: the model.
+            num_blocks: blocks for sequences.
+            block_tokens: tokens of a block.
+            dtype: type of stored numbers, unless they are float8.
+            device: device of the pool.
+            scales: float8 scales of each attention layer. None: KV is stored as `dtype`.
+            windowed: whether a block belongs either to the layers with sliding windows or to those
+                without. The i-th layers of both kinds then use the same place in a block.
         """
         heads = 2 * model_config.num_kv_heads
         width = block_tokens * model_config.head_dim
@@ -169,22 +190,24 @@ class KVPool:
 
     @property
     def scratch_block(self) -> int:
-        """Takes the KV of replayed tokens; there is one only if the model has convolutions."""
+        """Id of the block for the KV of replayed tokens, if the model has convolutions."""
         return self.num_blocks
 
     def clear(self, block: int) -> None:
-        """Zeros one block over all layers: attention multiplies what lies behind its last token by
-        zero, and an earlier user's infinity or NaN would outlive that.
+        """Fill one block with zeros in all layers.
+
+        Attention multiplies the slots behind a block's last token by zero. An infinity or NaN of an
+        earlier sequence would survive that.
         """
         self.blocks[:, block].zero_()
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy one block over all layers; allocates nothing."""
+        """Copy one block in all layers, without allocating memory."""
         self.blocks[:, destination].copy_(self.blocks[:, source])
 
 
 def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
-    """Return the place in a block of each layer that attends."""
+    """Return the place of each attention layer within a block."""
     counts = [0, 0]
     places = []
     for layer in model_config.layers:
@@ -204,9 +227,9 @@ def _layer_cache(
 
 
 class StatePool:
-    """The convolution states of all sequences, in one allocation, every page touched.
+    """The convolution states of all sequences, in one allocation whose pages are all touched.
 
-    A state is the last kernel - 1 columns of each convolution's input, oldest first.
+    A state is the last kernel - 1 input columns of each convolution, oldest first.
     """
 
     def __init__(
@@ -216,7 +239,7 @@ class StatePool:
         shape = (model_config.num_conv_layers, num_slots, columns, model_config.conv_channels)
         self.states = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.layers = list(self.states)
-        """States of each convolution layer, [num_slots, kernel - 1, channels]."""
+        """State tensor of each convolution layer, [num_slots, kernel - 1, channels]."""
 
     @property
     def num_slots(self) -> int:
@@ -224,16 +247,21 @@ class StatePool:
 
 
 class HostPool:
-    """Slots in host memory, each for one block over all layers; every page touched.
+    """Slots in host memory, each for one block of all layers. All their pages are touched.
 
-    Beside a GPU the memory is pinned for as long as the pool lives, and a block passes through one
-    block of staging on the device, because only memory without gaps is copied between devices
-    without a temporary. What is prefetched passes through another one, on a stream of its own.
+    For a GPU the memory is pinned as long as the pool lives. Torch copies only contiguous memory
+    between devices without a temporary, so a block passes through a staging block on the device.
+    Prefetched blocks pass through a second staging block, on a stream of their own.
     """
 
     def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
-        """`shared` [slots, bytes of a block]: memory of the host tier, whose slots count behind
-        `num_slots` of its own; what they hold stays.
+        """Allocate the slots.
+
+        Args:
+            pool: KV blocks on the device.
+            num_slots: slots to allocate.
+            shared: memory of the host tier, [slots, bytes of a block]. Its slots are numbered from
+                `num_slots` on, and keep their content.
         """
         rows, _, width = pool.blocks.shape
         is_remote = pool.blocks.device.type != "cpu"
@@ -255,21 +283,21 @@ class HostPool:
         return self._slots.shape[0]
 
     def swap_out(self, block: int, slot: int) -> None:
-        """Copy a block to the host; later device work may overwrite the block."""
+        """Copy a block to a host slot. Device work that is queued later may overwrite the block."""
         source = self._pool.blocks[:, block]
         if self._staging is not None:
             source = self._staging.copy_(source)
         self._slot(slot).copy_(source, non_blocking=True)
 
     def swap_in(self, slot: int, block: int) -> None:
-        """Copy a slot to a block; later device work sees it."""
+        """Copy a host slot to a block. Device work that is queued later reads the new content."""
         self._copy_in(slot, block, self._staging)
 
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Start copying host slots to blocks. `finish_prefetch` waits for the copies.
 
-        A GPU copies on a stream of its own while the step computes. A CPU copies at once, since the
-        copy would take the cores of the step.
+        A GPU copies on a separate stream while the step computes. A CPU copies synchronously, since
+        a copy in the background would take cores from the step.
         """
         if self._stream is None:
             with self.timer:
@@ -283,8 +311,9 @@ class HostPool:
                 self._copy_in(slot, block, self._prefetched)
 
     def finish_prefetch(self) -> None:
-        """Return when what was prefetched is there: its slots may be written again, and later
-        device work sees it.
+        """Wait until all prefetched blocks are copied.
+
+        Their host slots may then be written again, and later device work reads the new blocks.
         """
         if self._is_prefetching and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -292,13 +321,13 @@ class HostPool:
         self._is_prefetching = False
 
     def measure(self) -> float:
-        """Measures the seconds of copying one block in either direction, at its best.
+        """Return the seconds of copying one block in either direction, the fastest of many.
 
-        The blocks keep what they hold.
+        The blocks keep their content.
         """
         count = max(1, min(self.num_slots, self._pool.num_blocks))
         timers = [CopyTimer(self._pool.blocks.device) for _ in range(_MEASUREMENTS)]
-        # Each pair of copies by itself: on a processor that others use, most are interrupted.
+        # Each pair of copies is timed alone, since other processes may interrupt most of them.
         for number, timer in enumerate(timers):
             with timer:
                 self.swap_out(number % count, number % count)
@@ -321,11 +350,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 _MEASUREMENTS = 64
-"""Blocks that are copied out and in to measure how fast that is."""
+"""Number of timed copies to the host and back."""
 
 
 class CopyTimer:
-    """Sums the seconds of copies: on a GPU between two events of its stream, else by the clock."""
+    """Sums the seconds of copies, by two events of a GPU's stream or by the clock of a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -352,7 +381,7 @@ class CopyTimer:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all copies so far; waits for those under way."""
+        """Seconds of all copies so far. Reading it waits for unfinished copies."""
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -361,7 +390,7 @@ class CopyTimer:
 
 
 def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
-    """Make copies of whole blocks in the order of `Moves`; allocates nothing."""
+    """Copy whole blocks in the order of `Moves`, without allocating memory."""
     if moves.swap_out or moves.swap_in:
         with host.timer:
             for block, slot in moves.swap_out:
@@ -377,9 +406,9 @@ def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
 def allocate(
     layout: ArenaLayout, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Allocates flat views by name in one allocation, every page touched.
+    """Allocate an arena, touch all its pages, and return a flat view of each buffer by name.
 
-    Four-byte buffers are float32, one-byte buffers uint8, others `dtype`.
+    A buffer of four bytes an element is float32, one of one byte is uint8, and others are `dtype`.
     """
     types = {1: torch.uint8, 4: torch.float32}
     # empty and zero_, because zeros would leave the pages unbacked until first use.
@@ -391,7 +420,7 @@ def allocate(
 
 
 def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return the start of a flat buffer, as a contiguous tensor of this shape."""
+    """Return the start of a flat buffer as a contiguous tensor of this shape."""
     count = 1
     for size in shape:
         count *= size
@@ -399,9 +428,9 @@ def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], alignment: int = 1) -> int:
-    """Sum the bytes of all memory that these tensors are views of, each piece of it counted once.
+    """Return the bytes of the memory behind these tensors, counting each storage once.
 
-    `alignment` rounds every piece up, as laying it out in a file does.
+    Each storage is rounded up to a multiple of `alignment`, as in a file with aligned tensors.
     """
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return sum(-(-each.nbytes() // alignment) * alignment for each in storages.values())
@@ -414,15 +443,20 @@ def write_kv(
     values: torch.Tensor,
     codes: torch.Tensor | None,
 ) -> None:
-    """Store a step's keys and values [kv_heads, tokens, head_dim], which it may overwrite.
+    """Write a step's keys and values to their slots. Float8 KV overwrites both.
 
-    `codes`: a flat buffer of bytes as large as either, if KV is stored as float8.
+    Args:
+        cache: pages of a layer.
+        slots: int64 slot of each token.
+        keys: [kv_heads, tokens, head_dim].
+        values: [kv_heads, tokens, head_dim].
+        codes: flat uint8 buffer with at least as many elements as `keys`, for float8 KV.
     """
     if cache.scales is None:
         cache.keys.index_copy_(1, slots, keys)
         cache.values.index_copy_(1, slots, values)
         return
-    assert codes is not None, "float8 without a buffer for it"
+    assert codes is not None, "float8 KV needs a buffer for its codes"
     stored = shaped(codes, *keys.shape)
     kv_heads = keys.shape[0]
     narrow(keys, cache.scales.values[:kv_heads], stored)
@@ -438,14 +472,19 @@ def gather(
     codes: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Copy blocks of some of the cache's 2 * kv_heads to out [heads, blocks, width].
+    """Copy blocks of some heads from the cache to `out`.
 
-    `codes`: a flat buffer of as many bytes as `out` has numbers, if KV is stored as float8.
+    Args:
+        cache: pages of a layer.
+        heads: selected heads among the 2 * kv_heads of the cache, keys first.
+        block_ids: blocks to copy.
+        codes: flat uint8 buffer with at least as many elements as `out`, for float8 KV.
+        out: [heads, blocks, block_tokens * head_dim].
     """
     if cache.scales is None:
         torch.index_select(cache.blocks[heads], 1, block_ids, out=out)
         return
-    assert codes is not None, "float8 without a buffer for it"
+    assert codes is not None, "float8 KV needs a buffer for its codes"
     gathered = shaped(codes, *out.shape)
     torch.index_select(cache.blocks[heads], 1, block_ids, out=gathered)
     widen(gathered, cache.scales.factors[heads], out)

@@ -1,7 +1,8 @@
-"""The steps of a mixture of experts, each into memory it is given and none waiting for the device.
+"""The operations of a mixture of experts, between the products of the experts' weights.
 
-A pair is a token and one of the experts it chose. Pairs are sorted by expert, so that every
-expert's rows are neighbours; `places` says where a token's pairs went.
+Each operation writes to memory that the caller passes, and none waits for the device. A pair is a
+token and one of its experts. Pairs are sorted by expert, so that the rows of every expert are
+consecutive. `places` holds the sorted row of each pair.
 """
 
 import torch
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from ullage_engine.model_config.model_config import ExpertsSpec
 
 BIAS_ROWS = 512
-"""Rows that biases are gathered for at once, which bounds the temporary."""
+"""Rows to which biases are added at once, which bounds the temporary tensor."""
 
 SIGMOID_EPS = 1e-6
-"""Number that LFM2 adds to the sum by which weights are divided."""
+"""Number that LFM2 adds to the sum of a token's weights before it divides them by it."""
 
 GATE_LIMIT = 7.0
+"""Limit of gpt-oss's gate, see `clamped_gate`."""
+
 GATE_SLOPE = 1.702
 """Slope of the sigmoid in gpt-oss's gate."""
 
@@ -28,14 +31,15 @@ def choose(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """Write each token's experts, best first, and their weights.
+    """Choose each token's experts, best first, and compute their weights.
 
     Args:
-        scores: the router's logits [tokens, experts], float32; changed.
-        bias: float32 [experts], added to what experts are ranked by.
-        ranks: float32 memory like scores.
-        chosen: int64 [tokens, experts_per_token].
-        weights: float32 [tokens, experts_per_token].
+        spec: the model's experts.
+        scores: the router's logits, float32 [tokens, experts]; overwritten.
+        bias: float32 [experts], added to the scores by which experts are ranked.
+        ranks: scratch memory with the shape and type of `scores`.
+        chosen: output, int64 [tokens, experts_per_token].
+        weights: output, float32 [tokens, experts_per_token].
     """
     if spec.scoring == "sigmoid":
         _choose_by_sigmoid(spec, scores.sigmoid_(), bias, ranks, chosen, weights)
@@ -56,7 +60,7 @@ def _choose_by_sigmoid(
     torch.topk(_ranked(sigmoids, bias, ranks), chosen.shape[1], out=(weights, chosen))
     torch.gather(sigmoids, 1, chosen, out=weights)
     if spec.is_normalised:
-        # Column by column: how a library sums a row may depend on how many rows there are.
+        # Sum column by column, since a library's row sums may depend on the number of rows.
         total = weights[:, 0] + SIGMOID_EPS
         for column in weights.unbind(1)[1:]:
             total.add_(column)
@@ -78,12 +82,12 @@ def sort_pairs(
     """Sort pairs by expert, and pairs of one expert by token.
 
     Args:
-        chosen: int64 [pairs], the expert of each.
-        experts: int64 [experts], 0, 1, 2 and so on.
-        sorted_experts: chosen, sorted.
-        order: int64 [pairs], the pair that each sorted row is.
-        places: int64 [pairs], the sorted row that each pair is.
-        ends: int32 [experts], the row after each expert's last.
+        chosen: int64 [pairs], the expert of each pair.
+        experts: int64 [experts], the numbers 0, 1, 2 and so on.
+        sorted_experts: output, int64 [pairs]: `chosen`, sorted.
+        order: output, int64 [pairs]: the pair in each sorted row.
+        places: output, int64 [pairs]: the sorted row of each pair.
+        ends: output, int32 [experts]: the row after each expert's last row.
     """
     torch.sort(chosen, stable=True, out=(sorted_experts, order))
     places.scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -91,16 +95,26 @@ def sort_pairs(
 
 
 def add_biases(rows: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) -> None:
-    """Adds to every row [pairs, width] the bias [experts, width] of its expert [pairs]."""
+    """Add to each row the bias of its expert, in place.
+
+    Args:
+        rows: [pairs, width].
+        biases: [experts, width].
+        experts: expert of each row, [pairs].
+    """
     for start in range(0, rows.shape[0], BIAS_ROWS):
         part = slice(start, start + BIAS_ROWS)
         rows[part].add_(biases.index_select(0, experts[part]))
 
 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within 7 of 0 (gpt-oss).
+    """Write gpt-oss's gated activation: (up + 1) * gate * sigmoid(1.702 * gate).
 
-    Changes gate_up [rows, 2 * width].
+    `gate` is limited to at most 7, and `up` to -7 to 7.
+
+    Args:
+        gate_up: [rows, 2 * width], the gate first; overwritten.
+        out: [rows, width].
     """
     width = out.shape[1]
     gate = gate_up[:, :width].clamp_(max=GATE_LIMIT)
@@ -116,14 +130,14 @@ def combine(
     picked: torch.Tensor,
     total: torch.Tensor,
 ) -> None:
-    """Write each token's weighted sum of its experts' rows, best expert first, in float32.
+    """Sum the weighted results of each token's experts, best expert first, in float32.
 
     Args:
-        rows: [pairs, hidden].
-        places: [tokens, experts_per_token], the row of each pair.
+        rows: the experts' results, [pairs, hidden].
+        places: the row of each pair, [tokens, experts_per_token].
         weights: float32 [tokens, experts_per_token].
-        picked: memory of [tokens, hidden] and rows' type.
-        total: float32 [tokens, hidden].
+        picked: scratch memory [tokens, hidden] of the type of `rows`.
+        total: output, float32 [tokens, hidden].
     """
     total.zero_()
     for row, weight in zip(places.unbind(1), weights.unbind(1), strict=True):

@@ -1,8 +1,8 @@
-"""Named ranges of a step, for whoever looks at one: NVTX for Nsight, or torch's profiler.
+"""Named ranges of a step for profilers: NVTX ranges for Nsight, or ranges of torch's profiler.
 
 The names are prefill, decode, sample, transfer (KV between device and host, activations between
-stages) and collective. Nobody looks, by default: then a range is one shared object that does
-nothing.
+pipeline stages) and collective. Without a profiler, which is the default, every range is one shared
+object that does nothing.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _Make = Callable[[str], AbstractContextManager[object]]
 
 
 class Ranges:
-    """Opens the ranges of this process; one thread computes."""
+    """Opens the profiling ranges of this process, from the one thread that computes."""
 
     def __init__(self) -> None:
         self._off: AbstractContextManager[object] = nullcontext()
@@ -22,23 +22,23 @@ class Ranges:
         self._make: _Make | None = None
 
     def __call__(self, name: Name) -> AbstractContextManager[object]:
-        """Open a range for a `with` block."""
+        """Return a context manager that opens a range for a `with` block."""
         return self._off if self._make is None else self._make(name)
 
     def to_nvtx(self) -> None:
-        """Show ranges to Nsight from now on; of use where there is a CUDA device."""
+        """Open NVTX ranges for Nsight from now on. This needs a CUDA device."""
         import torch
 
         self._usual = self._make = torch.cuda.nvtx.range
 
     def to_profiler(self) -> None:
-        """Show ranges to torch's profiler until `restore`."""
+        """Open ranges of torch's profiler until `restore`."""
         from torch.profiler import record_function
 
         self._make = record_function
 
     def restore(self) -> None:
-        """Go back to what was before `to_profiler`."""
+        """Open the ranges again that were opened before `to_profiler`."""
         self._make = self._usual
 
 

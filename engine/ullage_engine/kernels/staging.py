@@ -1,8 +1,8 @@
-"""Host arrays on their way to a GPU: many arrays, one copy that nothing waits for.
+"""Uploads many host arrays to a GPU in one asynchronous copy.
 
-`upload` takes new memory each time. `Staging` copies a step's index arrays to one place. Steps
-whose arrays have the same shapes, put in the same order, have them at the same addresses, as a
-captured graph needs.
+`upload` allocates memory in each call. `Staging` copies a step's index arrays to fixed memory on
+the device. If two steps put arrays of the same shapes in the same order, the arrays have the same
+addresses, as a captured CUDA graph needs.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ _TYPES = {
 
 
 def upload(arrays: HostArrays, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the arrays as tensors on the device, views of one buffer; nothing waits for the copy.
+    """Copy the arrays to the device asynchronously, and return them as views of one buffer by name.
 
-    torch caches pinned memory, and reuses a piece of it only after the copy that reads it.
+    The host memory is pinned for a GPU. Torch reuses it only after the copy has read it.
     """
     if not arrays:
         return {}
@@ -58,25 +58,25 @@ def _write(memory: torch.Tensor, start: int, array: Array) -> None:
 
 
 def _view(memory: torch.Tensor, start: int, array: Array) -> torch.Tensor:
-    """Return the tensor that an array becomes in memory from `start` on."""
+    """Return a view of the memory at `start` with the array's shape and type."""
     part = memory[start : start + array.nbytes]
     return part.view(_TYPES[array.dtype]).view(array.shape)
 
 
 class CopyEvent(Protocol):
-    """A point in the work of a stream."""
+    """A point in the queued work of a stream, as of `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Mark the end of what the current stream has been given."""
+        """Mark the end of the work that is queued on the current stream."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the stream is past the mark; at once if there is none."""
+        """Wait until the stream has passed the mark, or return at once without a mark."""
         ...
 
 
 class _AtOnce:
-    """The end of a copy on a CPU, which is over when it returns."""
+    """The event of a copy on a CPU, which is synchronous and needs no waiting."""
 
     def record(self) -> None:
         pass
@@ -86,21 +86,21 @@ class _AtOnce:
 
 
 def copy_event(device: torch.device) -> CopyEvent:
-    """Make an event of the device's current stream."""
+    """Create an event for copies to the device."""
     return torch.cuda.Event() if device.type == "cuda" else _AtOnce()  # type: ignore[no-untyped-call]
 
 
 class Staging:
-    """Packs the index arrays of one step after another into the same memory of the device.
+    """Packs the index arrays of every step into the same device memory.
 
     The order of a step is `begin`, `put` for each array, `upload`, and only then the kernels that
-    read the arrays. Two pieces of pinned host memory take turns: the copy of one step may still
-    wait behind the kernels of the step before when the next step is prepared. The device needs no
-    second piece, because its work is in order.
+    read the arrays. Two buffers of pinned host memory take turns. When a step is prepared, the copy
+    of the step before it may still wait behind older kernels. The device needs only one buffer,
+    since its stream runs in order.
     """
 
     def __init__(self, place: torch.Tensor) -> None:
-        """`place`: memory of the device, bytes."""
+        """Pack arrays into `place`, a uint8 tensor on the device."""
         device = place.device
         self._place = place
         self._hosts = [_host_memory(place.numel(), device) for _ in range(2)]
@@ -110,23 +110,24 @@ class Staging:
         self._parts: dict[int, tuple[Indices, torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Forget the arrays of the step before."""
+        """Begin a step: drop the arrays of the last one, and wait until a host buffer is free."""
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         self._end = 0
         self._parts.clear()
 
     def put(self, array: Indices) -> torch.Tensor:
-        """Return the tensor that holds the array after `upload`. An array that is put twice has one
-        place.
+        """Return the device tensor that holds the array after `upload`.
+
+        An array that is put twice gets one tensor.
         """
         if id(array) not in self._parts:
-            # The array is kept, or another one could have its id.
+            # A reference to the array is kept, since another array could otherwise get its id.
             self._parts[id(array)] = (array, self._packed(array))
         return self._parts[id(array)][1]
 
     def upload(self) -> None:
-        """Begin to copy all arrays."""
+        """Start copying all arrays to the device."""
         host = self._hosts[self._turn]
         self._place[: self._end].copy_(host[: self._end], non_blocking=True)
         self._copied[self._turn].record()

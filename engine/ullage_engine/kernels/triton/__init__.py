@@ -1,4 +1,7 @@
-"""Kernels for NVIDIA GPUs. Importing this package does not import Triton; calling it does."""
+"""Triton kernels for NVIDIA GPUs.
+
+Importing this package does not import Triton. Its functions import Triton when they need it.
+"""
 
 import importlib.util
 import logging
@@ -18,25 +21,29 @@ if TYPE_CHECKING:
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
 Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
-"""plain: numbers of the computing type. int8, fp8 (E4M3): a byte each. int4 (codes 0 to 15 for -8
-to 7), mxfp4: two values a byte, the even one in the low half."""
+"""Format of a product's weights.
+
+plain: numbers of the activations' type.
+int8, fp8 (E4M3): one byte a value.
+int4 (codes 0 to 15 for -8 to 7), mxfp4: two values a byte, the even one in the low half."""
 
 
 MIN_GROUP = 32
-"""Least group of scales: half of one is the least depth that tensor cores multiply."""
+"""Fewest weights that may share a scale. Half of them is the least depth of a tensor core."""
 
 MX_GROUP = 32
-"""Values that share a scale in MXFP4."""
+"""Number of values that share a scale in MXFP4."""
 
 log = logging.getLogger("ullage.engine.kernels")
 
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels compute on this device; where they do not, torch's operations do.
+    """Return whether Triton kernels compute on this device. Otherwise torch's operations do.
 
-    Everything that has both asks here, so that one decision holds for all: it is made once, by
-    compiling a kernel and running it, and a GPU that has to do without is logged with the remedy.
+    The decision is made once for each device, by compiling a kernel and running it, and holds for
+    all code that has both implementations. If a GPU cannot run the kernels, a warning with the
+    remedy is logged.
     """
     if device.type != "cuda":
         return False
@@ -55,15 +62,16 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def takes_groups(format: Format, depth: int, groups: int) -> bool:
-    """Whether products take weights in which so many groups of a column's have a scale each."""
+    """Return whether the kernels multiply weights with `groups` scales in each column."""
     group = depth // groups
     fits = group == MX_GROUP if format == "mxfp4" else group % MIN_GROUP == 0 or groups == 1
     return group * groups == depth and fits
 
 
 def attends(head_dim: int, block_tokens: int) -> bool:
-    """Whether the attention kernels take such heads and pages: Triton's blocks are powers of two,
-    and its matrix products at least 16 wide.
+    """Return whether the attention kernels support heads and pages of these sizes.
+
+    Triton's blocks are powers of two, and its matrix products at least 16 wide.
     """
     return (
         head_dim >= 16 and not head_dim & (head_dim - 1) and not block_tokens & (block_tokens - 1)
@@ -72,15 +80,15 @@ def attends(head_dim: int, block_tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PagedWorkspace:
-    """The buffers that attention over pages needs beside the pages."""
+    """The buffers that attention over pages needs in addition to the pages."""
 
     model_config: ModelConfig
     partials: torch.Tensor
-    """Results of splits, float32, `ullage_engine.kernels.arena.partial_elements` of them."""
+    """Buffer for the results of splits: float32 [`kernels.arena.partial_elements`]."""
 
 
 Put = Callable[[Indices], torch.Tensor]
-"""Where an index array of the step is on the device."""
+"""Returns the device tensor for an index array of the step, see `kernels.staging.Staging.put`."""
 
 
 def paged_attentions(
@@ -91,8 +99,15 @@ def paged_attentions(
     workspace: PagedWorkspace,
     window: int = 0,
 ) -> "list[PagedDecode | PagedPrefill]":
-    """Prepare attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
-    attended [tokens, heads * head_dim]; one launch for all decodes, one for all prompts.
+    """Prepare the attention of a step: one object for all decodes and one for all prompts.
+
+    Args:
+        rows: KV places of the step's rows.
+        put: puts index arrays on the device.
+        rotated: rotated heads, [heads + kv_heads, tokens, head_dim].
+        attended: output, [tokens, heads * head_dim].
+        workspace: buffers for the results of splits.
+        window: tokens of the sliding window; 0: none.
     """
     from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
 
@@ -108,8 +123,13 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepare a step's convolutions, one launch a layer: projected [tokens, 3 * channels] into out
-    [tokens, channels].
+    """Prepare a step's convolutions, each layer of which takes one kernel launch.
+
+    Args:
+        plan: inputs of each row's convolution.
+        put: puts index arrays on the device.
+        projected: inputs B, C and u, [tokens, 3 * channels].
+        out: output, [tokens, channels].
     """
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
@@ -125,8 +145,10 @@ def quantized_matmul(
     format: str,
     adds: bool = False,
 ) -> None:
-    """Multiplies as `ullage_engine.kernels.triton.matmul` does; ValueError for an unknown
-    format.
+    """Write x @ weights^T with `ullage_engine.kernels.triton.matmul.quantized_matmul`.
+
+    Raises:
+        ValueError: no kernel multiplies this format.
     """
     from ullage_engine.kernels.triton import matmul
 

@@ -1,14 +1,17 @@
 """Attention over paged KV in Triton: decodes, prefill tiles and the inner loop that both share.
 
-Decodes: a program attends the query heads of one KV head to one split of one sequence's context;
-splits are merged by the logarithms of their sums. The grid depends on shapes alone: lengths and
-block tables are read on the device, so a captured graph serves every length that its tables have
-room for. Prefill: a program takes some tokens of a tile with all query heads of one KV head, so
-that the pages are read once for all of them. All tiles of a step are one launch.
+Decodes: a program computes the query heads of one KV head over one split of one sequence's context.
+Splits are merged by the logarithms of their softmax sums. The grid depends on shapes alone. Lengths
+and block tables are read on the device, so a captured CUDA graph serves every length for which its
+tables have room.
 
-The inner loop runs blocks of queries against a run of one sequence's pages. Its running softmax is
-in base 2 (Milakov and Gimelshein, 2018): the state is each row's peak score, the sum of its weights
-and the weighted sum of values, all relative to the peak.
+Prefill: a program computes some tokens of a tile for all query heads of one KV head, so that pages
+are read once for all of these heads. All tiles of a step take one launch.
+
+The inner loop computes a block of queries over consecutive pages of one sequence, with an online
+softmax in base 2 (Milakov and Gimelshein, 2018). The state of a row is its highest score (`peak`),
+the sum of its weights (`total`) and the weighted sum of values (`summed`), both relative to the
+peak.
 """
 
 import math
@@ -25,16 +28,15 @@ from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, 
 
 @jit
 def shift_of(peak: tl.tensor) -> tl.tensor:
-    """Return the peak, or zero where nothing has been seen: minus infinity less itself is not a
-    number.
-    """
+    """Return the peak, or zero if a row has not seen any score: -inf - -inf would be NaN."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @jit
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
-    """Return a head's scale, by which queries or sums are multiplied in place of all that is
-    stored.
+    """Return the float8 scale of a head, or 1 for other KV.
+
+    Queries and sums are multiplied by the scale, which is cheaper than scaling all stored numbers.
     """
     if FP8:
         return tl.load(place).to(tl.float32)
@@ -61,12 +63,12 @@ def attend(
     MASKED: tl.constexpr,  # else every row sees all of begin to end, a multiple of SPAN
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Go on with positions begin to end."""
+    """Continue the online softmax with the positions from `begin` to `end`."""
     dims = tl.arange(0, HEAD_DIM)
     for start in range(begin, end, SPAN):
         positions = start + tl.arange(0, SPAN)
         inside = positions < end
-        # Block ids and memory beyond the end are somebody else's: never read.
+        # Never read block ids and memory beyond the end, which belong to other sequences.
         if MASKED:
             blocks = tl.load(table + positions // BLOCK_TOKENS, mask=inside, other=0)
         else:
@@ -106,7 +108,7 @@ def attend_range(
     first: tl.tensor,
     last: tl.tensor,
     begin: tl.tensor,
-    middle: tl.tensor,  # up to here every row sees all; with a window nothing
+    middle: tl.tensor,  # up to here every row sees all positions; with a window the first position
     end: tl.tensor,
     scale: tl.tensor,
     BLOCK_TOKENS: tl.constexpr,
@@ -115,7 +117,7 @@ def attend_range(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Compute the running softmax of positions begin to end: peak, total and sum; see `attend`."""
+    """Compute the online softmax of the positions from `begin` to `end`: peak, total, summed."""
     peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     summed = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
@@ -139,7 +141,7 @@ def add_sink(
     exists: tl.tensor,  # [rows]
     SINKS: tl.constexpr,  # else nothing is done
 ) -> tl.tensor:
-    """Give the sink of each row's head its share of the softmax."""
+    """Add the attention sink of each row's head to the row's softmax, as a score without value."""
     if SINKS:
         sink = tl.load(sinks, mask=exists, other=0).to(tl.float32) * 1.4426950408889634
         shift = tl.maximum(peak, sink)
@@ -157,8 +159,9 @@ LOG2_E = math.log2(math.e)
 def own_share(
     base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
 ) -> tl.tensor:
-    """Return (begin, end) of one split of positions base to length; begin is base and whole
-    spans.
+    """Return the positions (begin, end) of one split of the context from `base` to `length`.
+
+    A split begins at `base` plus a multiple of SPAN.
     """
     share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
     begin = base + split * share
@@ -183,7 +186,7 @@ def attend_split(
     WHOLE: tl.constexpr,  # there is one split
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the result of one split; with one split, the result."""
+    """Write the attention of one decode and KV head over one split, final if there is one split."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -212,7 +215,7 @@ def attend_split(
     summed = summed * scale_of(scales + tl.num_programs(1) + kv_head, FP8)
     if WHOLE:
         peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
-    # An empty split weighs nothing, log2(0), and its result is zero.
+    # An empty split has the weight 0, whose log2 is -inf, and its result is zero.
     weight = tl.where(total == 0, 1.0, total)
     result = summed / weight[:, None]
     place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
@@ -235,7 +238,7 @@ def merge_splits(
     MOST: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Merge one head of one row."""
+    """Merge the splits of one head of one decode."""
     head = tl.program_id(1)
     place = tl.program_id(0).to(tl.int64) * num_heads + head
     split = tl.arange(0, MOST)
@@ -268,11 +271,19 @@ def attend_decodes(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attends one token of each row to its sequence's pages.
+    """Compute the attention of decodes over their sequences' pages.
 
-    queries [heads, rows, head_dim], each head contiguous; tables [rows, width] and lengths [rows]
-    int32; out [rows, heads * head_dim]; partials flat float32 (`memory.partials`). The last
-    `window` tokens are seen, 0 for all. Neither reads anything on the host nor allocates.
+    It neither reads anything on the host nor allocates memory.
+
+    Args:
+        queries: [heads, rows, head_dim], each head contiguous.
+        cache: pages of the layer.
+        tables: block ids, int32 [rows, width].
+        lengths: context of each row, including its own token, int32 [rows].
+        out: output, [rows, heads * head_dim].
+        partials: flat float32 buffer for the results of splits.
+        window: number of last tokens that a row sees; 0: all.
+        sinks: logit of each head's attention sink, [heads].
     """
     heads, rows, head_dim = queries.shape
     kv_heads = cache.keys.shape[0]
@@ -289,7 +300,7 @@ def attend_decodes(
         sums = shaped(partials[pieces.numel() :], rows, heads, splits)
     group = heads // kv_heads
     has_sinks = sinks is not None
-    # Float8 is unpacked in registers, for which those of four warps are too few.
+    # Float8 is unpacked in registers, and four warps have too few of them.
     warps = 4 if cache.scales is None or head_dim <= 64 else 8
     launch(
         attend_split, (rows, kv_heads, splits),
@@ -309,7 +320,7 @@ def attend_decodes(
 
 
 class PagedDecode:
-    """All decodes of a step, in one launch and one to merge them."""
+    """The attention of all decodes of a step: one launch, and another one to merge splits."""
 
     def __init__(
         self,
@@ -328,7 +339,7 @@ class PagedDecode:
         self._tables, self._lengths = put(rows.decode_tables), put(rows.lengths)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
+        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
         attend_decodes(
             self._queries,
             cache,
@@ -342,13 +353,14 @@ class PagedDecode:
 
 
 def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
-    """Return the scales of float8, [2 * kv_heads]; of other numbers something that is not read."""
+    """Return the scales of float8 KV, [2 * kv_heads], or else `unused`, which no kernel reads."""
     return unused if cache.scales is None else cache.scales.values
 
 
 def span_tokens(head_dim: int, itemsize: int) -> int:
-    """Return the tokens of KV a program has at once: with three stages at most 96 KiB of shared
-    memory.
+    """Return how many tokens of KV a program loads at once.
+
+    With three pipeline stages they take at most 96 KiB of shared memory.
     """
     return 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 512 else 16
 
@@ -372,8 +384,9 @@ def attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the result of TOKENS tokens of one tile for the heads of one KV head."""
-    # The last tiles of a prompt see most: they begin first, lest all wait for them in the end.
+    """Write the attention of TOKENS tokens of one tile for the query heads of one KV head."""
+    # A prompt's last tiles have the longest context, so they start first. Otherwise the launch
+    # would end with a few long programs.
     tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
     begun = tl.program_id(0) % PIECES * TOKENS
     kv_head = tl.program_id(1).to(tl.int64)
@@ -393,7 +406,7 @@ def attend_tile(
     before = tl.load(earlier + tile)
     last = before + token
     end = before + tl.minimum(begun + TOKENS, count)
-    # What every token sees comes first, without masks; a window has no such part.
+    # Positions that every token sees come first, without masks. A window has no such part.
     middle = (before + begun + 1) // SPAN * SPAN
     first = tl.zeros_like(last)
     if WINDOW > 0:
@@ -426,12 +439,22 @@ def attend_tiles(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attends tiles of at most MAX_TILE_ROWS consecutive tokens to their sequences' pages.
+    """Compute the causal attention of tiles of prompts over their sequences' pages.
 
-    queries [heads, tokens, head_dim], each head contiguous; tables [prompts, width]; prompts (each
-    tile's row of tables), starts, counts and earlier [tiles]; all int32; out [tokens, heads *
-    head_dim]. A token sees itself and what comes before, the last `window` of them or all. Nothing
-    is read on the host nor allocated.
+    A tile has at most MAX_TILE_ROWS consecutive tokens. The function neither reads anything on the
+    host nor allocates memory.
+
+    Args:
+        queries: [heads, tokens, head_dim], each head contiguous.
+        cache: pages of the layer.
+        tables: block ids, int32 [prompts, width].
+        prompts: row of each tile in `tables`, int32 [tiles].
+        starts: first row of each tile in the flat batch, int32 [tiles].
+        counts: rows of each tile, int32 [tiles].
+        earlier: tokens of the sequence before each tile, int32 [tiles].
+        out: output, [tokens, heads * head_dim].
+        window: number of last tokens that a token sees, itself included; 0: all.
+        sinks: logit of each head's attention sink, [heads].
     """
     heads, _, head_dim = queries.shape
     kv_heads = cache.keys.shape[0]
@@ -455,7 +478,7 @@ def attend_tiles(
 
 
 class PagedPrefill:
-    """All tiles of a step, in one launch."""
+    """The attention of all prefill tiles of a step, in one launch."""
 
     def __init__(
         self,
@@ -474,7 +497,7 @@ class PagedPrefill:
         self._earlier = put(rows.tiles.earlier)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
+        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
         attend_tiles(
             self._queries,
             cache,
@@ -490,8 +513,10 @@ class PagedPrefill:
 
 
 def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
-    """Return the rows of queries that a program has, heads times tokens, as many as registers hold
-    beside float8 or sinks; float32 is not for tensor cores.
+    """Return the rows of queries (heads times tokens) of a program.
+
+    There are as many as fit into the registers, which float8 or sinks need, too. Float32 products
+    do not use tensor cores and have fewer rows.
     """
     if itemsize == 4:
         return 32

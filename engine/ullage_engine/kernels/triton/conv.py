@@ -1,7 +1,8 @@
-"""LFM2's gated short convolution of a whole step, and the states after it, in one launch.
+"""LFM2's gated short convolution of a whole step and the states after it, in one launch.
 
-y = C * sum over j of taps[j] * (B * u)[row of tap j]; a row is one of the step, or a column of a
-sequence's state. Products are rounded as states are, so that it does not matter where a step ends.
+The result is y = C * sum over j of weight[j] * (B * u)[row of tap j]. The row of a tap is a row of
+the step or a column of a sequence's state. Products B * u are rounded to the type of the states, so
+the result does not depend on where a step ends.
 """
 
 import torch
@@ -12,7 +13,7 @@ from ullage_engine.kernels.triton import Put
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 MAX_CHANNELS = 1024
-"""Of a program."""
+"""Most channels of a program."""
 
 
 @jit
@@ -26,7 +27,7 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return some channels of one column of B * u."""
+    """Return one column of B * u, from a row of the step or from a state, for some channels."""
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)
@@ -56,7 +57,7 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Write one row of the result, or behind the rows one column of a state."""
+    """Write some channels of one result row or, for programs behind the rows, of a state column."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
@@ -81,21 +82,30 @@ def convolve_row(
 
 
 class FusedConvolution:
-    """All convolution layers of one step, whose plan is put on the device once."""
+    """The convolution layers of one step, whose plan is put on the device once."""
 
     def __init__(
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Projected [tokens, 3 * channels] of B, C and u, into out [tokens, channels]."""
+        """Put the plan's index arrays on the device.
+
+        Args:
+            plan: inputs of each row's convolution.
+            put: puts index arrays on the device.
+            projected: inputs B, C and u, [tokens, 3 * channels].
+            out: output, [tokens, channels].
+        """
         self._projected = projected
         self._out = out
         self._taps, self._tails = put(plan.taps), put(plan.tails)
         self._slots, self._next_slots = put(plan.slots), put(plan.next_slots)
 
     def run(self, weights: torch.Tensor, state: torch.Tensor) -> None:
-        """Write the gated convolution of the step's rows, and the states after them.
+        """Compute the gated convolution of one layer, and the states after it.
 
-        weights [kernel, channels], the oldest tap first; state [slots, kernel - 1, channels].
+        Args:
+            weights: [kernel, channels], the oldest tap first.
+            state: states of the layer, [slots, kernel - 1, channels]; updated.
         """
         tokens, channels = self._out.shape
         block = min(MAX_CHANNELS, power_of_two(channels))

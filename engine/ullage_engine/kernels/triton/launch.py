@@ -1,10 +1,12 @@
-"""Launching Triton kernels: types for them, number formats, and whether this machine runs them.
+"""Launches Triton kernels, unpacks number formats in them, and checks that this machine runs them.
 
-Kernels are Python functions that are never called as such: `jit` hands their source to Triton. In
-them, parameters annotated `tl.tensor` are pointers or numbers of the device, and upper-case ones
-are constants that a kernel is specialised for. Small number formats are unpacked with integer
-operations that every GPU has: converting float8 in hardware needs sm89, while these are exact on
-any GPU and in the interpreter. Whether kernels compile and run here is found out by doing it once.
+A kernel is a Python function whose source `jit` passes to Triton. Python itself never calls the
+function. Parameters annotated `tl.tensor` are pointers or numbers of the device. Upper-case
+parameters are constants for which Triton compiles a variant of the kernel.
+
+Small number formats are unpacked with integer operations, which are exact on every GPU and in
+Triton's interpreter. Converting float8 in hardware would need sm89. `obstacle` compiles and runs a
+kernel to find out whether the machine can do that.
 """
 
 from collections.abc import Callable
@@ -17,26 +19,31 @@ from triton.runtime.cache import get_cache_manager
 
 
 class Kernel(Protocol):
-    """A compiled function: launched over a grid by the host, or called by another one."""
+    """A kernel that the host launches over a grid, or that another kernel calls."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Launches on the current stream: kernel[grid](tensors and numbers, constants)."""
+        """Return a function that launches the kernel over this grid on the current stream.
+
+        Its arguments are tensors, numbers and the kernel's constants.
+        """
         ...
 
     def __call__(self, *operands: Any) -> Any:
-        """Within a kernel: values of the device in, values of the device out."""
+        """Call the kernel from another kernel, with values of the device."""
         ...
 
 
 def jit(function: Callable[..., Any]) -> Kernel:
-    """Compile a kernel with `triton.jit`."""
+    """Declare a Triton kernel, which is compiled when it is first launched."""
     kernel: Kernel = triton.jit(function)
     return kernel
 
 
 def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Compile a kernel once for all values of these parameters: for counts that differ from step
-    to step, because a step that needs another variant waits a second for it.
+    """Declare a Triton kernel that is compiled once for all values of these parameters.
+
+    Use it for counts that differ from step to step. Otherwise Triton compiles another variant for
+    some values, and a step waits about a second for it.
     """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
@@ -47,24 +54,24 @@ def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 
 def power_of_two(size: int) -> int:
-    """Return the next power of two; sizes of Triton's blocks have to be."""
+    """Round up to a power of two, as the sizes of Triton's blocks must be."""
     return 1 << (size - 1).bit_length()
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], *operands: object, **constants: object) -> None:
-    """Launches on the current stream; waits for nothing.
+    """Launch a kernel on the current stream without waiting for it.
 
-    A multiplication and an addition may become one operation, as in every other library's kernels:
-    Triton asks to be told.
+    Triton may fuse a multiplication and an addition into one operation, as kernels of other
+    libraries do.
     """
     kernel[grid](*operands, **constants, enable_fp_fusion=True)
 
 
 @jit
 def e4m3(code: tl.tensor) -> tl.tensor:
-    """Read float8 E4M3 as float32: its bits, moved into a float16, are 2^-8 of its value.
+    """Convert float8 E4M3 codes to float32: the bits, moved into a float16, are 2^-8 of the value.
 
-    Not a number (0x7f) reads as 480; no quantiser writes it.
+    The code of NaN (0x7f) reads as 480. No quantiser writes it.
     """
     bits = code.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -73,7 +80,10 @@ def e4m3(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e2m1(code: tl.tensor) -> tl.tensor:
-    """Read float4 E2M1 in the low four bits as float32: as in `e4m3`, 2^-14 of its value."""
+    """Convert float4 E2M1 codes to float32, like `e4m3`: the moved bits are 2^-14 of the value.
+
+    A code is in the low four bits.
+    """
     bits = code.to(tl.uint16)
     half = ((bits & 0x8) << 12) | ((bits & 0x7) << 9)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -81,8 +91,9 @@ def e2m1(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e8m0(code: tl.tensor) -> tl.tensor:
-    """Read a power of two from its biased exponent, float32; 0 stands for 2^-127 and read as
-    zero.
+    """Convert E8M0 codes, biased exponents of powers of two, to float32.
+
+    Code 0 means 2^-127 and reads as zero.
     """
     return (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -92,20 +103,20 @@ SIZE = 16
 
 @jit
 def count(out: tl.tensor, SIZE: tl.constexpr) -> None:
-    """Write 0, 1, 2 and so on."""
+    """Write the numbers 0, 1, 2 and so on."""
     places = tl.arange(0, SIZE)
     tl.store(out + places, places)
 
 
 def launch_count(out: torch.Tensor) -> None:
-    """Launch the smallest of kernels; out int32 [SIZE]."""
+    """Launch the smallest kernel, which writes 0, 1, 2 and so on to `out`, int32 [SIZE]."""
     launch(count, (1,), out, SIZE=SIZE)
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Find what keeps kernels from being compiled and run there, with the remedy, in one line.
+    """Return in one line why kernels cannot be compiled and run on the device, and the remedy.
 
-    None: nothing does.
+    None: they can.
     """
     attempts: list[tuple[Callable[[], None], str]] = [
         (_write_to_cache, "set TRITON_CACHE_DIR to a directory that can be written"),
@@ -117,14 +128,17 @@ def obstacle(device: torch.device) -> str | None:
     for attempt, remedy in attempts:
         try:
             attempt()
-        except Exception as error:  # whatever Triton, its tools and the driver raise
+        except Exception as error:  # Triton, its tools and the driver raise errors of many types
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             return f"{cause}; {remedy}"
     return None
 
 
 def _write_to_cache() -> None:
-    """Kernels that are in the cache already would hide that others cannot be added."""
+    """Check that kernels can be added to Triton's cache.
+
+    Compiling alone would not show it, since the kernel may be in the cache already.
+    """
     get_cache_manager("00").put("", "probe", binary=False)
 
 

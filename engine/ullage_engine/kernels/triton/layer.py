@@ -1,8 +1,8 @@
-"""What a layer does between its products: norms, rotation with the KV's way into its pages, gates.
+"""The operations of a layer between its matrix products: norms, rotary embedding, KV writes, gates.
 
-Each is one kernel. Numbers are computed in float32 and rounded once, to the type they are stored
-in; float8 is rounded from that type, as `ullage_engine.kernels.kv_pool.narrow` does, so that its
-codes are the same.
+Each operation is one kernel. It computes in float32 and rounds once, to the activations' type.
+Float8 KV is rounded from that type, as `ullage_engine.kernels.kv_pool.narrow` does, so that both
+give the same codes.
 """
 
 import torch
@@ -14,10 +14,10 @@ from ullage_engine.kernels.triton.attention import scales_of
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 GATED_AT_ONCE = 1024
-"""Columns of a program."""
+"""Most columns of a program of `gate_columns`."""
 
 ROTATED_AT_ONCE = 1024
-"""Numbers of a program: as many heads of one token."""
+"""Most numbers of a program of `rotate_heads`, which computes some heads of one token."""
 
 
 @jit
@@ -40,7 +40,14 @@ def norm_row(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """Write `ullage_engine.layers.attention.rms_norm` of contiguous rows; `out` may be x."""
+    """Write the RMS norm of contiguous rows, like `ullage_engine.layers.attention.rms_norm`.
+
+    Args:
+        x: [rows, columns].
+        weight: [columns].
+        eps: added to the mean of squares.
+        out: [rows, columns]; may be `x`.
+    """
     rows, columns = x.shape
     padded = power_of_two(columns)
     launch(
@@ -58,7 +65,7 @@ def gate_columns(
     SLOPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write some columns of one row of silu(gate) * up, or of gpt-oss's gate."""
+    """Write some columns of one row of silu(gate) * up or of gpt-oss's gated activation."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = column < width
@@ -66,7 +73,7 @@ def gate_columns(
     gate = tl.load(place, mask=exists, other=0).to(tl.float32)
     up = tl.load(place + width, mask=exists, other=0).to(tl.float32)
     if LIMIT > 0:
-        # Comparisons, because a minimum would make a number of what is none.
+        # Compare, because a minimum would turn NaN into a number.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
     gated = gate * tl.sigmoid(gate * SLOPE) * up
@@ -79,7 +86,7 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write what `ullage_engine.kernels.moe.clamped_gate` does."""
+    """Write gpt-oss's gated activation, like `ullage_engine.kernels.moe.clamped_gate`."""
     _gate(gate_up, out, GATE_LIMIT, GATE_SLOPE)
 
 
@@ -94,10 +101,11 @@ def _gate(gate_up: torch.Tensor, out: torch.Tensor, limit: float, slope: float) 
 
 @jit
 def e4m3_code(number: tl.tensor) -> tl.tensor:
-    """Round float32 to the nearest float8 E4M3, ties to even, as a byte; beyond 448 it is that.
+    """Round float32 to the nearest float8 E4M3, ties to even, and return its byte.
 
-    Not a number stays so. Of normal numbers the upper bits are kept, with another bias. Below 2^-6
-    codes count steps of 2^-9, to which adding 2^14 rounds, as its own last bit is one.
+    Numbers beyond 448 become 448, and NaN remains NaN. A normal number keeps its upper bits, with
+    the exponent's bias changed. Below 2^-6 a code counts steps of 2^-9. Adding 2^14 rounds to such
+    steps, since the last bit of 2^14 in float32 is 2^-9.
     """
     bits = number.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -113,17 +121,17 @@ def e4m3_code(number: tl.tensor) -> tl.tensor:
 
 @jit
 def inverse_power(power: tl.tensor) -> tl.tensor:
-    """Return 1 / power, exactly, of a power of two in float32; a division may be approximate."""
+    """Return 1 / power for a power of two in float32, exactly. A division may be approximate."""
     bits = power.to(tl.float32).to(tl.int32, bitcast=True)
     return ((254 << 23) - bits).to(tl.float32, bitcast=True)
 
 
 @jit
 def stored(number: tl.tensor, scale: tl.tensor, TYPE: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
-    """Return numbers as pages hold them."""
+    """Convert numbers to the type of the pages."""
     result = number.to(TYPE)
     if FP8:
-        # Of the computing type, or a number could be rounded to another code than by torch.
+        # Round from the activations' type, as torch does, so that both give the same code.
         result = e4m3_code(result.to(tl.float32) * scale)
     return result
 
@@ -135,7 +143,7 @@ def load_norm(
     is_query: tl.tensor,  # [heads]
     dim: tl.tensor,
 ) -> tl.tensor:
-    """Read some weights of each head's norm, float32 [heads, dims]."""
+    """Load some weights of the norm of each head, float32 [heads, dims]."""
     of_queries = tl.load(q_norm + dim).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + dim).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_queries, of_keys)
@@ -150,7 +158,10 @@ def rotated(
     dim: tl.tensor,
     HALF: tl.constexpr,
 ) -> tl.tensor:
-    """Rotates heads: x * cos + swap_halves(x) * sin, whose first half is negated."""
+    """Apply the rotary embedding to heads: x * cos + swap_halves(x) * sin.
+
+    The first half of `sin` is negated.
+    """
     cos_first = tl.load(cos + dim).to(tl.float32)[None, :]
     cos_second = tl.load(cos + HALF + dim).to(tl.float32)[None, :]
     sin_first = tl.load(sin + dim).to(tl.float32)[None, :]
@@ -176,9 +187,7 @@ def rotate_heads(
     BLOCK: tl.constexpr,  # heads of a program
     NORMS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalises and rotates some heads of one row, and writes queries, keys and values to their
-    places.
-    """
+    """Normalise and rotate some heads of one row, and write its queries, keys and values."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HALF)
@@ -231,18 +240,19 @@ def rotate_and_store(
     queries: torch.Tensor,
     cache: LayerCache,
 ) -> None:
-    """Write rotated queries, and keys and values to their slots.
+    """Rotate queries and keys, and write keys and values to their slots in the pages.
 
     Args:
         qkv: [rows, (heads + 2 * kv_heads) * head_dim], contiguous.
-        norms: weights [head_dim] of the norms of queries and of keys, before they are rotated.
-        eps: of the norms.
+        norms: weights [head_dim] of the norms of queries and keys, which precede the rotation.
+            None: the model has no norms.
+        eps: added to the mean of squares in the norms.
         tables: cosine and sine [positions, head_dim], see
             `ullage_engine.layers.rotary_tables.fill_tables`.
-        positions: int32 [rows].
-        slots: int64 [rows]; negative for rows of padding.
-        queries: [heads, rows, head_dim], each head contiguous.
-        cache: a layer's pages, of qkv's type or of float8.
+        positions: position of each row in its sequence, int32 [rows].
+        slots: KV slot of each row, int64 [rows]; negative for padding.
+        queries: output, [heads, rows, head_dim], each head contiguous.
+        cache: pages of the layer, of the type of `qkv` or of float8.
     """
     heads, rows, head_dim = queries.shape
     kv_heads = cache.keys.shape[0]

@@ -1,13 +1,15 @@
-"""Products with weights in small formats, in Triton: of one matrix, or of the expert of each row.
+"""Matrix products with quantised weights in Triton: of one matrix, or of the expert of each row.
 
-Weights are read once, small, and turned into numbers as they are read:
+Weights are decoded as they are read:
 
-weight[column, k] = value[column, k] * scale[column, k // group] + zero[column, k // group], so
-x . weight = sum over groups of scale * (x . value) + zero * sum(x): values enter the tensor cores
-as they are, which is exact in bfloat16, and scales are applied in float32.
+    weight[column, k] = value[column, k] * scale[column, k // group] + zero[column, k // group]
+    x . weight = sum over groups of (scale * (x . value) + zero * sum(x))
 
-Which rows an expert has is read on the device: the grid is as large as the rows could need, and
-programs without a tile end. Nothing waits for the device, so graphs can capture it.
+Tensor cores multiply the bare values, which are exact in bfloat16. Scales are applied in float32.
+
+The rows of each expert are known only on the device. The grid has programs for the most tiles that
+the rows could need, and programs without a tile end at once. The host waits for nothing, so CUDA
+graphs can capture these products.
 """
 
 import torch
@@ -27,7 +29,7 @@ from ullage_engine.kernels.triton.launch import (
 
 @jit
 def decoded(code: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Return values as float32."""
+    """Decode weights to float32, without their scales."""
     if FORMAT == "fp8":
         value = e4m3(code)
     elif FORMAT == "mxfp4":
@@ -48,7 +50,7 @@ def scaled(
     has_column: tl.tensor,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Compute scale * (x . value) + zero * sum(x)."""
+    """Apply the scale and the zero of one group: scale * (x . value) + zero * sum(x)."""
     part = part * tl.load(scales, mask=has_column, other=0).to(tl.float32)[None, :]
     if ZEROS:
         zero = tl.load(zeros, mask=has_column, other=0).to(tl.float32)
@@ -71,8 +73,10 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add a product with two values a byte: even and odd columns of x are multiplied apart,
-    because taking x apart costs less than putting weights together.
+    """Add a product with weights that have two values a byte.
+
+    Even and odd columns of x are multiplied separately, since splitting x costs less than
+    interleaving the weights.
     """
     for start in range(0, depth, STEP):
         pairs = start // 2 + tl.arange(0, STEP // 2)
@@ -118,7 +122,10 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add a product with a value an element; one scale for all of a column waits until the end."""
+    """Add a product with weights that have one value an element.
+
+    If a column has a single scale, it is applied once at the end.
+    """
     for start in range(0, depth, STEP):
         ks = start + tl.arange(0, STEP)
         inside = ks < depth
@@ -155,7 +162,7 @@ def multiply_weights(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Compute x @ weights^T of some rows and columns, float32 [ROWS, COLUMNS]."""
+    """Return x @ weights^T for some rows and columns, float32 [ROWS, COLUMNS]."""
     at = columns.to(tl.int64)
     groups = at
     if GROUP > 0:
@@ -177,10 +184,12 @@ def multiply_weights(
 def group_of(
     format: Format, depth: int, columns: int, scales: torch.Tensor | None, has_zeros: bool
 ) -> int:
-    """Return how many weights of a column share a scale; 0 where all do and it can wait until the
-    end.
+    """Return how many weights of a column share a scale.
 
-    Raises ValueError for weights that the kernels cannot multiply.
+    0 means that a column has one scale, which the kernel applies at the end, or none.
+
+    Raises:
+        ValueError: the kernels cannot multiply weights with these scales.
     """
     if format == "plain":
         return 0
@@ -198,10 +207,12 @@ def group_of(
 
 
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
-    """Return how much of the depth is multiplied at once by a tile of so many rows: within a
-    group, without a remainder if possible, and no more than registers hold.
+    """Return how much of the depth a tile of `rows` rows multiplies in one iteration.
+
+    The step lies within a group, divides it if possible, and needs no more registers than there
+    are.
     """
-    # Float8 is unpacked in registers, and groups have sums of their own beside the whole.
+    # Float8 is unpacked in registers, and a group needs a partial sum in addition to the total.
     most_rows = 16 if format == "fp8" and group else 32
     is_wide = itemsize == 4 or rows > most_rows or format == "mxfp4"
     largest = 64 if is_wide else 128
@@ -210,12 +221,12 @@ def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) ->
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Return weights as kernels read them: float8 as bytes."""
+    """Return weights in the type that kernels read: float8 as bytes, others unchanged."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200; with fewer column tiles than that, a product of few rows leaves some idle."""
+"""SMs of an H100 or H200. A product of few rows occupies all of them if it has as many tiles."""
 
 
 @jit_for_any("rows")
@@ -237,7 +248,7 @@ def multiply_tile(
     ADDS: tl.constexpr,
 ) -> None:
     """Write one tile of x @ weights^T, or add it to out."""
-    # Neighbouring programs have the same columns, so that weights are read from memory once.
+    # Neighbouring programs have the same columns, so weights are read from memory only once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     has_row = row < rows
@@ -263,12 +274,21 @@ def quantized_matmul(
     format: Format,
     adds: bool = False,
 ) -> None:
-    """Write x @ weights^T to out, or add it; everything contiguous.
+    """Write x @ weights^T to out, or add it. All tensors must be contiguous.
 
-    x [rows, depth]; out [rows, columns]; packed [columns, depth], of int4 and mxfp4 depth / 2 bytes
-    a column, in any shape. scales [columns, groups], of mxfp4 biased exponents (uint8); expand a
-    scale of the whole matrix. zeros [columns, groups] are added to scaled weights. Raises
-    ValueError for groups that it cannot multiply.
+    Args:
+        x: [rows, depth].
+        packed: weights [columns, depth]. int4 and mxfp4 have depth / 2 bytes a column, in any
+            shape.
+        scales: [columns, groups], of mxfp4 biased exponents (uint8). Expand a scale of the whole
+            matrix to all columns.
+        zeros: [columns, groups], added to the scaled weights. None: there are none.
+        out: [rows, columns].
+        format: format of the weights.
+        adds: whether to add the product to `out`.
+
+    Raises:
+        ValueError: the kernels cannot multiply groups of this size.
     """
     rows, depth = x.shape
     columns = out.shape[1]
@@ -286,7 +306,7 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of a program's tile.
+    """Return the rows and columns of a program's tile, and the program's warps.
 
     A tile is small when the product is memory-bound, or when a larger one would leave an SM idle.
     """
@@ -298,8 +318,9 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def warps_of(rows: int) -> int:
-    """Return the warps of a program whose tile has so many rows: the sums of a large one do not
-    fit into the registers of four.
+    """Return the warps of a program whose tile has this many rows.
+
+    The sums of a large tile do not fit into the registers of four warps.
     """
     return 8 if rows >= 128 else 4
 
@@ -312,8 +333,9 @@ def find_tile(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Find (expert, first row, row after the expert's last) of a tile; expert EXPERTS: there is
-    none.
+    """Return a tile's expert, its first row and the row after the expert's last.
+
+    The expert is EXPERTS if there is no such tile.
     """
     experts = tl.arange(0, PADDED)
     end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
@@ -325,7 +347,7 @@ def find_tile(
     own = experts == expert
     before = tl.sum(tl.where(own, behind - tiles, 0), 0)
     first = tl.sum(tl.where(own, start, 0), 0) + (tile - before) * ROWS
-    # Padding counts as finished experts where no tile is left.
+    # Without a tile, padding counts as finished experts, too, so the number is limited.
     return tl.minimum(expert, EXPERTS), first, tl.sum(tl.where(own, end, 0), 0)
 
 
@@ -350,7 +372,7 @@ def multiply_expert(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """Write some columns of one tile of rows that chose the same expert, or of a single row."""
+    """Write some columns of a tile whose rows chose the same expert, or of a single row."""
     if SORTED:
         expert, first, end = find_tile(picks, tl.program_id(0), EXPERTS, PADDED, ROWS)
     else:
@@ -388,16 +410,24 @@ def grouped_matmul(
     out: torch.Tensor,
     format: Format,
 ) -> None:
-    """Write each row's product with its expert's weights; rows are sorted by expert.
+    """Write the product of each row and its expert's weights, for rows sorted by expert.
 
-    x [rows, depth]; ends int32 [experts], the row after each expert's last: rows beyond the last
-    are left alone; out [rows, columns]. Weights are those of `quantized_matmul`, one matrix behind
-    the other: packed [experts, columns, ...].
+    Weights are those of `quantized_matmul` with a leading dimension of experts.
+
+    Args:
+        x: [rows, depth], sorted by expert.
+        ends: int32 [experts], the row after each expert's last. Rows behind all experts are not
+            written.
+        packed: [experts, columns, ...].
+        scales: [experts, columns, groups].
+        zeros: [experts, columns, groups].
+        out: [rows, columns].
+        format: format of the weights.
     """
     rows = x.shape[0]
     experts = ends.shape[0]
     tile = min(128, max(16, power_of_two(-(-rows // experts))))
-    # Every expert may end in a tile that is not full.
+    # The last tile of every expert may be partly empty.
     tiles = min(rows, rows // tile + experts)
     _multiply((tiles, tile), x, ends, packed, scales, zeros, out, format, 0)
 
@@ -411,11 +441,19 @@ def picked_matmul(
     out: torch.Tensor,
     format: Format,
 ) -> None:
-    """Write each row's product with the weights of its expert, for few rows in any order.
+    """Write the product of each row and its expert's weights, for few rows in any order.
 
-    chosen [rows of out]; several rows of out in a row share a row of x: with tokens' hidden states
-    as x, a row for each expert that a token chose. Each row reads all of its expert's weights, so
-    this is for so few rows that seldom two choose the same. Weights as in `grouped_matmul`.
+    Each row reads all weights of its expert. This suits so few rows that two of them seldom have
+    the same expert.
+
+    Args:
+        x: [rows, depth], or one row for each token, which consecutive rows of `out` share.
+        chosen: expert of each row of `out`, [rows].
+        packed: weights as in `grouped_matmul`.
+        scales: as in `grouped_matmul`.
+        zeros: as in `grouped_matmul`.
+        out: [rows, columns].
+        format: format of the weights.
     """
     rows = out.shape[0]
     _multiply((rows, 16), x, chosen, packed, scales, zeros, out, format, rows // x.shape[0])
@@ -450,14 +488,14 @@ def _multiply(
 
 
 FEW_PAIRS = 16
-"""Pairs up to which experts are picked on the device, which saves sorting; not yet measured."""
+"""Number of pairs up to which `picked_matmul` computes, which saves sorting. Not yet measured."""
 
 
 class TritonExperts:
     """One weight matrix of every expert, as `ullage_engine.layers.moe.ExpertLinears`.
 
-    With plain weights it stands in for `grouped_mm` where that waits for the device: before compute
-    capability 9.0, and in float32.
+    Plain weights use these kernels if torch's `grouped_mm` would wait for the device: before
+    compute capability 9.0, and in float32.
     """
 
     few_pairs = FEW_PAIRS
@@ -476,13 +514,22 @@ class TritonExperts:
         self.encoding = (format, packed.shape, groups, zeros is not None)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
-        """Write each row's product with its expert's matrix: x [pairs and more, in] sorted by
-        expert, ends int32 [experts] the row after each one's last, out [pairs and more, out].
+        """Write the product of each row and its expert's matrix, for rows sorted by expert.
+
+        Args:
+            x: [pairs and padding, in], sorted by expert.
+            ends: int32 [experts], the row after each expert's last.
+            pairs: number of rows without padding.
+            out: [pairs and padding, out]; padding rows are not written.
         """
         grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the same products for few rows in any order: out [pairs, out], of expert `chosen`
-        [pairs]; x has a row for each of them or for each token.
+        """Write the product of each row and its expert's matrix, for few rows in any order.
+
+        Args:
+            x: [pairs, in], or [tokens, in] with pairs of the same token in a row.
+            chosen: expert of each pair, [pairs].
+            out: [pairs, out].
         """
         picked_matmul(x, chosen, *self._weights, out, self._format)
