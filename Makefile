@@ -9,7 +9,7 @@ override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults bench gpu gpu-bundle gpu-rehearsal images e2e clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint nightly faults bench gpu gpu-bundle gpu-rehearsal images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -99,13 +99,20 @@ demo: install               ## start a service, put it through its paces, stop i
 up: install                 ## serve examples/smollm2.yaml until Ctrl-C
 	$(BIN)/ullage up -f examples/smollm2.yaml $(ARGS)
 
-test: install-dev           ## every test that is not slow
-	scripts/test.sh $(BIN)/python $(ARGS)
+# Locally the tests of what changed since origin/main; all of them where CI is set, or with ALL=1.
+test: install-dev           ## tests of every change, of the rooms that changed; ALL=1: of all
+	ULLAGE_TEST_ROOMS="$(if $(ALL)$(CI)$(ARGS),,$$(scripts/changed_rooms.py))" \
+	    scripts/test.sh $(BIN)/python $(ARGS)
 
 test-fast: install-dev      ## rules, manifests and formats: no processes, within a minute
 	scripts/test.sh $(BIN)/python fast
 
-test-slow: install-dev      ## what is too heavy for every change; before a release
+nightly: install-dev        ## the other tests: kills, ranks, browser, fuzzers, vLLM; an hour
+	scripts/test.sh $(BIN)/python nightly
+	$(MAKE) test-vllm
+	$(MAKE) test-slow
+
+test-slow: install-dev      ## what is too heavy for the gate; a part of `make nightly`
 	scripts/test.sh $(BIN)/python slow
 
 test-vllm: $(VLLM)/.dev     ## with vLLM itself (CONTRIBUTING.md)
@@ -138,7 +145,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/model_keys_reference.py --check
 
-check: lint test            ## the gate
+check: lint test            ## before every commit; within seven minutes on two cores
 
 images: | $(VENV)/bin/python   ## container images as archives in dist/images (docs/guide/images.md)
 	$(BIN)/python scripts/images.py $(if $(BASE),--base $(BASE)) $(ARGS)

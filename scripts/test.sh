@@ -4,10 +4,14 @@
 # of ranks, then services that no other test shares, and the benchmarks. Every test runs once, and a
 # failure fails the run.
 #
-#   scripts/test.sh PYTHON                 every test that is not slow
+#   scripts/test.sh PYTHON                 tests of every change: neither nightly nor slow
+#   scripts/test.sh PYTHON nightly         the other tests that are not slow
 #   scripts/test.sh PYTHON fast            tests that start no processes, within a minute
 #   scripts/test.sh PYTHON slow            tests marked slow, with new examples in each run
 #   scripts/test.sh PYTHON ARGUMENT ...    pytest with these arguments
+#
+# With ULLAGE_TEST_UNTIL, a Unix time, no test begins after that time, and those left out are named.
+# With ULLAGE_TEST_ROOMS only these folders of tests/ are run, and the files beside them.
 set -uo pipefail
 source "$(dirname "$0")/lanes.sh"
 cd "$(dirname "$0")/.."
@@ -41,9 +45,14 @@ export ULLAGE_TEST_WEIGHTS=$logs/weights # every model is prepared once for all 
 mkdir "$ULLAGE_TEST_WEIGHTS"
 unset PYTHONDONTWRITEBYTECODE # otherwise hundreds of processes compile the same modules
 
-# lane NAME PYTEST-ARGUMENT ...
+chosen="not slow and not nightly"
+
+# lane NAME PYTEST-ARGUMENT ...: a lane without any test of the chosen kind has passed
 lane() {
-    "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
+    local status no_test=5
+    "$python" -m pytest -q -m "$chosen" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
+    status=$?
+    ((status == no_test)) || return "$status"
 }
 
 # lanes NAME ...: run the tests of these names, one after another
@@ -58,6 +67,7 @@ lanes() {
 
 case "${1:-}" in
     "") ;;
+    nightly) chosen="nightly and not slow" ;;
     fast)
         start lane operator "${fast_operator[@]}" > "$logs/operator.log" 2>&1
         operator=$!

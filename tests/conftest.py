@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,67 @@ if TYPE_CHECKING:
     from ullage_testing.certificates import Authority
 
 pytest.register_assert_rewrite("ullage_testing")
+
+TESTS = Path(__file__).parent
+NIGHTLY = (
+    # the programmes that measure, and every query of the dashboards
+    "benchmarks/test_compare.py",
+    "benchmarks/test_gpu.py",
+    "observability",
+    # a second and third test of a promise, with real kills and every kind of model
+    "e2e/test_deterministic.py",
+    "e2e/test_fingerprints.py",
+    "e2e/test_greedy_oracle.py",
+    "e2e/test_hybrid.py",
+    "e2e/test_kv_tiers.py",
+    "e2e/test_shared_memory.py",
+    "e2e/test_thirty_seconds.py",
+    # groups of ranks, kernels in Triton's interpreter, families of models
+    "engine/kernels/triton",
+    "engine/runner/test_deterministic.py",
+    "engine/runner/test_deterministic_families.py",
+    "engine/runner/test_step_graphs.py",
+    "engine/worker/process",
+    "engine/worker/ranks",
+    "engine/worker/test_beam_oracle.py",
+    "engine/worker/test_speculation.py",
+    "engine/worker/test_start_proof.py",
+    # buckets that are slow, busy or away
+    "engine/model_loader/test_s3.py",
+    "kv/test_all_tiers.py",
+    "kv/test_remote_faults.py",
+    # fuzzers and hostile clients
+    "engine/server/test_fuzz_frames.py",
+    "router/grpc/test_fuzz_frames.py",
+    "router/http/test_body_memory.py",
+    "router/http/test_early_refusal.py",
+    "router/http/test_fuzz_api.py",
+    "router/http/test_fuzz_bytes.py",
+    "router/prompts/test_long_texts.py",
+    "router/prompts/test_text_bounds.py",
+    # a browser
+    "router/http/test_console_page.py",
+    # faults of engines and API servers that take seconds each to pass
+    "operator/controller/test_bases_live.py",
+    "operator/controller/test_exposure_live.py",
+    "operator/controller/test_handlers.py",
+    "operator/controller/test_lifecycle.py",
+    "operator/controller/test_model_caches_live.py",
+    "operator/rollout/test_full_node.py",
+    "router/admission/test_scaling_live.py",
+    "router/engines/test_ejection.py",
+    "router/engines/test_roster.py",
+    "router/engines/test_silence.py",
+    "router/pipeline/test_faults.py",
+    "router/rollout/test_rollout_live.py",
+    "charts/test_values.py",
+)
+"""Tests that `make check` leaves to `make nightly`: long ones whose promise another test guards."""
+UNTIL = float(os.environ.get("ULLAGE_TEST_UNTIL", "inf"))
+"""Unix time from which no test begins; tests that are left out are counted and named."""
+ROOMS = os.environ.get("ULLAGE_TEST_ROOMS", "").split()
+"""Folders of `tests/` to which a run is restricted (scripts/changed_rooms.py); empty: all."""
+LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 # Tests that compute share the cores with the processes they start. Threads that spin while they
 # wait for one another burn the very time slices that those processes need: minutes for seconds.
@@ -34,6 +97,44 @@ _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", _UNTIMED)
 settings.register_profile("gate", _UNTIMED, derandomize=True, database=None)
 settings.load_profile("gate")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = Counter()
+    missing = [each for each in NIGHTLY if not (TESTS / each).exists()]
+    if missing:
+        raise pytest.UsageError(f"tests/conftest.py: NIGHTLY names files that are gone: {missing}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the folders of rooms that did not change; files beside them always run."""
+    if not ROOMS or not collection_path.is_relative_to(TESTS):
+        return None
+    inside = collection_path.relative_to(TESTS).parts
+    is_folder_of_a_room = bool(inside) and (TESTS / inside[0]).is_dir()
+    return True if is_folder_of_a_room and inside[0] not in ROOMS else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    nightly = [TESTS / each for each in NIGHTLY]
+    for item in items:
+        if any(item.path.is_relative_to(each) for each in nightly):
+            item.add_marker(pytest.mark.nightly)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() >= UNTIL:
+        item.config.stash[LEFT_OUT][item.location[0]] += 1
+        pytest.skip("left out: the time is up")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    left_out = config.stash[LEFT_OUT]
+    for path, count in sorted(left_out.items()):
+        terminalreporter.write_line(f"left out, as the time was up: {count} tests of {path}")
 
 
 @pytest.hookimpl(tryfirst=True)

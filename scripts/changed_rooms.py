@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Print the folders of tests/ whose tests a change may break, or nothing if it may be any.
+
+usage: changed_rooms.py [BASE]
+
+The change is what differs from BASE, the merge base with origin/main if not given, uncommitted and
+untracked files included. A folder of product code stands for its own tests and those of the rooms
+that import it. A file that no rule knows, a change of nothing, and a missing BASE stand for all.
+
+examples:
+  changed_rooms.py
+  ULLAGE_TEST_ROOMS="$(changed_rooms.py HEAD~3)" scripts/test.sh .venv/bin/python
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import PurePath
+
+UPSTREAM = "origin/main"
+SERVICES = ("e2e", "observability")
+"""Tests of whole services, which every room of the product can break."""
+ROOMS: dict[str, tuple[str, ...]] = {
+    "operator/ullage_operator": ("operator", "kubeapi", "charts", "cli", *SERVICES),
+    "operator/ullage_router": ("router", "cli", *SERVICES),
+    "operator/ullage_cli": ("cli", *SERVICES),
+    "engine/ullage_engine": ("engine", "kv", "benchmarks", *SERVICES),
+    "engine/ullage_kv": ("kv", "engine", *SERVICES),
+    "benchmarks": ("benchmarks",),
+    "charts": ("charts", "observability"),
+    "crds": ("operator", "kubeapi", "charts"),
+    "examples": ("cli", "operator", "e2e"),
+    "docs": (),
+    "newsfragments": (),
+}
+"""Folders of tests/ by the folder of a changed file. tests/test_*.py always run."""
+ANY_FOLDER = "."
+
+
+def rooms_of(paths: Iterable[str], folders: set[str]) -> set[str] | None:
+    """Return the folders of tests/ that changed files concern; None stands for all.
+
+    Args:
+        paths: changed files, relative to the root of the repository.
+        folders: names of the folders of tests/.
+    """
+    rooms = set[str]()
+    for path in paths:
+        found = _rooms_of_one(PurePath(path), folders)
+        if found is None:
+            return None
+        rooms |= found
+    return rooms
+
+
+def _rooms_of_one(path: PurePath, folders: set[str]) -> set[str] | None:
+    if path.parts[0] == "tests" and len(path.parts) > 2:
+        room = path.parts[1]
+        return {room} if room in folders - {"support"} else None
+
+    for parent in path.parents:
+        if str(parent) in ROOMS:
+            return set(ROOMS[str(parent)])
+
+    is_page = path.suffix == ".md" and len(path.parts) == 1
+    return set() if is_page else None
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def changed_paths(base: str) -> list[str]:
+    """Return the files that differ from a commit, untracked ones included.
+
+    Raises:
+        subprocess.CalledProcessError: there is no such commit.
+    """
+    tracked = _git("diff", "--name-only", base).splitlines()
+    untracked = _git("ls-files", "--others", "--exclude-standard").splitlines()
+    return [*tracked, *untracked]
+
+
+def main() -> int:
+    """Print the folders, sorted, on one line."""
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__.strip())
+        return 0
+
+    try:
+        base = sys.argv[1] if len(sys.argv) > 1 else _git("merge-base", "HEAD", UPSTREAM)
+        paths = changed_paths(base)
+        folders = {each.split("/")[1] for each in _git("ls-files", "tests/*/*").splitlines()}
+    except (OSError, subprocess.CalledProcessError):
+        return 0  # no history to compare with
+
+    rooms = rooms_of(paths, folders)
+    if paths and rooms is not None:
+        # A name that no folder has restricts the run to the files beside the folders.
+        print(*(sorted(rooms) or [ANY_FOLDER]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
