@@ -29,7 +29,7 @@ fast_rest=(
     tests/router/policy tests/router/prompts/test_*.py tests/kv/test_{index,keys}.py
     "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
 )
-talking=(tests/router tests/common "$engine/server")
+talking=(tests/router tests/common)
 operating=(tests/operator tests/cli tests/kubeapi tests/charts)
 services=(tests/e2e tests/observability)
 benchmarks=(tests/benchmarks)
