@@ -1,4 +1,4 @@
-"""The command of the worker, which runs `ullage_engine.worker.loop`."""
+"""Command line of the vLLM worker, which runs `ullage_engine.worker.loop`."""
 
 import argparse
 import logging
@@ -17,7 +17,7 @@ from ullage_engine.worker import loop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker, or the process of a follower; return the exit status."""
+    """Run a worker, or the process of a follower, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--follow" in given:
         from ullage_engine.vllm_worker.group import follow
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compute(arguments: Sequence[str]) -> int:
-    """Compute a node's part for the follower that started this process."""
+    """Compute this node's part for the follower that started this process."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m ullage_engine.vllm_worker")
     parser.add_argument("--node", type=int, required=True, help="rank of this node")
@@ -64,7 +64,7 @@ def _import_libraries() -> None:
 def _start(
     config: EngineConfig, report: loop.Report, options: argparse.Namespace
 ) -> loop.StartedEngine:
-    # vLLM takes seconds to import, and the server is to know that this process lives.
+    # Importing vLLM takes seconds, so report to the server first that this process is alive.
     report(Loading(stage="imports", done_bytes=0, total_bytes=1))
     from ullage_engine.vllm_worker.startup import start
     from ullage_engine.worker.device import HostTier

@@ -1,7 +1,7 @@
-"""LoRA adapters: their memory, the number of slots, and the adapters in slots.
+"""LoRA adapters: their memory, their number of slots, and which of them are loaded.
 
-vLLM computes with the adapters in its slots, which are allocated at the start and have one size. An
-adapter is loaded when one of its requests starts, into a free slot or into that of an unused
+vLLM computes with adapters in slots. It allocates all slots at startup, and all have the same size.
+An adapter is loaded when one of its requests starts, into a free slot or into the slot of an unused
 adapter.
 """
 
@@ -25,20 +25,25 @@ from ullage_engine.vllm_worker.sequence import VllmSequence
 log = logging.getLogger("ullage.engine.vllm")
 
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
-"""Suffixes of tensors that are not matrices of a layer."""
+"""Suffixes of tensors that are not weight matrices and get no LoRA matrices."""
 _LOOK_S = 5.0
-"""Seconds between two times that a follower reads which adapters it needs."""
+"""Seconds between two reads of the list of adapters by a follower."""
 _NUMBERS_OF = {"I32": 8}
-"""Number of 4-bit values that formats pack into one value of a type."""
+"""Number of 4-bit values that quantised formats pack into one element of a dtype."""
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
-    """Predict the bytes of an adapter on a device with all layers of the checkpoint in `folder`.
+    """Predict the bytes of one adapter on a device that holds all layers of the checkpoint.
 
-    An adapter has two matrices of `rank` for each matrix of the model.
+    For each weight matrix of the model, an adapter has two matrices of rank `rank`.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: LoRA rank of a slot.
+        item_bytes: bytes of one element.
 
     Returns:
-        The bytes; 0 if the folder has no safetensors.
+        The bytes, or 0 if the folder has no safetensors.
 
     Raises:
         WeightsError: the checkpoint is incomplete.
@@ -58,7 +63,7 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Return the sum of a matrix's inputs and outputs over all experts; 0: it is not a matrix."""
+    """Return inputs plus outputs of a matrix, summed over experts; 0 for other tensors."""
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
     *experts, rows, columns = shape
@@ -68,14 +73,13 @@ def _sides(name: str, dtype: str, shape: list[int]) -> int:
 
 
 def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spare: int) -> int:
-    """Return the number of adapters loaded at a time: `most`, or as many as the memory holds, and
-    at least one.
+    """Return how many adapters are loaded at a time: at most `most`, at least one.
 
     Args:
         most: configured number.
         room_bytes: memory for adapters.
         size: bytes of a slot.
-        copy_bytes: bytes that a loaded adapter takes of the same memory in addition to its slot.
+        copy_bytes: bytes of the same memory that a loaded adapter takes in addition to its slot.
         num_spare: slots that stay empty.
     """
     each = size + copy_bytes
@@ -86,7 +90,7 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
 def fetch_adapters(config: EngineConfig) -> None:
     """Download the adapters of a follower, now and after each edit, until the process ends.
 
-    The follower's ranks load adapters when the leader's do.
+    The follower's ranks load an adapter when the leader's ranks do.
     """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
@@ -105,20 +109,22 @@ def fetch_adapters(config: EngineConfig) -> None:
 
 
 class Turns:
-    """The adapters that may have a slot now; sequences ask in the order of their importance.
+    """Decides which adapters may have a slot, for sequences that ask in order of importance.
 
-    No sequence is overtaken for ever: one that finds all slots in use makes the least recently used
-    adapter give way, and no sequence that asks later may start with that adapter.
+    No sequence starves. A sequence that finds all slots in use claims the slot of the least
+    recently used adapter, and no later sequence may start with that adapter.
     """
 
     def __init__(
         self, names: Collection[str], loaded: Collection[str], in_use: Collection[str], free: int
     ) -> None:
-        """Args:
-        names: all adapters.
-        loaded: those in slots, the least recently used first.
-        in_use: those of running requests.
-        free: number of empty slots.
+        """Take a snapshot of the adapters and their slots.
+
+        Args:
+            names: all adapters.
+            loaded: adapters in slots, least recently used first.
+            in_use: adapters of running requests.
+            free: number of empty slots.
         """
         self._names = names
         self._in_use = in_use
@@ -129,9 +135,11 @@ class Turns:
         self._slots: dict[str, str | None] = {}
 
     def slot_for(self, adapter: str) -> str | None:
-        """Return the adapter that gives its slot to this one.
+        """Return the adapter to unload so that `adapter` gets its slot.
 
-        Empty: no adapter needs to. None: this adapter waits for a slot.
+        Returns:
+            The adapter to unload; an empty string if no adapter must be unloaded; None if `adapter`
+            has to wait for a slot.
         """
         if adapter not in self._names:
             return ""
@@ -144,7 +152,7 @@ class Turns:
             self._others.remove(adapter)
             return ""
         if adapter in self._loaded:
-            return None  # it gives way to another adapter, and waits for its own turn
+            return None  # its slot is claimed by another adapter, so it waits for a slot itself
         if self._free:
             self._free -= 1
             return ""
@@ -155,7 +163,7 @@ class Turns:
 
 
 class Adapters:
-    """The adapters of an engine, which come and go while it serves."""
+    """The adapters of an engine, added and removed while the engine serves."""
 
     def __init__(self, core: Core, num_slots: int) -> None:
         self._core = core
@@ -171,11 +179,13 @@ class Adapters:
         holders: Iterable[VllmSequence],
         waiting: Iterable[VllmSequence],
     ) -> str | None:
-        """Return the adapter that gives its slot to the sequence's, once all sequences of `waiting`
-        that are more important have had their turns.
+        """Return the adapter to unload so that the sequence's adapter gets its slot.
+
+        The more important sequences of `waiting` claim their slots first.
 
         Returns:
-            Empty if none needs to give way, None if the sequence waits for a slot.
+            The adapter to unload; an empty string if no adapter must be unloaded; None if the
+            sequence has to wait for a slot.
         """
         if sequence.request.adapter not in self._names:
             return ""
@@ -188,25 +198,27 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
-        """Yield the waiting sequences whose adapters have slots or can have them, in the order of
-        their importance.
-        """
+        """Yield waiting sequences whose adapters have a slot or can get one, in the given order."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
                 yield each
 
     def _turns(self, holders: Iterable[VllmSequence]) -> Turns:
-        """`holders`: all sequences. The running ones use their adapters."""
+        """Return the turns, given all sequences. The running ones use their adapters."""
         in_use = {each.request.adapter for each in holders if each.is_running}
         free = self._num_slots - len(self._loaded)
         return Turns(self._names, self._loaded, in_use, free)
 
     def use(self, adapter: str, slot: str) -> None:
-        """Load the adapter of a request that is going to run, in the slot that its turn gave it.
+        """Load an adapter for a request that is about to run, or mark it as recently used.
+
+        Args:
+            adapter: the request's adapter.
+            slot: adapter to unload first; empty for none.
 
         Raises:
-            AdapterError: it cannot be loaded; the slot is free.
+            AdapterError: the adapter cannot be loaded. The slot is free then.
         """
         if adapter not in self._names:
             return
@@ -219,13 +231,15 @@ class Adapters:
         self._loaded.append(adapter)
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Serve one more adapter; return the reason if it cannot be loaded, else an empty string.
+        """Start serving an adapter; return an error message, or an empty string on success.
 
-        A free slot takes the adapter at once. Without one its files are only read as for a load,
-        so that no request waits for a slot that the check took.
+        The adapter is loaded at once if a slot is free. Otherwise its files are only read and
+        checked, so that the check takes no slot from a request.
 
         Args:
-            is_checked: whether a former worker has loaded it, so that the next load is a request's.
+            name: name of the adapter.
+            folder: folder of its files.
+            is_checked: whether a previous worker has loaded it. The check is skipped then.
         """
         self._core.add_adapter(name, folder)
         try:

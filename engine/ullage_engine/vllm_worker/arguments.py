@@ -1,4 +1,4 @@
-"""The arguments of `vllm.EngineArgs`, from the configuration and a checkpoint's folder."""
+"""The arguments of `vllm.EngineArgs`, from the configuration and the checkpoint's folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,14 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.ranks import EXTENSION
 
 _CPU_CHUNK_TOKENS = 512
-"""Most prompt tokens of one step on CPUs, where thousands would exceed the step deadline."""
+"""Most prompt tokens per step on CPUs, where thousands would exceed the step deadline."""
 
 
 def check(config: EngineConfig) -> None:
-    """Check for settings that vLLM cannot serve, or that are not supported with it.
+    """Refuse settings that vLLM does not support or that Ullage does not support with vLLM.
+
+    Raises:
+        WorkerStartError: one line that names the field and the remedy.
 
     Raises:
         WorkerStartError: one line naming the field and what to set.
@@ -31,10 +34,10 @@ def check(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One of several nodes that compute as one engine."""
+    """One of several nodes that together run one engine."""
 
     rank: int
-    """Its number among the nodes; the leader's is 0."""
+    """Index of the node. The leader has index 0."""
     leader: str
     """Address of the leader."""
 
@@ -47,11 +50,14 @@ def engine_args(
     node: Node | None = None,
     adapter_slots: int = 0,
 ) -> dict[str, Any]:
-    """Return the arguments for a checked configuration whose checkpoint is in `folder`.
+    """Return the arguments of vLLM for a checked configuration.
 
     Args:
+        config: the engine's configuration.
+        folder: folder of the checkpoint.
+        dtype: type of weights and activations.
         device_share: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs.
-        node: this one, of an engine on several.
+        node: this node, for an engine that spans several nodes.
         adapter_slots: most adapters that are loaded at a time.
     """
     model = config.model
@@ -71,12 +77,12 @@ def engine_args(
         "tensor_parallel_size": ranks.tensor,
         "pipeline_parallel_size": ranks.pipeline,
         "max_num_seqs": batching.max_sequences,
-        # Samples share their prompt by vLLM's prefix cache. None: on by default, except for
-        # encoders, which would not start with it.
+        # Samples share their prompt through vLLM's prefix cache. None means vLLM's default: on,
+        # except for encoders, which would not start with prefix caching.
         "enable_prefix_caching": None,
         "scheduling_policy": "priority",
         "seed": 0,
-        # The server fills in a request's defaults, for both engines.
+        # The server fills in the sampling defaults of a request, for both engines.
         "generation_config": "vllm",
         "disable_log_stats": True,
         "structured_outputs_config": {"backend": "guidance"},
@@ -87,9 +93,10 @@ def engine_args(
         **(_node_args(config, node) if node else {}),
     }
     if is_cpu:
-        # Compilation takes a minute at every start and speeds up a CPU's steps little.
+        # Compilation takes a minute at every start and hardly speeds up steps on CPUs.
         arguments["enforce_eager"] = True
-        # Any size: the ledger's replaces it, and vLLM does not compare it with the machine's.
+        # Any size would do. The ledger replaces it, and vLLM does not compare it with the memory of
+        # the machine.
         arguments["kv_cache_memory_bytes"] = 1
     else:
         arguments["gpu_memory_utilization"] = device_share
@@ -97,8 +104,9 @@ def engine_args(
 
 
 def _format_args(folder: Path) -> dict[str, Any]:
-    """Return the arguments by which vLLM reads the same files as the native engine. By itself it
-    would prefer Mistral's own format to that of transformers.
+    """Return the arguments that make vLLM read the same files as the native engine.
+
+    By default, vLLM prefers Mistral's own format to that of transformers.
     """
     names = {path.name for path in folder.glob("*.safetensors")}
     own = {name for name in names if name.startswith("consolidated")}
@@ -116,7 +124,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Return the arguments of prompt chunks; empty: vLLM decides."""
+    """Return the arguments for chunked prefill; empty if vLLM decides."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:
@@ -125,17 +133,15 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Return the rank of every slot: the smallest of vLLM's ranks that holds
-    `memory.max_lora_rank`.
-    """
+    """Return the rank of all slots: vLLM's smallest that holds `memory.max_lora_rank`."""
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
 def spare_slots(is_cpu: bool) -> int:
     """Return the number of slots that stay empty.
 
-    On CPUs vLLM computes the base model's sequences with the last slot when adapters are in the
-    same batch.
+    On CPUs, if a batch mixes adapters and the base model, vLLM computes the base model's sequences
+    with the last slot.
     """
     return 1 if is_cpu else 0
 
@@ -148,13 +154,13 @@ def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dic
         "enable_lora": True,
         "max_lora_rank": lora_rank(config),
         "max_loras": num_slots,
-        # vLLM's copies in host memory, of the adapters in slots alone.
+        # Size of vLLM's own cache of adapters in host memory: only the adapters in slots.
         "max_cpu_loras": num_slots,
     }
 
 
 def core_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """Return the cores of each rank's threads in the format of VLLM_CPU_OMP_THREADS_BIND."""
+    """Return the cores of each rank in the format of VLLM_CPU_OMP_THREADS_BIND."""
     share = len(cores) // num_ranks
     if share == 0:
         return "nobind"

@@ -1,4 +1,4 @@
-"""Conversion of GGUF files to checkpoints, since vLLM computes with GGUF on GPUs only."""
+"""Conversion of GGUF files to checkpoints, since vLLM reads GGUF on GPUs only."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ log = logging.getLogger("ullage.engine.vllm")
 
 _UNFINISHED = "vllm.unfinished"
 _JOINED = "joined.gguf"
-"""Name of a split file's parts as one file, while it is converted."""
+"""Name of the file that holds all parts of a split GGUF file during conversion."""
 _LOOK_S = 1.0
 """Seconds between two attempts to lock the folder."""
 
@@ -31,18 +31,18 @@ _LOOK_S = 1.0
 def checkpoint_folder(
     files: ModelFiles, dtype: str, folder: Path, on_wait: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of a model's checkpoint, which is made of a GGUF file if need be.
+    """Return the folder of a model's checkpoint; convert a GGUF file first.
 
-    A GGUF file is converted once, to weights of `dtype`.
+    A GGUF file is converted only once, to weights of type `dtype`.
 
     Args:
-        files: those of the model.
+        files: the files of the model.
         dtype: type of the converted weights.
-        folder: folder below which checkpoints are made.
-        on_wait: called about every second while another engine of this host converts.
+        folder: parent folder of converted checkpoints.
+        on_wait: called about every second while another engine on this host converts.
 
     Raises:
-        WeightsError: a file is broken or cannot be converted, or there is no room.
+        WeightsError: a file is broken or cannot be converted, or the disk is full.
     """
     if files.format == "directory":
         return files.path
@@ -68,7 +68,7 @@ def checkpoint_folder(
 
 
 def written_bytes(folder: Path) -> int:
-    """Return the size of the checkpoint that is being made below `folder`."""
+    """Return the bytes written so far of the checkpoint that is being converted in `folder`."""
     sizes = []
     for path in (folder / _UNFINISHED).glob("*"):
         with contextlib.suppress(FileNotFoundError):  # just finished and renamed
@@ -77,7 +77,10 @@ def written_bytes(folder: Path) -> int:
 
 
 def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
-    """Lock the folder, once no other engine of this host has it. Locks end with their process."""
+    """Lock the folder, once no other engine of this host holds the lock.
+
+    A lock ends with its process.
+    """
     is_waiting = False
     while True:
         try:
@@ -133,7 +136,10 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
 
 
 def _check_whole(path: Path, missing: Collection[str]) -> None:
-    """Refuse a file that lacks tensors of its model: transformers gives them random numbers."""
+    """Refuse a file that lacks tensors of its model.
+
+    transformers would fill them with random numbers.
+    """
     if missing:
         raise WeightsError(
             f"model.source: {path.name} lacks {len(missing)} tensors of its model, such as "
@@ -142,7 +148,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Write a model without traces of its GGUF file, since transformers refuses to save it."""
+    """Save a model without traces of its GGUF file, since transformers would refuse to."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

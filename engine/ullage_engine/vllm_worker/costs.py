@@ -1,4 +1,4 @@
-"""How long sequences may become, and how many blocks they take: pure functions of the profile."""
+"""Longest lengths and block counts of sequences: pure functions of the memory profile."""
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.requests import EngineRequest
@@ -7,14 +7,14 @@ from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence
 
 
 class BlockCosts:
-    """The lengths and blocks of sequences under one profile and one engine's limits."""
+    """Lengths and block counts of sequences, given a profile and an engine's limits."""
 
     def __init__(self, profile: MemoryProfile, limits: EngineLimits) -> None:
         self._profile = profile
         self._limits = limits
 
     def longest(self, request: EngineRequest, num_samples: int) -> int:
-        """Return the most tokens that each of so many samples of a request may have."""
+        """Return the most tokens that each of `num_samples` samples of a request may have."""
         profile = self._profile
         longest = self._limits.max_model_len
         if not profile.block_bytes:
@@ -31,16 +31,16 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return the blocks of the tokens that a sequence is charged for."""
+        """Return the number of blocks for the tokens that a sequence is charged for."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:
-        """Return the blocks of a sequence of so many tokens, less those of its parent that it is
-        going to share.
+        """Return the number of blocks of a sequence, without those it will share with its parent.
 
         Args:
-            resumed: whether the sequence goes on with so many tokens after a preemption, so that
-                all of them are its prompt.
+            sequence: the sequence.
+            num_tokens: its length in tokens.
+            resumed: whether it resumes after a preemption, so that all `num_tokens` are its prompt.
         """
         shared = 0
         if sequence.parent is not None:

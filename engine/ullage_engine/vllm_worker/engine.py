@@ -1,8 +1,8 @@
-"""Serves requests with vLLM: admits them by its blocks, feeds it, and takes its outputs.
+"""Serving with vLLM: admit requests by free blocks, pass them to vLLM, take its outputs.
 
-vLLM schedules and computes. It gets a request only when the blocks of its prompt and expected
-output are reserved, and a request that outgrows its reservation preempts a less important one
-(`run_queue`). So vLLM never preempts by itself.
+vLLM schedules and computes. It gets a request only after the blocks of the prompt and the expected
+output are reserved. A request that outgrows its reservation preempts a less important one
+(`run_queue`). So vLLM itself never preempts.
 """
 
 import time
@@ -32,11 +32,11 @@ from ullage_engine.vllm_worker.step_metrics import StepMetrics
 from ullage_engine.vllm_worker.tiers import ConnectorTransfers
 
 _QUEUE_BATCHES = 4
-"""Size of the waiting queue in batches. Later requests are better queued by the router."""
+"""Size of the waiting queue in batches. More requests are better queued by the router."""
 
 
 class OutOfMemoryFault(Exception):
-    """An injected fault, in place of vLLM's error when a step runs out of memory."""
+    """An injected fault that stands for vLLM's error when a step runs out of memory."""
 
 
 class VllmEngine:
@@ -51,13 +51,15 @@ class VllmEngine:
         clock: Callable[[], float] = time.perf_counter,
         tiers: ConnectorTransfers | None = None,
     ) -> None:
-        """Args:
-        core: vLLM.
-        profile: the costs of the model's tokens.
-        limits: those of this engine.
-        reservations: the blocks of vLLM's pool that are reserved.
-        clock: in seconds.
-        tiers: transfers of KV to and from tiers outside the device; None: there are none.
+        """Create an engine without requests.
+
+        Args:
+            core: vLLM.
+            profile: memory costs of the model's tokens.
+            limits: limits of this engine.
+            reservations: reserved blocks of vLLM's pool.
+            clock: time in seconds.
+            tiers: transfers of KV to and from tiers outside the device; None without tiers.
         """
         self.on_failed_step: Callable[[Exception], object] = lambda _: None
         """Called with the error of a step, after which vLLM is broken."""
@@ -90,16 +92,16 @@ class VllmEngine:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether the next step gives a running sequence its next token."""
+        """Whether the next step produces a token for a running sequence."""
         return any(each.has_token for each in self._queue.by_id.values())
 
     @property
     def num_steps(self) -> int:
-        """Steps that computed something."""
+        """Number of steps that computed something."""
         return self._metrics.num_steps
 
     def stats(self) -> SchedulerStats:
-        """Return the statistics of the queue, the pool and the steps."""
+        """Return statistics of the queue, the pool and the steps."""
         size = self._profile.block_bytes
         metrics = self._metrics
         reservations = self.reservations
@@ -141,21 +143,22 @@ class VllmEngine:
         )
 
     def releases(self) -> list[ReleaseState]:
-        """List predicted releases of memory, soonest first."""
+        """Return the predicted releases of memory, soonest first."""
         return soonest_releases(self._expected_releases())
 
     # requests in and out -------------------------------------------------------------------------
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Whether a request's grammar is compiled. If not, its compilation begins."""
+        """Return whether a request's grammar is compiled; start compiling it if not."""
         return self._core.is_compiled(request.grammar)
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit samples of one prompt together, or refuse all of them.
+        """Admit all samples of one prompt, or refuse all of them.
 
-        Resumed requests are refused only if they are invalid. They may have to wait for memory.
+        A resumed request is refused only if it is invalid. Otherwise it may have to wait for
+        memory.
 
         Returns:
             The refusal, which names the first sample; or the outputs of samples that need no step.
@@ -177,11 +180,12 @@ class VllmEngine:
         ]
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request and free its memory; an unknown id is no error.
+        """Drop a request and free its memory; ignore unknown ids.
 
         Args:
-            is_answered: whether a stop string ended the answer, whose length is observed like any
-                other.
+            request_id: the request.
+            is_answered: whether a stop string completed the answer, so that its length counts in
+                the estimate of output lengths.
         """
         sequence = self._queue.by_id.get(request_id)
         if sequence is None:
@@ -192,20 +196,20 @@ class VllmEngine:
         self._queue.start_deferred()
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a share of `max_sequences`, 0 to 1, and to at least one request."""
+        """Limit the batch to a share of `max_sequences`, 0 to 1, but to at least one request."""
         self._core.set_max_running(max(1, int(self._limits.max_sequences * min(1.0, share))))
 
     def withhold(self, num_bytes: int) -> None:
-        """Withhold so many bytes of KV from new requests. Admitted requests keep their blocks."""
+        """Withhold `num_bytes` of KV from new requests. Admitted requests keep their blocks."""
         size = self._profile.block_bytes
         self.reservations.num_withheld = -(-num_bytes // size) if size else 0
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Make one step fail when `after_steps` more have been computed."""
+        """Make one step fail after `after_steps` more steps."""
         self._faults.append(self._metrics.num_steps + after_steps)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests given up since the last call."""
+        """Return the requests that have failed since the last call."""
         failed = self._queue.failed
         self._queue.failed = []
         return failed
@@ -213,7 +217,10 @@ class VllmEngine:
     # a step --------------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput | Embedding]:
-        """Compute one step.
+        """Compute one step and return its outputs.
+
+        Raises:
+            Exception: vLLM's engine is broken. Another worker resumes all requests.
 
         Raises:
             Exception: vLLM's engine is broken; another worker resumes all requests.
@@ -238,8 +245,10 @@ class VllmEngine:
         return results
 
     def _take(self, output: CoreOutput) -> TokenOutput | Embedding | None:
-        """Advance a sequence by its output of a step; return the answer, or None if the sequence
-        was cancelled meanwhile or has failed.
+        """Advance a sequence by its output of a step, and return the message to the client.
+
+        Returns:
+            None if the sequence was cancelled in the meantime or has failed.
         """
         sequence = self._queue.by_id.get(output.request_id)
         if sequence is None or not sequence.is_running:
@@ -270,7 +279,7 @@ class VllmEngine:
         )
 
     def _fail(self, sequence: VllmSequence, output: CoreOutput) -> None:
-        """Give up a sequence that vLLM has given up."""
+        """Fail a sequence that vLLM has failed."""
         self._queue.remove(sequence)
         self._core.forget(output.request_id)
         message = output.error or "vLLM gave it up; see the engine's log"
@@ -296,13 +305,13 @@ class VllmEngine:
         return None
 
     def _group(self, requests: list[EngineRequest]) -> list[VllmSequence]:
-        """Make the sequences of one arrival.
+        """Create the sequences of one arrival.
 
-        All but the first are children of the first if they have a common prefix that vLLM keeps.
+        If vLLM caches their common prefix, all sequences but the first are children of the first.
         """
         self._num_submitted += 1
         if not self._limits.keeps_prompts:
-            # vLLM shares KV among requests of one salt.
+            # vLLM shares KV only among requests with the same salt.
             salt = f"{requests[0].cache_salt}\0{self._num_submitted}"
             requests = [structs.replace(each, cache_salt=salt, session_id="") for each in requests]
 
@@ -336,23 +345,23 @@ class VllmEngine:
         least = [
             self._costs.num_blocks(each, len(each.token_ids) + new, resumed=True) for each in group
         ]
-        # Samples that have parted may run in turns.
+        # Samples that no longer share blocks may run one after the other.
         needed_bytes = (max if has_output else sum)(least) * self._profile.block_bytes
-        # A prompt that is only embedded needs no room for output.
+        # A prompt that is only embedded needs no memory for output.
         longest = self._limits.max_model_len + (1 - new)
         return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
     def _start_group(self, group: list[VllmSequence]) -> Rejected | None:
-        """Give the first of new samples to vLLM and reserve the blocks of all of them.
+        """Pass the first of new samples to vLLM and reserve the blocks of all of them.
 
         Returns:
-            The refusal if they do not fit. Nothing of them is kept then.
+            The refusal if the blocks do not fit. No sample is kept then.
         """
         queue = self._queue
         needed = sum(self._costs.charged_blocks(each) for each in group)
         together = group
         if needed > self._core.blocks.num_blocks:
-            # An empty pool serves samples that it can hold alone, one after the other.
+            # An empty pool accepts samples that fit only one at a time, and serves them one by one.
             together = group[:1]
             for child in group[0].children:
                 child.parent = None
@@ -366,7 +375,8 @@ class VllmEngine:
         spared = queue.num_spared
         fits = True
         if queue.slot_for(group[0]) is None:
-            # Sequences wait for adapter slots only as long as all of them have room together.
+            # Sequences wait for adapter slots only while the pool has room for all of them
+            # together.
             together = []
             spared = queue.num_spared_for(queue.deferred)
             fits = needed + spared <= self.reservations.num_unreserved
@@ -380,7 +390,7 @@ class VllmEngine:
             queue.remove(sequence)
         available = max(0, self.reservations.num_unreserved - spared)
         if not is_full:
-            # A group refused for memory lacks a block, if only by blocks that it would share.
+            # A group refused for memory lacks at least one block, if only one that it would share.
             needed = max(needed, 1)
             available = min(available, needed - 1)
         size = self._profile.block_bytes
@@ -394,7 +404,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield the seconds and the bytes of the release that is expected of each sequence."""
+        """Yield the expected release of each sequence: seconds until then, and bytes."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

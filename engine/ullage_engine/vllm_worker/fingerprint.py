@@ -1,4 +1,4 @@
-"""The facts that decide the bits of answers of an engine with vLLM. Imports no vLLM."""
+"""Facts that decide the bits of answers of an engine with vLLM. Imports no vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.worker.fingerprint import digest_of_json, yes_or_no
 
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
-"""Files of a model with its sizes and the quantisation of its weights."""
+"""Files of a model that hold its sizes and the quantisation of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """vLLM as it runs here."""
+    """The installed vLLM and its environment."""
 
     version: str
     device: str
@@ -25,7 +25,7 @@ class Backend:
     dtype: str
     """Type of weights and activations."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """vLLM's environment variables that are set and may choose kernels."""
+    """The vLLM environment variables that are set and may select kernels."""
 
 
 def engine_facts(
@@ -35,9 +35,9 @@ def engine_facts(
 
     Args:
         config: the engine's configuration.
-        files: those of the model.
-        weights: digest of the files of the weights.
-        backend: vLLM as it runs here.
+        files: the files of the model.
+        weights: digest of the weight files.
+        backend: the installed vLLM.
     """
     model = config.model
     ranks = config.parallelism
@@ -49,13 +49,13 @@ def engine_facts(
         "kv_dtype": model.kv_dtype,
         "quantization": model.quantization,
         "deterministic": yes_or_no(model.deterministic),
-        # Some families compute positions by it.
+        # Some model families derive positions from the context length.
         "max_model_len": str(model.max_model_len or "auto"),
         "ranks": f"tensor {ranks.tensor}, pipeline {ranks.pipeline}",
         "device": backend.device,
         "computed_by": "vllm",
         "vllm": backend.version,
-        # Any argument may change how vLLM computes.
+        # Any of these arguments may change how vLLM computes.
         "args": json.dumps(config.vllm.args, sort_keys=True, separators=(",", ":")),
         "torch": str(torch.__version__),
         "processor": backend.processor,
@@ -68,9 +68,9 @@ def engine_facts(
 
 
 def _config_digest(files: ModelFiles) -> str:
-    """Return a digest of the files with a model's sizes and quantisation.
+    """Return a digest of the files that hold a model's sizes and quantisation.
 
-    A GGUF file has both in the file of its weights, whose digest is a fact of its own.
+    A GGUF file holds both itself. The digest of its weights covers them.
     """
     paths = [files.path / name for name in _CONFIG_FILES] if files.format == "directory" else []
     return digest_of_json({path.name: read_json(path) for path in paths if path.is_file()})

@@ -1,7 +1,7 @@
 """Liveness and readiness of a follower, for the kubelet's probes.
 
-A thread of its own answers over HTTP. The follower records each look for news, so that a hung
-follower fails its probe although the thread goes on.
+A separate thread answers over HTTP. The follower records a heartbeat whenever it polls its
+connection. A hung follower therefore fails its probe although the HTTP thread goes on.
 """
 
 import threading
@@ -13,12 +13,12 @@ from socket import socket
 LIVE_PATH = "/healthz"
 READY_PATH = "/readyz"
 HUNG_AFTER_S = 60.0
-"""Seconds without a look for news after which a follower counts as hung."""
+"""Seconds without a heartbeat after which a follower counts as hung."""
 _READ_TIMEOUT_S = 5.0
 
 
 class FollowerHealth:
-    """Whether a follower lives and computes; any thread may read it."""
+    """Liveness and readiness of a follower. Any thread may read them."""
 
     def __init__(self) -> None:
         self.is_computing = False
@@ -26,23 +26,23 @@ class FollowerHealth:
         self._looked_at = time.monotonic()
 
     def on_look(self) -> None:
-        """Record that the follower looks for news."""
+        """Record a heartbeat of the follower."""
         self._looked_at = time.monotonic()
 
     @property
     def is_live(self) -> bool:
-        """Whether the follower has looked for news lately."""
+        """Whether the follower's last heartbeat is recent."""
         return time.monotonic() - self._looked_at < HUNG_AFTER_S
 
     def status(self, path: str) -> int:
-        """Return the HTTP status for a path."""
+        """Return the HTTP status for a probe's path."""
         holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
         if path not in holds:
             return HTTPStatus.NOT_FOUND
         return HTTPStatus.OK if holds[path] else HTTPStatus.SERVICE_UNAVAILABLE
 
     def serve(self, listener: socket) -> None:
-        """Answer requests at a listening socket until this process ends."""
+        """Answer probes on a listening socket until this process ends."""
         health = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -1,9 +1,9 @@
 """Nodes that compute as one engine: how they find each other, and how they end together.
 
 Each follower holds one connection to the leader while both compute. The follower sends its revision
-and its rank. When all followers have joined, the leader sends Start, and every node starts vLLM. A
-node that loses a connection ends its vLLM. The leader's server then starts its worker again, and
-followers join again. TCP keep-alives end the connection to a node that has vanished within 10 s.
+and its rank. Once all followers have joined, the leader sends Start, and every node starts vLLM. A
+node that loses a connection ends its vLLM. The leader's server then restarts its worker, and the
+followers join again. TCP keep-alives detect a vanished node within 10 s.
 """
 
 import argparse
@@ -41,54 +41,56 @@ from ullage_engine.worker.loop import Report
 log = logging.getLogger("ullage.engine.group")
 
 REVISION = "ULLAGE_GROUP_REVISION"
-"""Environment variable with the revision of the pods. Pods of two revisions form no group."""
+"""Environment variable with the revision of the pods. Pods of different revisions form no group."""
 LOADED_FD = "ULLAGE_LOADED_FD"
-"""Environment variable with a descriptor. A process that computes writes a byte to it once its
-ranks have loaded the model."""
+"""Environment variable with a file descriptor.
+
+A node's compute process writes a byte to it once its ranks have loaded the model.
+"""
 
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 4,
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
 }
-"""Seconds of silence, seconds between probes, and unanswered probes that end a connection."""
+"""TCP keep-alive: idle seconds, seconds between probes, and lost probes that end a connection."""
 
 _LONGEST_MESSAGE = 4096
-"""Most bytes of a message."""
+"""Maximum bytes of a message."""
 _SEND_TIMEOUT_S = 5.0
 _NEWS_S = 5.0
-"""Seconds between two signs of life of a follower that waits."""
+"""Seconds between two heartbeats of a follower that waits."""
 _LOOK_S = 1.0
-"""Seconds between two reports of a leader that waits."""
+"""Seconds between two progress reports of a leader that waits."""
 _RETRY_S = 1.0
 """Seconds between a follower's attempts to join."""
 
 
 class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
-    """A follower's only message."""
+    """The only message that a follower sends."""
 
     revision: str
     rank: int
-    """Number of the follower among the nodes, from 1. The leader is 0."""
+    """Index of the follower among the nodes, from 1. The leader has index 0."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The leader's message to all followers: compute."""
+    """Message of the leader to all followers: start computing."""
 
     rank_bytes: int
-    """Memory of a rank's device on the leader, by which every node plans its adapter slots."""
+    """Memory of a rank's device on the leader. Every node plans its adapter slots with it."""
     model_version: str = ""
-    """The leader's files of a model in a bucket; empty for other sources."""
+    """The leader's version of a model in a bucket; empty for other sources."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The leader's message to a follower that cannot join now, and tries again."""
+    """Message of the leader to a follower that cannot join now and will retry."""
 
     reason: str
 
 
 class NodeRoster:
-    """The ranks that have joined a leader."""
+    """The followers that have joined a leader."""
 
     def __init__(self, revision: str, num_nodes: int) -> None:
         self._revision = revision
@@ -97,11 +99,11 @@ class NodeRoster:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not joined."""
+        """Ranks of the followers that have not joined yet."""
         return [rank for rank in range(1, self._num_nodes) if rank not in self._joined]
 
     def refusal(self, message: NodeJoin) -> str:
-        """Return why a follower cannot join; empty if it can."""
+        """Return why a follower cannot join, or an empty string if it can."""
         if message.revision != self._revision:
             return f"the leader is of revision {self._revision!r}, and you of {message.revision!r}"
         if not 0 < message.rank < self._num_nodes:
@@ -116,7 +118,7 @@ class NodeRoster:
 
 
 class NodeConnection:
-    """One end of a follower's connection. A message is a line of JSON."""
+    """One end of a follower's connection. Each message is a line of JSON."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
@@ -131,19 +133,22 @@ class NodeConnection:
 
     @property
     def own_address(self) -> str:
-        """The address of this end."""
+        """Local address of the connection."""
         return _unmapped(self._socket.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
-        """The address of the other end."""
+        """Remote address of the connection."""
         return _unmapped(self._socket.getpeername()[0])
 
     def send(self, message: NodeJoin | Start | Refused) -> None:
         self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> bytes | None:
-        """Read data that has come; return the message, or None if it is incomplete.
+        """Read the available data.
+
+        Returns:
+            The message, or None while it is incomplete.
 
         Raises:
             OSError: the connection is lost, or the message is too long.
@@ -159,7 +164,7 @@ class NodeConnection:
 
 
 def _unmapped(address: str) -> str:
-    """Return an IPv4 address that an IPv6 socket reports as a mapped one."""
+    """Return an IPv4-mapped IPv6 address as plain IPv4; return other addresses unchanged."""
     return address.removeprefix("::ffff:")
 
 
@@ -167,22 +172,22 @@ def _unmapped(address: str) -> str:
 
 
 class Leader:
-    """Waits for followers, then ends with the first of them that ends."""
+    """Waits for all followers, and later for the first one that is lost."""
 
     def __init__(
         self, listener: socket.socket, revision: str, num_nodes: int, start: Start
     ) -> None:
-        """`start`: message to all followers once all have joined."""
+        """Create a leader that sends `start` to all followers once all have joined."""
         self._listener = listener
         self._start = start
         self._roster = NodeRoster(revision, num_nodes)
         self._ranks: dict[int, NodeConnection] = {}
 
     def gather(self, on_wait: Callable[[list[int]], None]) -> str:
-        """Wait until all followers have joined, and send them Start.
+        """Wait until all followers have joined, then send them Start.
 
         Args:
-            on_wait: called about every second with the ranks that are missing.
+            on_wait: called about every second with the ranks that have not joined.
 
         Returns:
             The address by which followers reach this node.
@@ -202,37 +207,37 @@ class Leader:
                 if key.data is not None and key.data not in joined:
                     key.data.close()
         for connection in self._ranks.values():
-            # `watch` finds a follower that is lost meanwhile.
+            # A follower lost at this point is found by `watch`.
             _try_send(connection, self._start)
         return next(iter(self._ranks.values())).own_address
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Call `on_lost` with the rank of the first follower that is lost, from another thread."""
+        """Start a thread that calls `on_lost` with the rank of the first follower lost."""
 
         def wait() -> None:
             with selectors.DefaultSelector() as selector:
                 for rank, connection in self._ranks.items():
                     selector.register(connection, selectors.EVENT_READ, rank)
-                # A follower sends nothing more, so its socket is readable only at its end.
+                # A follower sends nothing more, so its socket becomes readable only when it closes.
                 key, _ = selector.select()[0]
             on_lost(key.data)
 
         threading.Thread(target=wait, name="followers", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections, and so the followers' vLLM."""
+        """Close all connections, which makes the followers end their vLLM."""
         for connection in self._ranks.values():
             connection.close()
 
     def _on_event(
         self, selector: selectors.BaseSelector, connection: NodeConnection | None
     ) -> None:
-        """Accept a connection, or read from one."""
+        """Accept a new connection, or read from an existing one."""
         if connection is None:
             connection = NodeConnection(self._listener.accept()[0])
             selector.register(connection, selectors.EVENT_READ, connection)
             return
-        if connection.fileno() < 0:  # closed: a newer connection has its rank
+        if connection.fileno() < 0:  # closed: a newer connection replaced it
             return
         try:
             data = connection.receive()
@@ -272,23 +277,27 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """End this process, and so the ranks of its node: the group cannot compute without `rank`."""
+    """End this process and the ranks of its node, since the group cannot compute without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
-    # vLLM may wait in another thread for a lost rank. The server starts the worker again.
+    # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
+    # worker.
     os._exit(GROUP_LOST)
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: str = "") -> Node:
-    """Wait for this worker's followers. From then on this process ends with the first of them.
+    """Wait for this worker's followers. Afterwards this process ends when any follower is lost.
 
     Args:
-        group: the size and the port of the group.
-        report: gets the number of followers that have joined.
-        rank_bytes: memory of a rank's device here.
-        model_version: version of the files of a bucket; empty: the model is in no bucket.
+        group: size and port of the group.
+        report: called with the number of followers that have joined.
+        rank_bytes: memory of a rank's device on this node.
+        model_version: version of the model's files in a bucket; empty if the model is in no bucket.
+
+    Returns:
+        This node's place in the group.
 
     Raises:
-        WorkerStartError: the port is taken.
+        WorkerStartError: the port is in use.
     """
     try:
         listener = listen(None, group.join_port)
@@ -319,7 +328,7 @@ def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: st
 class Follower:
     """Joins its leader and computes with it, again and again, until SIGTERM or SIGINT.
 
-    A follower that gets the signal while its leader computes goes on until the leader ends.
+    If the signal arrives while the leader computes, the follower goes on until the leader ends.
     """
 
     def __init__(
@@ -331,14 +340,16 @@ class Follower:
         health: FollowerHealth,
         fetch: Callable[[], str] | None = None,
     ) -> None:
-        """Args:
-        leader: name and join port.
-        join: message to the leader.
-        command: returns the worker's command line for the leader's address and message.
-        environment: the worker's, on top of this process's.
-        health: answers the kubelet.
-        fetch: fetches a model that is in a bucket, and returns its version; None: the model
-            is in no bucket.
+        """Create a follower that has not joined yet.
+
+        Args:
+            leader: host name and join port of the leader.
+            join: message to the leader.
+            command: returns the worker's command line, given the leader's address and message.
+            environment: environment variables of the worker, in addition to this process's.
+            health: answers the kubelet's probes.
+            fetch: downloads a model from a bucket and returns its version; None if the model is in
+                no bucket.
         """
         self._leader = leader
         self._message = join
@@ -351,10 +362,10 @@ class Follower:
         self._refusal = ""
 
     def run(self) -> None:
-        """Compute until a signal ends it.
+        """Join and compute until a signal arrives.
 
         Raises:
-            WeightsError: the model cannot be fetched, or the leader has another version of it.
+            WeightsError: the model cannot be downloaded, or the leader has another version of it.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -370,7 +381,7 @@ class Follower:
                 time.sleep(_RETRY_S)
 
     def _fetched(self, fetch: Callable[[], str]) -> str:
-        """Fetch in a thread, since a download takes minutes and the kubelet probes meanwhile."""
+        """Download in a thread, since a download takes minutes and probes go on meanwhile."""
         version: Future[str] = Future()
 
         def run() -> None:
@@ -391,7 +402,7 @@ class Follower:
         self._is_ending = True
 
     def _join(self) -> tuple[NodeConnection, Start]:
-        """Return the connection to a leader that sent Start, and that message."""
+        """Join the leader; return the connection and the leader's Start message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
             try:
@@ -446,23 +457,23 @@ class Follower:
             self._is_computing = False
 
     def _watch(self, connection: int, ended: int, loaded: int) -> bool:
-        """Wait until vLLM or the leader ends; return whether the leader did."""
+        """Wait until vLLM or the leader ends; return whether the leader ended."""
         watched = [connection, ended, loaded]
         while True:
             self._health.on_look()
             ready, _, _ = select.select(watched, [], [], _NEWS_S)
             if ended in ready or connection in ready:
                 return ended not in ready
-            if loaded in ready:  # a byte, or the end of the last process that could write one
+            if loaded in ready:  # a byte, or end of file once no process can write one
                 watched.remove(loaded)
                 self._health.is_computing = bool(os.read(loaded, 1))
 
 
 def _check_version(own: str, leaders: str) -> None:
-    """Check that this node and its leader load the same files.
+    """Check that this node loads the same version of the model as its leader.
 
     Raises:
-        WeightsError: they do not.
+        WeightsError: the versions differ.
     """
     if own != leaders:
         raise WeightsError(
@@ -473,13 +484,13 @@ def _check_version(own: str, leaders: str) -> None:
 
 
 def announce_loaded() -> None:
-    """Report to the follower that started this process that the model is loaded here."""
+    """Report to the follower that started this process that the model is loaded."""
     if LOADED_FD in os.environ:
         os.write(int(os.environ[LOADED_FD]), b"1")
 
 
 def _wait_for_answer(connection: NodeConnection, health: FollowerHealth) -> Start | Refused:
-    """Wait for the leader's answer as long as the connection lasts.
+    """Wait for the leader's answer while the connection lasts.
 
     Raises:
         OSError: the connection is lost.
@@ -497,8 +508,8 @@ def follow(arguments: Sequence[str]) -> int:
     """Run a follower.
 
     Returns:
-        The exit status: 0 after a signal, 1 if the model cannot be loaded or is not the leader's,
-        2 if the configuration is wrong.
+        The exit status: 0 after a signal, 1 if the model cannot be loaded or differs from the
+        leader's, 2 if the configuration is wrong.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.vllm_worker --follow",

@@ -1,6 +1,6 @@
-"""The protocols of vLLM against which this room is written.
+"""Protocols that describe vLLM to the rest of this package.
 
-`VllmCore` in `bindings` implements them.
+`bindings.VllmCore` implements them.
 """
 
 from collections.abc import Iterable
@@ -12,22 +12,22 @@ from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs
 
 
 class InvalidRequestError(Exception):
-    """vLLM refuses a request's parameters; the message is one line for the client."""
+    """vLLM rejects a request's parameters. The message is one line for the client."""
 
     def __init__(self, message: str, field: str) -> None:
-        """`field`: field of the request that is at fault."""
+        """Create an error about the request's field `field`."""
         super().__init__(message)
         self.field = field
 
 
 class AdapterError(Exception):
-    """An adapter cannot be loaded; the message is one line for the client."""
+    """An adapter cannot be loaded. The message is one line for the client."""
 
     field = "model"
-    """Field of the request that names the adapter. The engine is not at fault."""
+    """Request field that names the adapter. The adapter is at fault, not the engine."""
 
     def __init__(self, name: str, reason: str) -> None:
-        """`reason`: one line for the engine's operator, which may name its files."""
+        """Create an error with a one-line reason for the engine's operator. It may name files."""
         super().__init__(
             f"adapter {name} cannot be loaded; ask for another model, and have whoever runs the "
             "service read the engine's log"
@@ -36,32 +36,32 @@ class AdapterError(Exception):
 
 
 class CoreOutput(msgspec.Struct, frozen=True):
-    """The output of one request in one step."""
+    """Output of one request in one step."""
 
     request_id: str
     token_ids: list[int]
     finish: Literal["", "stop", "length", "error"] = ""
-    """Reason why the request ended; empty: more to come."""
+    """Why the request ended; empty if more output follows."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
-    """Tokens whose KV the prefix cache had when the request was started."""
+    """Tokens whose KV was in the prefix cache when the request started."""
     num_loaded_tokens: int = 0
-    """Tokens behind those whose KV came from tiers outside the device."""
+    """Further tokens whose KV was loaded from tiers outside the device."""
     error: str = ""
-    """Why vLLM or its grammar gave the request up; one line for the client."""
+    """Why vLLM or the grammar failed the request, as one line for the client."""
     field: str = ""
-    """Field of the request that is at fault; empty: the engine is."""
+    """Request field that is at fault; empty if the engine is at fault."""
     embedding: bytes = b""
-    """The prompt's embedding, which ends the request: float32, little-endian."""
+    """Embedding of the prompt, which ends the request: float32, little-endian."""
 
     @property
     def num_reused_tokens(self) -> int:
-        """Tokens that were not computed for the request."""
+        """Number of prompt tokens whose KV was not computed."""
         return self.num_cached_tokens + self.num_loaded_tokens
 
 
 class Prefix(Protocol):
-    """Cached blocks of a prompt that are held, so that they are not evicted."""
+    """Cached blocks of a prompt, pinned against eviction."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -76,37 +76,37 @@ class Blocks(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that requests may have."""
+        """Number of blocks that requests may use."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds, including those of the prefix cache."""
+        """Number of blocks that no request holds, including blocks of the prefix cache."""
 
     def num_held(self, request_id: str) -> float:
-        """Count the blocks that a request holds and need not allocate; 0 before it starts.
+        """Return the number of blocks that a request already holds; 0 before it starts.
 
-        A shared block counts for each of its holders, since each holds it to its end. A shared
-        block of a sliding window counts in equal parts: a holder that slides past it needs another
-        block while the shared one is not free yet.
+        A shared block counts in full for each of its holders, since each keeps it until the end. A
+        shared block of a sliding window is divided equally among its holders. A holder whose window
+        leaves the block allocates another one while the shared block is still in use.
         """
 
     def num_in_tables(self, request_id: str) -> int:
-        """Count the blocks that a request uses, shared ones like others."""
+        """Return the number of blocks in a request's block tables, shared blocks included."""
 
     def num_computed(self, request_id: str) -> int:
-        """Count the tokens whose KV is stored or being computed."""
+        """Return the number of tokens whose KV is stored or being computed."""
 
     def hold_prefix(self, request_id: str) -> Prefix:
-        """Hold the cached blocks of a request's tokens, which may have ended in the last step."""
+        """Pin the cached blocks of a request's tokens, even if it ended in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        """Count the blocks that become free once all these prefixes are released.
+        """Return the number of blocks that become free when all these prefixes are released.
 
-        A window block that requests hold, too, counts by the prefixes' share.
+        A window block that requests hold too counts by the prefixes' share of its holders.
         """
 
     def release(self, prefix: Prefix) -> None:
-        """Release the blocks of a prefix; they stay cached until they are needed."""
+        """Unpin the blocks of a prefix. They stay cached until the pool needs them."""
 
 
 class Core(Protocol):
@@ -116,42 +116,42 @@ class Core(Protocol):
     def blocks(self) -> Blocks: ...
 
     def is_compiled(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled. If not, its compilation begins."""
+        """Return whether a grammar is compiled; start compiling it if not."""
 
     def add_adapter(self, name: str, folder: str) -> None:
-        """Record the folder of a LoRA adapter, under a name that no other adapter has had."""
+        """Register the folder of a LoRA adapter under a name that was never used before."""
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter that is in no slot."""
+        """Unregister an adapter that is in no slot."""
 
     def check_adapter(self, name: str) -> None:
-        """Read an adapter as `load_adapter` does, and discard it.
+        """Read an adapter like `load_adapter`, but do not keep it.
 
         Raises:
-            AdapterError: it cannot be read, or does not fit the model.
+            AdapterError: the adapter cannot be read or does not fit the model.
         """
 
     def load_adapter(self, name: str) -> None:
         """Read a LoRA adapter into a free slot.
 
         Raises:
-            AdapterError: it cannot be read, or does not fit the model. Nothing of it is kept.
+            AdapterError: the adapter cannot be read or does not fit the model. The slot stays free.
         """
 
     def unload_adapter(self, name: str) -> None:
         """Free the slot of an adapter that no request uses."""
 
     def add(self, request: EngineRequest, max_tokens: int) -> None:
-        """Give a request to vLLM, which produces at most `max_tokens` more.
+        """Pass a request to vLLM, which produces at most `max_tokens` more tokens.
 
-        The request's grammar must be compiled and its adapter loaded.
+        The grammar of the request must be compiled, and its adapter must be loaded.
 
         Raises:
-            InvalidRequestError: its parameters cannot be served. Nothing of it is kept.
+            InvalidRequestError: vLLM rejects the parameters and keeps nothing of the request.
         """
 
     def abort(self, request_id: str) -> None:
-        """Abort a request. An ended request is no error.
+        """Abort a request; ignore requests that have ended.
 
         Its blocks are free at once, or within the next steps if several steps are in flight.
         """
@@ -160,12 +160,12 @@ class Core(Protocol):
         """Drop the state of a request that has ended."""
 
     def set_max_running(self, num_requests: int) -> None:
-        """Limit the requests of a batch. Running requests go on."""
+        """Limit the requests of a batch. Requests that already run are not stopped."""
 
     def step(self) -> list[CoreOutput]:
-        """Compute one step.
+        """Compute one step and return the outputs of its requests.
 
         Raises:
-            GroupLostError: the process of a rank has ended.
+            GroupLostError: a rank's process has ended.
             Exception: the engine is broken and needs a new process.
         """

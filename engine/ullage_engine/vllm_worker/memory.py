@@ -1,4 +1,4 @@
-"""The ledger of a start of vLLM, and the meter of the memory in use."""
+"""Memory ledger of a vLLM start, and measurement of the memory in use."""
 
 import logging
 import math
@@ -30,11 +30,11 @@ from ullage_engine.worker.device import (
 log = logging.getLogger("ullage.engine.vllm")
 
 _STAGING_BYTES = 64 << 20
-"""Bytes for messages, token lists, grammars and queues, which come and go with requests."""
+"""Host bytes for messages, token lists, grammars and queues, which vary with the load."""
 
 
 class StartMemory:
-    """The ledger of a start, on CPUs and GPUs."""
+    """The memory ledger of a start, on CPUs and GPUs."""
 
     def __init__(
         self,
@@ -42,8 +42,12 @@ class StartMemory:
         host_tier: HostTier | None = None,
         limits: MemoryLimits = MemoryLimits(),  # noqa: B008 - immutable
     ) -> None:
-        """Args:
-        limits: bounds of the KV pool and of a step after shortages of memory.
+        """Create the ledger before vLLM starts.
+
+        Args:
+            config: the engine's configuration.
+            host_tier: memory for KV outside the device; None without a host tier.
+            limits: limits of the KV pool and of a step after earlier out-of-memory errors.
         """
         self._config = config
         self._limits = limits
@@ -76,7 +80,7 @@ class StartMemory:
         else:
             self._reserve_for_others()
         if self.is_cpu and config.server.standby_worker:
-            # The standby worker has imported the libraries of this process.
+            # The standby worker has already imported this process's libraries.
             self.ledger.reserve("standby", self._context // self._num_nodes)
         self.adapter_slots = 0
         """Adapters that are loaded at a time."""
@@ -85,13 +89,18 @@ class StartMemory:
 
     @property
     def rank_bytes(self) -> int:
-        """Memory of a rank's device."""
+        """Memory of a rank's device in bytes."""
         return self.ledger.total_bytes // self._num_ranks
 
     def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
-        """Decide how many adapters of the model in `folder` are loaded at a time.
+        """Decide how many adapters are loaded at a time.
 
-        All nodes load as many as a rank's device of the leader has memory for.
+        All nodes load the same number: as many as fit on a rank's device of the leader.
+
+        Args:
+            folder: folder of the checkpoint.
+            dtype: type of the adapters' weights.
+            rank_bytes: memory of a rank's device on the leader.
 
         Raises:
             WeightsError: the checkpoint is incomplete.
@@ -101,11 +110,11 @@ class StartMemory:
             return
         rank = arguments.lora_rank(config)
         size = slot_bytes(folder, rank, vllm_core.item_bytes(dtype))
-        copy_bytes = size if self.is_cpu else 0  # vLLM keeps one where it keeps the slots
+        copy_bytes = size if self.is_cpu else 0  # vLLM keeps a copy next to the slots
         self.adapter_slots = num_slots(
             config.max_loras,
             int(rank_bytes * config.memory.adapter_share),
-            # Each tensor rank counts with a whole slot, which is at least its part.
+            # Each tensor rank counts with a whole slot, an upper bound of its part.
             -(-size // config.parallelism.pipeline),
             copy_bytes=copy_bytes,
             num_spare=arguments.spare_slots(self.is_cpu),
@@ -118,8 +127,9 @@ class StartMemory:
 
     @property
     def device_share(self) -> float | None:
-        """Share of each GPU's memory that vLLM plans with; None on CPUs, whose memory vLLM does not
-        see.
+        """Share of each GPU's memory that vLLM plans with; None on CPUs.
+
+        vLLM does not see the memory of CPUs.
         """
         if self.is_cpu:
             return None
@@ -132,8 +142,8 @@ class StartMemory:
     def _reserve_for_others(self) -> None:
         """Set aside the part of the budget that other processes hold.
 
-        vLLM plans with one share of every GPU, and its start fails where less than that is free:
-        the fullest GPU decides for all.
+        vLLM plans with the same share of every GPU and refuses to start if less than that is free.
+        The fullest GPU therefore decides for all.
         """
         memory = [(gpu.free_bytes, gpu.total_bytes) for gpu in self._gpus]
         share, fullest = largest_share_of_others(memory, self.ledger.threshold)
@@ -150,10 +160,10 @@ class StartMemory:
         """Return the KV bytes of each rank.
 
         Args:
-            vllm_bytes: bytes that vLLM leaves to KV of each rank. It counts from the moment when a
-                rank had its context, and so leaves out the context itself.
-            adapter_bytes: bytes of all slots of adapters.
-            free_first: bytes that were free of each rank's GPU at that moment; empty on CPUs.
+            vllm_bytes: bytes that vLLM leaves to KV on each rank. vLLM counts from the moment when
+                a rank had its device context, so the context itself is not included.
+            adapter_bytes: bytes of the adapter slots of all ranks.
+            free_first: free bytes of each rank's GPU at that moment; empty on CPUs.
         """
         config = self._config
         ledger = self.ledger
@@ -171,7 +181,7 @@ class StartMemory:
         ledger.reserve("staging", self._staging_bytes)
         most = self._limits.kv_bytes
         if most is not None:
-            # Only as much as leaves the pool at its limit.
+            # Reserve only enough to keep the pool at its limit.
             spare = max(0, ledger.available_bytes - reserve - most)
             reserve += min(self._limits.reserve_bytes, spare)
         ledger.reserve("safety_reserve", reserve)
@@ -187,9 +197,10 @@ class StartMemory:
         return [min(bound, bound if self.is_cpu else size) for size in vllm_bytes]
 
     def _contexts(self, free_first: list[int]) -> list[int]:
-        """Return the bytes of each rank's context, libraries and buffers of transfers.
+        """Return the bytes of each rank's context, libraries and transfer buffers.
 
-        GPUs of other nodes are taken to have been as free as the same ones of this node.
+        GPUs of other nodes are assumed to have had as much free memory as the same GPUs of this
+        node.
         """
         before = [gpu.free_bytes for gpu in self._gpus] * self._num_nodes
         return [
@@ -198,9 +209,9 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Enter the bytes of the finished start in the ledger."""
+        """Record the memory of the finished start in the ledger."""
         if "model" not in {each.name for each in self.ledger.states()}:
-            # A model without KV is not asked for its size.
+            # vLLM does not ask for a pool size if the model has no KV.
             adapter_bytes = core.blank_slots()
             self._record_model(self.used_bytes() - self._context, adapter_bytes)
             self.ledger.reserve(
@@ -211,7 +222,7 @@ class StartMemory:
             self._meter = MemoryMeter(torch.device("cuda", 0), self._gpus[0])
 
     def attached(self) -> None:
-        """Enter the host tier, which all ranks have attached, in the ledger."""
+        """Record the host tier in the ledger, once all ranks have attached it."""
         assert self.host_tier is not None
         self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
         self._shared_bytes = self.host_tier.num_bytes * self._num_here
@@ -225,14 +236,14 @@ class StartMemory:
     def _staging_bytes(self) -> int:
         if not self.is_cpu:
             return 0
-        # An adapter that is checked before it is offered has a copy, but no slot.
+        # An adapter that is checked before it is offered has a copy in host memory, but no slot.
         num_copies = self.adapter_slots + 1 if self.adapter_slots else 0
         return _STAGING_BYTES + num_copies * self._copy_bytes
 
     def used_bytes(self) -> int:
-        """Return the bytes in use: resident bytes of all ranks, or their bytes of GPUs.
+        """Return the bytes in use: resident memory of all ranks on CPUs, device memory on GPUs.
 
-        Other nodes are taken to use as much as this one.
+        Other nodes are assumed to use as much as this node.
         """
         return self._used_here() * self._num_nodes
 
@@ -240,8 +251,8 @@ class StartMemory:
         if self._meter is not None:
             return self._meter.recent_bytes()
         if not self.is_cpu:
-            # A neighbour that came later is counted, too: ranks are processes of their own, which
-            # the driver may list under ids of another namespace.
+            # Memory that other processes took later is included. Ranks are separate processes, and
+            # the driver may list them under ids of another namespace.
             return sum(max(0, each.free_bytes - free_of(each.gpu)) for each in self._gpus)
         used = int(self._process.memory_info().rss)
         if self._num_ranks > 1:
@@ -253,19 +264,19 @@ class StartMemory:
         return used - self._shared_bytes
 
     def allocator_bytes(self) -> int:
-        """Return the bytes of the first GPU that torch's allocator holds; 0 if a rank holds it."""
+        """Return the bytes of torch's allocator on the first GPU; 0 if a rank holds them."""
         return 0 if self._meter is None else self._meter.reserved_bytes()
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the first device; on CPUs those of the container."""
+        """Return the free bytes of the first device, or of the container on CPUs."""
         return free_bytes() if self.is_cpu else free_of(self._gpus[0].gpu)
 
 
 def _local_gpus(num_ranks: int) -> list[GpuAtStart]:
-    """Wait until memory of ended processes is returned, and return the ranks' GPUs as they are.
+    """Wait until ended processes have returned their memory, and return the ranks' GPUs.
 
     Raises:
-        WorkerStartError: the driver shows fewer GPUs.
+        WorkerStartError: the driver shows fewer GPUs than ranks.
     """
     gpus = [shown for gpu in visible_gpus(num_ranks) if (shown := at_start(gpu))]
     if len(gpus) < num_ranks:

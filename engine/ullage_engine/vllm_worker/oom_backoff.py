@@ -1,8 +1,9 @@
-"""Less memory for the next worker after one ran out: a smaller KV pool, and smaller steps.
+"""Lower memory limits for the worker that follows an out-of-memory error.
 
-vLLM cannot go on after a step that ran out of memory, so its worker ends. A next worker that took
-the same memory would end in the same way. A file in the engine's run_dir has the memory that a
-worker took and the shortages. The workers of one server share it, and a new server ignores it.
+vLLM cannot continue after a step that ran out of memory, so its worker ends. A new worker that took
+the same memory would fail in the same way. A file in the engine's run_dir records the memory that a
+worker took and the out-of-memory errors so far. The workers of one server share the file. A new
+server ignores it.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ log = logging.getLogger("ullage.engine.vllm")
 FILE = "vllm-memory.json"
 
 _POOL_SHARE = 7 / 8
-"""Share of the last KV pool that the next worker takes."""
+"""Share of the previous KV pool that the next worker takes."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
-"""Seconds after a shortage from which on the next worker takes all memory again."""
+"""Seconds after an out-of-memory error until a worker takes all memory again."""
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -34,24 +35,24 @@ class Taken(msgspec.Struct, frozen=True):
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool that holds the longest sequence, or of this pool if it is smaller."""
+    """Bytes of a KV pool for the longest sequence, or of this pool if it is smaller."""
     chunk_tokens: int = 0
-    """Most prompt tokens of a step; 0: prompts are not cut."""
+    """Most prompt tokens of a step; 0 if prompts are not chunked."""
     least_chunk_tokens: int = 0
     """Tokens of the largest block. Models with states compute whole blocks."""
 
 
 class MemoryLimits(msgspec.Struct, frozen=True):
-    """The most memory that the next worker takes."""
+    """Upper limits of the memory that the next worker takes."""
 
     kv_bytes: int | None = None
     reserve_bytes: int = 0
-    """Bytes that stay empty in addition to `memory.safety_reserve`."""
+    """Bytes that stay free in addition to `memory.safety_reserve`."""
     chunk_tokens: int | None = None
 
 
 def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
-    """Return the limits of the worker after one that took `taken` and ran out of memory."""
+    """Return the limits of the next worker, after one that took `taken` ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
@@ -65,24 +66,24 @@ def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
 
 
 class _History(msgspec.Struct):
-    """The content of the file."""
+    """Content of the file."""
 
     server: str = ""
     limits: MemoryLimits = MemoryLimits()
     taken: Taken | None = None
-    """The memory of the latest worker; None: it ended before that was known."""
+    """Memory of the latest worker; None if it ended before that was known."""
     ran_out_at: float = 0.0
-    """Time of the latest shortage, in seconds since the epoch."""
+    """Time of the latest out-of-memory error, in seconds since the epoch."""
     num_unreported: int = 0
-    """Shortages that no worker's state has counted."""
+    """Out-of-memory errors that no worker has reported in its state yet."""
     is_running: bool = False
-    """Whether a worker began and has not recorded why it ended."""
+    """Whether a worker started and has not recorded why it ended."""
     num_kills: int = 0
-    """Processes that the kernel had killed for memory when that worker began."""
+    """Processes that the kernel's OOM killer had ended when that worker started."""
 
 
 class OomBackoff:
-    """The shortages of memory that the workers of one server had."""
+    """The out-of-memory errors of one server's workers."""
 
     def __init__(
         self,
@@ -91,15 +92,15 @@ class OomBackoff:
         kills: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the history of earlier workers, and record that this one begins.
+        """Read the history of earlier workers, and record the start of this one.
 
         Args:
             run_dir: folder of the file.
-            server: the server's name among those that used the folder; empty: this process's
+            server: name of the server, unique among servers of the folder; empty for this process's
                 parent.
-            kills: returns the number of processes that the kernel killed for memory so far; None:
-                asks the kernel.
-            clock: in seconds since the epoch.
+            kills: returns how many processes the kernel's OOM killer has ended; None to ask the
+                kernel.
+            clock: time in seconds since the epoch.
         """
         self._path = run_dir / FILE
         self._clock = clock
@@ -108,7 +109,7 @@ class OomBackoff:
 
         num_kills = (kills or OomKills(os.getpid()).count)()
         if self._history.is_running and num_kills > self._history.num_kills:
-            # The server counts it.
+            # The server counts this error.
             self._ran_out("the kernel killed a worker")
         if clock() - self._history.ran_out_at > _FORGIVEN_S:
             self._history.limits = MemoryLimits()
@@ -119,7 +120,7 @@ class OomBackoff:
 
     @property
     def limits(self) -> MemoryLimits:
-        """The most memory that this worker may take."""
+        """Upper limits of the memory that this worker may take."""
         return self._history.limits
 
     def took(self, taken: Taken) -> None:
@@ -128,17 +129,23 @@ class OomBackoff:
         self._write()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Record a step's error, which ends this worker. Its exit status counts a shortage."""
+        """Record the error of a step, which ends this worker.
+
+        If memory ran out, the server counts that by the exit status.
+        """
         self._on_error(error)
         self._write()
 
     def on_failed_start(self, error: Exception) -> None:
-        """Record an error of a start. The next worker's reports count a shortage."""
+        """Record an error during startup.
+
+        If memory ran out, the next worker counts that in its reports.
+        """
         self._history.num_unreported += self._on_error(error)
         self._write()
 
     def take_unreported(self) -> int:
-        """Return the shortages before this worker that were not counted yet, and clear them."""
+        """Return the number of unreported out-of-memory errors, and reset it."""
         num_events = self._history.num_unreported
         self._history.num_unreported = 0
         if num_events:
@@ -181,6 +188,6 @@ class OomBackoff:
 
 
 def _parent() -> str:
-    """Return an id of the process that started this one, which no earlier process had."""
+    """Return an id of the parent process that no earlier process had."""
     parent = psutil.Process(os.getppid())
     return f"{parent.pid} {parent.create_time()}"

@@ -1,4 +1,4 @@
-"""Progress of a start, by the bytes that it takes."""
+"""Progress of a start, measured by the bytes that it takes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class StartProgress:
         """Most bytes in use since."""
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """End the last stage and begin one that is going to take so many bytes; 0: unknown."""
+        """End the current stage and begin one of `total_bytes` bytes, or 0 if unknown."""
         with self._lock:
             self._end()
             self._stage = stage
@@ -37,7 +37,7 @@ class StartProgress:
             self._send(0, total_bytes or 1)
 
     def repeat(self) -> None:
-        """Report the stage again, while this process waits for another one."""
+        """Report the stage again, while this process waits for another process."""
         with self._lock:
             self._send(0, self._total or 1)
 

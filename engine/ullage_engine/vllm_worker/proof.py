@@ -1,14 +1,14 @@
 """Proof that vLLM computes like a verified start of the same model. Imports no vLLM.
 
-The probe is two requests that vLLM serves like any others. Its steps compute a prompt, a prompt
-together with a decode, and two decodes. Every output is a token that is fixed beforehand, so that
-equally likely tokens make no difference between starts. The log-probabilities of that token and of
-the likeliest ones are compared, sorted: two equally likely tokens may change places, but their
-probabilities may not change.
+The probe consists of two ordinary requests. Its steps compute a prompt, a prompt together with a
+decode, and two decodes. Every output token is fixed beforehand, so ties between equally likely
+tokens cannot make two starts differ. The comparison takes the log-probabilities of that token and
+of the most likely ones, sorted: two equally likely tokens may swap places, but their probabilities
+may not change.
 
-Each rank also digests its rotary tables and its weights. Weights are compared only for checkpoints
-that are not quantised, of which vLLM checks that it has loaded every weight. Quantised formats may
-have memory that is never written.
+Each rank also digests its rotary tables and its weights. Weights are compared only for unquantised
+checkpoints, for which vLLM checks that every weight was loaded. Quantised formats may contain
+memory that is never written.
 """
 
 import inspect
@@ -34,17 +34,21 @@ from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.interface import CoreOutput
 
 _PROMPTS = (32, 16)
-"""Tokens of the probe's prompts. The second one begins during the first one's decodes."""
+"""Lengths of the probe's prompts. The second request starts while the first one decodes."""
 _OUTPUTS = (3, 2)
-"""Tokens of their outputs."""
+"""Lengths of the outputs."""
 _TOP = 20
-"""Number of likeliest tokens that are compared. The bound is a share of a row's spread, and too few
-numbers may have none."""
+"""Number of most likely tokens that are compared.
+
+The error bound is a share of a row's spread, and a row of too few numbers may have no spread.
+"""
 _BIAS = 100.0
-"""Bias of the fixed token, the largest that vLLM takes."""
+"""Logit bias of the fixed token, the largest that vLLM accepts."""
 _STEP = 7919
-"""Distance between the tokens of prompts, modulo the vocabulary; a prime, so that no two tokens are
-the same unless the vocabulary's size is a multiple of it."""
+"""Distance between consecutive prompt tokens, modulo the vocabulary size.
+
+The distance is prime, so tokens repeat only if the vocabulary size is a multiple of it.
+"""
 _TABLE_WORDS = ("cos", "sin", "inv_freq")
 """Parts of the names of rotary tables."""
 
@@ -52,27 +56,31 @@ _NO_PART = {
     *("model", "served_model_name", "master_addr", "master_port"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes"),
 }
-"""Arguments of vLLM that do not change its results: the places of files and nodes, and the size of
-the KV pool, which differs between starts with the memory of other processes."""
+"""Arguments of vLLM that do not change its results.
+
+They are paths, node addresses, and the size of the KV pool, which depends on the memory that other
+processes hold.
+"""
 
 _FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The size of the probe, which must fit into small KV pools and short contexts."""
+    """Size of the probe, which must fit into small KV pools and short contexts."""
 
     vocab_size: int
     room_tokens: int
-    """Tokens of the longest sequence that can be served."""
+    """Most tokens of a sequence."""
     is_embedding: bool = False
     may_draft: bool = False
-    """Whether steps have draft tokens, with which vLLM takes no biases."""
+    """Whether steps may draft tokens. vLLM accepts no logit biases then."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return the requests of the probe. The second begins when the first has its first token.
+        """Return the requests of the probe. The second starts when the first has a token.
 
-        `run`: number of the probe in this process. Probes share no KV.
+        Args:
+            run: number of the probe in this process. Different runs share no KV.
         """
         return [self._request(number, run) for number in range(1 if self._is_single else 2)]
 
@@ -82,12 +90,12 @@ class Probe:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities of each step in addition to that of its token."""
+        """Number of log-probabilities per step, without that of the output token."""
         return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
     def sizes(self) -> str:
-        """The lengths of prompts and outputs, as text."""
+        """Lengths of prompts and outputs, as text."""
         return str([(len(each.token_ids), each.max_tokens) for each in self.requests(0)])
 
     def _request(self, number: int, run: int) -> EngineRequest:
@@ -115,22 +123,20 @@ class Probe:
 
 
 class ProvenCore(Protocol):
-    """The engine whose proof is taken."""
+    """The engine to be proven."""
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute the requests of a probe and keep nothing of them.
+        """Run the probe's requests and keep none of their state.
 
         Returns:
-            The outputs, in the order of requests and tokens.
+            The outputs, ordered by request and token.
         """
 
     def digests(self) -> list[dict[str, str]]:
         """Return digests of each rank's tensors in memory, by name."""
 
     def changed_table(self) -> str:
-        """Compute the tables of all ranks again; return the name of one that differs, or an empty
-        string.
-        """
+        """Recompute the tables of all ranks; return the name of one that differs, or ""."""
 
 
 def proof_file(
@@ -140,14 +146,16 @@ def proof_file(
     probe: Probe,
     arguments: Mapping[str, Any],
 ) -> ProofFile:
-    """Return the place of the proofs of all ranks.
+    """Return the file for the proofs of all ranks.
 
     Args:
-        weights: digest of the files of the weights.
-        facts: those of the engine's fingerprint.
-        arguments: those of `vllm.EngineArgs`. Any may decide which modules there are, what their
-            tensors are called and how they lie in memory: with adapters vLLM wraps the modules of
-            the base model, which computes the same answers then.
+        folder: folder of proofs.
+        weights: digest of the weight files.
+        facts: facts of the engine's fingerprint.
+        probe: size of the probe.
+        arguments: arguments of `vllm.EngineArgs`. Any of them may decide which modules exist, how
+            their tensors are named and how they lie in memory. With adapters, for example, vLLM
+            wraps the modules of the base model, whose answers do not change.
     """
     used = {name: value for name, value in arguments.items() if name not in _NO_PART}
     own = {
@@ -169,11 +177,15 @@ def take_proofs(
     """Return the proof of each rank.
 
     Args:
-        outputs: those of the probe, which has been computed once.
-        verifies: everything is computed once more and compared, since no other start did before.
+        core: the engine.
+        probe: the probe.
+        outputs: outputs of the probe's first run.
+        tolerance: accepted difference of two numbers.
+        verifies: whether to compute everything a second time and compare, since there is no earlier
+            verified start.
 
     Raises:
-        ProofError: two computations differ.
+        ProofError: the two computations differ.
     """
     proofs = _proofs(core.digests(), outputs)
     if verifies:
@@ -204,13 +216,13 @@ def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
         if output.embedding:
             rows.append(np.frombuffer(output.embedding, "<f4").tolist())
         for each in output.logprobs or []:
-            # One that is as likely as the last of these counts among them, too.
+            # A token as likely as the last of these may be among them as well.
             rows.append([each.logprob, *each.top_logprobs[:_TOP]])
     return rows
 
 
 def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
-    """Return digests of a model's rotary tables, and of the weights that are parameters.
+    """Return digests of a model's rotary tables and of the weights that are parameters.
 
     Libraries may have packed other weights into memory of their own.
     """
@@ -227,10 +239,14 @@ def _is_table(name: str, buffer: torch.Tensor) -> bool:
 
 
 def changed_table(model: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Compute a model's rotary tables again, as vLLM does at its start; return the name of one with
-    other bits, or an empty string.
+    """Recompute a model's rotary tables as vLLM does at startup, and compare their bits.
 
-    `dtype`: type of the activations.
+    Args:
+        model: the loaded model.
+        dtype: type of the activations.
+
+    Returns:
+        The name of a table that differs, or an empty string.
     """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,10 +1,10 @@
 """Ullage's extension of vLLM's rank processes.
 
-A resumed request goes on where a former worker's output ended. vLLM's scheduler gets that output
-like that of a preempted request. The model runner for CPUs gets only the prompt of a new request,
-so the extension gives it the output, too. Penalties then count the output, and the random numbers
-of sampling go on instead of starting again. The runner for GPUs gets all tokens, and its random
-numbers are a function of seed and position.
+A resumed request continues where a previous worker's output ended. vLLM's scheduler receives that
+output like the output of a preempted request. The model runner for CPUs receives only the prompt of
+a new request, so the extension adds the output. Penalties then count the output, and sampling
+continues the sequence of random numbers instead of starting again. The runner for GPUs receives all
+tokens, and its random numbers are a function of seed and position.
 
 Each rank ends with the process that started it.
 """
@@ -16,73 +16,73 @@ from typing import Any, Self
 from ullage_engine.worker.loop import die_with_parent
 
 RESUMED = "ullage_resumed"
-"""Name under `extra_args` of a request's output so far, a list of token ids."""
+"""Key in `extra_args` of a request's output so far, a list of token ids."""
 
 EXTENSION = f"{__name__}.WorkerExtension"
 """Value of vLLM's argument `worker_extension_cls`."""
 
 _LARGEST_DRAW = 1 << 31
-"""Upper bound of the number that the CPU sampler draws for each token of a seeded request."""
+"""Upper bound of the number that the CPU sampler draws per token of a seeded request."""
 
 
 class WorkerExtension:
     """Methods that each of vLLM's workers gets in addition to its own."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Tie the process of a rank to the process that started it.
+        """Tie the rank's process to the process that started it.
 
-        vLLM's own ranks notice the end of that process between two steps only.
+        vLLM's ranks by themselves notice the end of that process only between two steps.
         """
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
             die_with_parent(parent.pid)
-        # Slow to import for a follower, which holds vLLM's processes and computes nothing.
+        # Slow to import. A follower's first process manages vLLM's processes and does not compute.
         from ullage_engine.kernels.first_calls import make_first_calls
 
-        # Before vLLM computes rotary tables with them.
+        # Make the first calls before vLLM computes its rotary tables with the libraries.
         make_first_calls()
         return super().__new__(cls)
 
     def ullage_digests(self, with_weights: bool) -> dict[str, str]:
-        """Return digests of this rank's rotary tables, and of its weights."""
+        """Return digests of this rank's rotary tables, and of its weights if `with_weights`."""
         from ullage_engine.vllm_worker.proof import digest_model
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         return digest_model(runner.get_model(), with_weights=with_weights)
 
     def ullage_changed_table(self) -> str:
-        """Compute this rank's rotary tables again; return the name of one with other bits, or an
-        empty string.
-        """
+        """Recompute this rank's rotary tables; return the name of one that differs, or ""."""
         from ullage_engine.vllm_worker.proof import changed_table
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         return changed_table(runner.get_model(), runner.model_config.dtype)
 
     def ullage_warm_up(self) -> float:
-        """Compute the largest step, which allocates the memory of libraries and activations; return
-        its seconds of processor time.
+        """Compute the largest step, which allocates the memory of libraries and activations.
 
-        On CPUs vLLM skips this step if the size of the KV pool is given.
+        On CPUs, vLLM skips this step if the size of the KV pool is given.
+
+        Returns:
+            Processor time of the step in seconds.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         runner.warming_up_model()
-        # Processor time of this thread, which computes as long as any other. Neighbours on the
-        # same cores do not count.
+        # Take this thread's processor time, which is as much as that of any other compute thread.
+        # Unlike wall time, it leaves out other processes on the same cores.
         began = time.thread_time()
         runner.profile_run()
         return time.thread_time() - began
 
     def ullage_free_first(self) -> int:
-        """Return the free bytes of this rank's GPU when it had its context and transfer buffers,
-        but no weights. vLLM counts its own memory from that moment on.
+        """Return the bytes free on this rank's GPU before the weights were loaded.
+
+        At that moment the rank had its context and transfer buffers. vLLM counts its own memory
+        from then on.
         """
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
-        """Return the bytes of this rank's empty adapter slots, and write zeros to make them
-        resident.
-        """
+        """Zero this rank's empty adapter slots to make them resident; return their bytes."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         num_bytes = {}  # by address, since tensors may share storage
         for module in runner.get_model().modules():
@@ -95,10 +95,10 @@ class WorkerExtension:
         return sum(num_bytes.values())
 
     def ullage_load_adapter(self, adapter: Any) -> str:
-        """Load an adapter; return the reason if it cannot be loaded, else an empty string.
+        """Load an adapter; return an error message, or an empty string on success.
 
-        vLLM's own call raises with the first rank that fails, and mistakes the answers of the
-        others for answers to its next call.
+        vLLM's own call raises at the first rank that fails, and takes the answers of the other
+        ranks for answers to its next call.
         """
         try:
             is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]
@@ -107,8 +107,10 @@ class WorkerExtension:
         return "" if is_loaded else "vLLM does not take it"
 
     def ullage_check_adapter(self, adapter: Any) -> str:
-        """Read an adapter's files into host memory, as a load does; return the reason if they
-        cannot be loaded, else an empty string.
+        """Read an adapter's files into host memory, as a load does.
+
+        Returns:
+            An error message, or an empty string on success.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         try:
@@ -118,8 +120,8 @@ class WorkerExtension:
         return ""
 
     def ullage_follow_resumed(self) -> None:
-        """Make the model runner count a request's former output as its own."""
-        # Slow to import, and only used here: followers hold vLLM's processes and compute nothing.
+        """Make the model runner treat the earlier output of a resumed request as its own."""
+        # Slow to import. A follower's first process manages vLLM's processes and does not compute.
         import torch
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -141,8 +143,9 @@ class WorkerExtension:
         batch.add_request = add
 
     def ullage_receive_stages(self) -> None:
-        """Give the model runner for CPUs its buffers for the output of the previous stage, which it
-        makes only in the warm-up of compiled models.
+        """Give the CPU model runner its buffers for the output of the previous pipeline stage.
+
+        By itself the runner allocates them only in the warm-up of compiled models.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1

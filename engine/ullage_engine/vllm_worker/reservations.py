@@ -1,4 +1,4 @@
-"""Reservations of the blocks of vLLM's pool, so that vLLM never has to preempt.
+"""Reservations of blocks of vLLM's pool, so that vLLM never has to preempt.
 
 Every request in vLLM has the blocks of its prompt and expected output reserved. vLLM allocates them
 as it computes. At every moment, in blocks,
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ullage_engine.vllm_worker.interface import Blocks, Prefix
 
 _ROUNDING = 1e-6
-"""Bound of the rounding error of sums of shares of blocks."""
+"""Upper bound of the rounding error of sums of block shares."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Session:
 
 
 class Reservations:
-    """The reservations of all requests that vLLM has, and the blocks that sessions keep."""
+    """The reservations of all requests in vLLM, and the blocks that sessions keep."""
 
     def __init__(
         self,
@@ -37,11 +37,13 @@ class Reservations:
         session_idle_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Args:
-        blocks: the pool.
-        session_blocks: most blocks that one session keeps; 0: sessions keep none.
-        session_idle_s: seconds after which an idle session ends.
-        clock: in seconds.
+        """Create an empty set of reservations.
+
+        Args:
+            blocks: the pool.
+            session_blocks: most blocks that one session keeps; 0 if sessions keep none.
+            session_idle_s: seconds after which an idle session ends.
+            clock: time in seconds.
         """
         self._blocks = blocks
         self._session_blocks = session_blocks
@@ -73,8 +75,8 @@ class Reservations:
 
     @property
     def num_unreserved(self) -> int:
-        """Blocks that reservations may still take; negative while vLLM has yet to free some."""
-        # Shares add up to whole blocks, so only their sum is rounded.
+        """Blocks free for new reservations; negative while vLLM has yet to free some."""
+        # Shares of blocks add up to whole blocks, so only their sum is rounded.
         unreserved = self._blocks.num_free + self._reclaimable - self._committed
         return math.floor(unreserved + _ROUNDING)
 
@@ -100,14 +102,16 @@ class Reservations:
         return sum(each.prefix.num_blocks for each in self._sessions.values())
 
     def reserved(self, request_id: str) -> int:
-        """Return the blocks of a reservation, held ones included."""
+        """Return the number of blocks reserved for a request, held blocks included."""
         return self._reserved[request_id]
 
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request; return False if they do not fit together with `spared`
-        ones.
+        """Reserve blocks for a request while at least `spared` blocks stay unreserved.
+
+        Returns:
+            False if the blocks do not fit. Nothing is reserved then.
         """
         assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
@@ -117,12 +121,12 @@ class Reservations:
         return True
 
     def reserve_with_prefix(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request in vLLM, less those of its prefix in the cache.
+        """Reserve blocks for a request in vLLM, and pin its cached prefix.
 
-        The cached blocks are held from then on.
+        The blocks of the prefix count as part of the reservation.
 
         Returns:
-            False if the blocks do not fit together with `spared` ones.
+            False if the blocks do not fit while at least `spared` blocks stay unreserved.
         """
         assert request_id not in self._reserved, "reserved already"
         self._prefixes[request_id] = self._hold_prefix(request_id)
@@ -134,7 +138,7 @@ class Reservations:
         return True
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
-        """Raise a reservation to at least so many blocks; return False if they do not fit."""
+        """Raise a reservation to at least `num_blocks`; return False if they do not fit."""
         missing = num_blocks - self._reserved[request_id]
         if missing > 0:
             if missing > self.num_unreserved:
@@ -144,32 +148,33 @@ class Reservations:
         return True
 
     def shrink(self, request_id: str, num_blocks: int) -> bool:
-        """Lower a reservation to so many blocks; return False while the request uses more."""
-        # A shared block counts as a whole: the request has it alone once others slide past it.
+        """Lower a reservation to `num_blocks`; return False while the request uses more."""
+        # A shared block counts in full: the request owns it alone once all other windows have left
+        # it.
         if self._blocks.num_in_tables(request_id) > num_blocks:
             return False
         self._resize(request_id, min(num_blocks, self._reserved[request_id]))
         return True
 
     def release(self, request_id: str) -> None:
-        """End a reservation. vLLM frees the held blocks. No reservation is no error."""
-        # The request may have ended a moment ago, which gave blocks back.
+        """End a reservation, if there is one. vLLM frees the held blocks."""
+        # The request may just have ended, which gave blocks back.
         self._forget_sums()
         self._reserved.pop(request_id, None)
         self._let_go(request_id)
 
     def on_step(self) -> None:
-        """Release the prefixes of requests that have started and hold the blocks themselves."""
+        """Unpin the prefixes of requests that have started and now hold the blocks themselves."""
         self._forget_sums()
         for request_id in [each for each in self._prefixes if self._blocks.num_held(each)]:
             self._let_go(request_id)
-        # A request that slid past a session's block needs another block.
+        # A request whose window left a session's block needs another block.
         self._make_free()
 
     # sessions ------------------------------------------------------------------------------------
 
     def keep_session(self, key: str, request_id: str) -> None:
-        """Hold the cached blocks of a request that has just ended, for its session's next one."""
+        """Pin the cached blocks of a request that just ended, for its session's next request."""
         if not self._session_blocks:
             return
         prefix = self._hold_prefix(request_id)
@@ -182,7 +187,7 @@ class Reservations:
         self._make_free()
 
     def use_session(self, key: str) -> bool:
-        """Record a request of the session; return whether blocks are kept for it."""
+        """Mark a session as used; return whether any blocks are kept for it."""
         session = self._sessions.get(key)
         if session is None:
             return False
@@ -191,7 +196,7 @@ class Reservations:
         return True
 
     def end_idle_sessions(self) -> None:
-        """End sessions that were not used for their idle time."""
+        """End all sessions that have been idle for too long."""
         oldest = self._clock() - self._session_idle_s
         for key in [key for key, each in self._sessions.items() if each.used_at <= oldest]:
             self._drop_session(key)
@@ -202,7 +207,7 @@ class Reservations:
             self._drop_session(key)
 
     def check_integrity(self) -> None:
-        """Assert that every reserved block is available, and that the known sums are right."""
+        """Assert that every reserved block is available, and that the cached sums are right."""
         known = self._committed, self._reclaimable
         self._forget_sums()
         sums = self._committed, self._reclaimable
@@ -216,20 +221,22 @@ class Reservations:
     # --------------------------------------------------------------------------------------------
 
     def _forget_sums(self) -> None:
-        """Drop the known sums, since blocks change hands: in a step, at the end of a request, or
-        when a prefix is held or released.
+        """Invalidate the cached sums.
+
+        Blocks change hands in a step, at the end of a request, and when a prefix is pinned or
+        released.
         """
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return the number of reserved blocks that a request does not hold yet."""
+        """Return how many reserved blocks a request does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held
         return max(0.0, num_blocks - held)
 
     def _resize(self, request_id: str, num_blocks: int) -> None:
-        """Set a reservation to so many blocks, and keep the known sum right."""
+        """Set a reservation to `num_blocks`, and update the cached sum."""
         if self._known_committed is not None:
             before = self._due(request_id, self._reserved.get(request_id, 0))
             self._known_committed += self._due(request_id, num_blocks) - before
@@ -240,7 +247,7 @@ class Reservations:
         return self._blocks.hold_prefix(request_id)
 
     def _let_go(self, request_id: str) -> None:
-        """Release the prefix that is held for a request, if any."""
+        """Unpin the prefix of a request, if it has one."""
         if prefix := self._prefixes.pop(request_id, None):
             self._release(prefix)
 
@@ -249,9 +256,7 @@ class Reservations:
         self._blocks.release(prefix)
 
     def _make_free(self) -> None:
-        """End the longest unused sessions until reserved blocks are free and not only
-        reclaimable.
-        """
+        """End the least recently used sessions until all reserved blocks are actually free."""
         while self._sessions and self._blocks.num_free < self.num_committed:
             self._drop_session(next(iter(self._sessions)))
 

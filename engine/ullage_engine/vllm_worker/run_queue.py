@@ -1,8 +1,8 @@
-"""Admitted sequences: those that vLLM computes, and those that wait for blocks or an adapter.
+"""Admitted sequences: the running ones, and those that wait for blocks or an adapter.
 
-Blocks are reserved for a sequence before vLLM gets it, and more before it outgrows them. Where none
-are left, the least important sequence is preempted: taken back from vLLM, to go on later as its
-prompt and the tokens it has.
+Blocks are reserved for a sequence before vLLM gets it, and again before it outgrows its
+reservation. If no blocks are left, the least important sequence is preempted: vLLM aborts it, and
+later it resumes with its prompt and all tokens so far.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, rank_of
 
 _MARGIN_TOKENS = 2
-"""Tokens before the end of its charged length at which a sequence is charged for more."""
+"""A sequence is charged for more tokens this many tokens before its reservation ends."""
 
 
 class RunQueue:
@@ -66,25 +66,29 @@ class RunQueue:
 
     @property
     def num_spared(self) -> int:
-        """Blocks that new requests may not take: withheld ones, and those for the sequences that
-        wait only for blocks.
+        """Number of blocks that new requests may not take.
+
+        They are the withheld blocks and the blocks of all sequences that wait for nothing but
+        blocks.
         """
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
     def num_spared_for(self, waiting: Iterable[VllmSequence]) -> int:
-        """Return the blocks that new requests may not take if these sequences wait for blocks."""
+        """Return the blocks that new requests may not take while the given sequences wait."""
         num_blocks = sum(self._costs.charged_blocks(each) for each in waiting)
         return self._reservations.num_withheld + num_blocks
 
     def slot_for(self, sequence: VllmSequence) -> str | None:
-        """Return the adapter that gives its slot to the sequence's; see `Adapters.slot_for`."""
+        """Return the adapter to unload for this sequence's adapter; see `Adapters.slot_for`."""
         return self._adapters.slot_for(sequence, self.by_id.values(), self.deferred)
 
     # start and end -------------------------------------------------------------------------------
 
     def reserve_new(self, sequence: VllmSequence, spared: int) -> bool:
-        """Start a new sequence, or reserve the blocks of one that waits for its parent; return
-        False if they do not fit together with `spared` ones.
+        """Start a new sequence, or reserve the blocks of a sequence that waits for its parent.
+
+        Returns:
+            False if the blocks do not fit while `spared` blocks stay unreserved.
         """
         if sequence in self.deferred:  # its parent has just failed
             return True
@@ -94,16 +98,16 @@ class RunQueue:
         return self._reservations.reserve(sequence.request_id, num_blocks, spared)
 
     def defer(self, sequence: VllmSequence) -> None:
-        """Let a sequence wait for blocks, by itself."""
+        """Queue a sequence until blocks are available, independent of its parent and children."""
         sequence.parent = None
         sequence.children = []
         bisect.insort(self.deferred, sequence, key=rank_of)
 
     def start_deferred(self) -> None:
-        """Start the sequences that wait, the most important first.
+        """Start waiting sequences, the most important ones first.
 
-        No sequence overtakes another for blocks: small ones would starve a large one. Sequences
-        that wait for an adapter's slot are passed over.
+        No sequence overtakes another one that waits for blocks. Otherwise small sequences would
+        starve a large one. Sequences that wait for an adapter's slot are skipped.
         """
         while first := next(self._adapters.with_slots(self.by_id.values(), self.deferred), None):
             self.deferred.remove(first)
@@ -112,7 +116,7 @@ class RunQueue:
                 return
 
     def start_children(self, parent: VllmSequence) -> None:
-        """Start the samples that waited until vLLM has the blocks of their prompt."""
+        """Start the samples that waited until vLLM had the blocks of their common prompt."""
         children = parent.children
         parent.children = []
         for child in children:
@@ -122,33 +126,35 @@ class RunQueue:
                 self.defer(child)
 
     def abort(self, sequence: VllmSequence) -> None:
-        """Take a sequence back from vLLM for good, and keep its session's blocks."""
+        """Abort a sequence in vLLM and remove it, but keep its session's blocks."""
         if sequence.is_running:
-            # Kept before it is dropped: its blocks are still its own.
+            # Keep the blocks first: the sequence holds them only until it is removed.
             self._keep_session(sequence)
             self._core.abort(sequence.request_id)
         self.remove(sequence)
 
     def finish(self, sequence: VllmSequence, *, keeps_session: bool = False) -> None:
-        """Remove a sequence that vLLM has ended."""
+        """Remove a sequence that vLLM has finished."""
         if keeps_session:
             self._keep_session(sequence)
         self._core.forget(sequence.request_id)
         self.remove(sequence)
 
     def remove(self, sequence: VllmSequence) -> None:
-        """Drop a sequence and its reservation."""
+        """Remove a sequence and its reservation."""
         self._stop(sequence)
         if sequence in self.deferred:
             self.deferred.remove(sequence)
         self.by_id.pop(sequence.request_id, None)
 
     def _start(self, sequence: VllmSequence, spared: int = 0, *, is_cached: bool = False) -> bool:
-        """Give a sequence to vLLM with all its blocks reserved; return False where they do not fit.
+        """Reserve all blocks of a sequence and pass it to vLLM; return False if they do not fit.
 
         Args:
-            is_cached: whether the prefix cache is likely to have much of the sequence. Otherwise
-                the cache is only looked up if the sequence does not fit without.
+            sequence: the sequence.
+            spared: blocks that must stay unreserved.
+            is_cached: whether the prefix cache is likely to hold much of the sequence. If not, the
+                cache is only looked up when the sequence does not fit otherwise.
         """
         request_id = sequence.request_id
         reservations = self._reservations
@@ -160,7 +166,7 @@ class RunQueue:
         if not self._limits.shares_prompts:
             return False
 
-        # vLLM looks up its prefix cache by its own request, so it gets the sequence first.
+        # vLLM looks up its prefix cache by its own request object, so pass it the sequence first.
         self._give(sequence)
         if not sequence.is_running or reservations.reserve_with_prefix(
             request_id, num_blocks, spared
@@ -171,14 +177,15 @@ class RunQueue:
         return False
 
     def _give(self, sequence: VllmSequence) -> bool:
-        """Give a sequence to vLLM; return True. A sequence that vLLM refuses has failed and does
-        not run.
+        """Pass a sequence to vLLM; return True.
+
+        A sequence that vLLM rejects fails and does not run.
         """
         request = sequence.request
         if len(sequence.token_ids) > len(request.token_ids):
             request = structs.replace(request, token_ids=list(sequence.token_ids))
         try:
-            # None: for a sample of a running one, which uses the adapter that is to give way.
+            # None occurs for a sample of a running sequence whose adapter is to be unloaded.
             if (slot := self.slot_for(sequence)) is not None:
                 self._adapters.use(request.adapter, slot)
             self._core.add(request, sequence.final_tokens - len(sequence.token_ids))
@@ -198,8 +205,9 @@ class RunQueue:
         return True
 
     def _stop(self, sequence: VllmSequence) -> None:
-        """Take a sequence back from vLLM, if it runs, and end its reservation. Samples that waited
-        for it wait for blocks now.
+        """Abort a sequence in vLLM, if it runs, and end its reservation.
+
+        Samples that waited for this sequence wait for blocks instead.
         """
         if sequence.is_running:
             self._core.abort(sequence.request_id)
@@ -235,21 +243,19 @@ class RunQueue:
                 self._shrinking[sequence.request_id] = sequence
 
     def adjust_reservations(self) -> None:
-        """Shrink the reservations of sequences that decode now, and extend those that come near
-        their end.
-        """
+        """Shrink reservations of sequences that decode now, and extend those nearly used up."""
         self._shrink_reservations()
         self._extend_reservations()
 
     def _shrink_reservations(self) -> None:
-        """Reserve only the blocks that decodes need, once windows have slid past the prompts."""
+        """Reserve only the blocks that decodes need, once windows have moved past the prompts."""
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._costs.charged_blocks(sequence)
             if self._reservations.shrink(request_id, num_blocks):
                 del self._shrinking[request_id]
 
     def _extend_reservations(self) -> None:
-        """Reserve one more block for each sequence that comes near the end of its reservation."""
+        """Reserve one more block for each sequence that is close to the end of its reservation."""
         for sequence in list(self._growing.values()):
             if not sequence.is_running or sequence.num_left > _MARGIN_TOKENS:
                 continue
@@ -260,8 +266,9 @@ class RunQueue:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: VllmSequence) -> None:
-        """Reserve the charged blocks of a sequence, preempting the least important sequences, which
-        may be this one.
+        """Reserve the charged blocks of a sequence; preempt the least important ones if necessary.
+
+        The sequence itself may be among the preempted ones.
         """
         num_blocks = self._costs.charged_blocks(sequence)
         while not self._reservations.extend(sequence.request_id, num_blocks):
@@ -272,7 +279,7 @@ class RunQueue:
                 return
 
     def _preempt(self, sequence: VllmSequence) -> None:
-        """Take a sequence's blocks. It goes on when it can have them again."""
+        """Take a sequence's blocks and queue it. It resumes when its blocks fit again."""
         if sequence.is_running:
             sequence.num_preemptions += 1
             self._events.on_preempted(sequence.request, sequence.num_preemptions, False)

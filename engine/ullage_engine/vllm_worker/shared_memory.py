@@ -1,9 +1,9 @@
-"""The files of vLLM's ranks in shared memory: a start removes those that a killed one left.
+"""Files of vLLM's ranks in shared memory. A start removes those of killed ranks.
 
-Ring buffers between ranks take 240 MiB each once they are used, which count as the pod's memory
-until it ends. Their names (`psm_1a2b3c4d`) do not show their owner. So an engine with several
-ranks records, in a file beside them, the files that its own processes map. The next start of the
-same engine removes those of a record that no process maps any more, and nothing else.
+Ring buffers between ranks take 240 MiB each once they are used, and count as memory of the pod
+until it ends. Their names (`psm_1a2b3c4d`) do not show their owner. So an engine with several ranks
+writes a record of the files that its own processes map, into the same folder. The next start of the
+same engine removes the recorded files that no process maps any more, and nothing else.
 """
 
 import contextlib
@@ -26,18 +26,21 @@ FOLDER = Path("/dev/shm")
 PROCESSES = Path("/proc")
 
 _NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
-"""Names of the files of Python's shared memory and semaphores, vLLM's ranks on CPUs, and NCCL."""
+"""File names of Python's shared memory and semaphores, vLLM's CPU ranks, and NCCL."""
 
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _PAUSE_SHARE = 1 / 8
-"""Share of its age that an engine waits between two records. Most files are made at its start."""
+"""Pause between two records, as a share of the engine's age.
+
+Most files are created during startup.
+"""
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
     name: str
     inode: int
-    """Inode, by which a later file of the same name is another one."""
+    """Inode, which distinguishes a later file of the same name."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -45,7 +48,7 @@ class _Record(msgspec.Struct, frozen=True):
 
     pid: int
     created: float
-    """Time when the process began, by which a later process with its id is another one."""
+    """Start time of the process, which distinguishes a later process with the same id."""
     files: list[_File]
 
 
@@ -53,7 +56,13 @@ class SharedMemory:
     """The files in shared memory of one engine's processes on this node."""
 
     def __init__(self, engine: str, folder: Path = FOLDER, processes: Path = PROCESSES) -> None:
-        """`engine`: name of the engine, unique among those that use the same folder."""
+        """Create the record of an engine.
+
+        Args:
+            engine: name of the engine, unique among the engines that use the folder.
+            folder: folder of shared memory.
+            processes: folder like /proc.
+        """
         self._prefix = f"ullage-ranks-{hashlib.sha256(engine.encode()).hexdigest()[:16]}-"
         self._folder = folder
         self._processes = processes
@@ -97,11 +106,11 @@ class SharedMemory:
         part.replace(self._path)
 
     def watch(self) -> None:
-        """Record the mapped files from now on, until `close`."""
+        """Keep the record up to date in a thread until `close`."""
         self._watcher.start()
 
     def close(self) -> None:
-        """Drop the record, unless some of its files are left for the next start to remove."""
+        """Delete the record, unless some of its files remain for the next start to remove."""
         self._is_closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -120,7 +129,7 @@ class SharedMemory:
             pause = min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, age * _PAUSE_SHARE))
 
     def _records(self) -> Iterator[tuple[Path, _Record]]:
-        """Yield the records of ended starts of this engine."""
+        """Yield the path and content of each record of this engine whose process has ended."""
         for path in self._folder.glob(f"{self._prefix}*"):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 if path.is_symlink() or path.stat().st_uid != os.geteuid():
@@ -131,7 +140,7 @@ class SharedMemory:
                     yield path, record
 
     def _inode(self, path: Path) -> int | None:
-        """Return the inode of a file of this user; None: there is none."""
+        """Return the inode of a file that belongs to this user; None for other files."""
         try:
             stat = path.lstat()
         except FileNotFoundError:
@@ -140,7 +149,7 @@ class SharedMemory:
 
 
 def shared_memory_of(server: ServerSection, node: int = 0) -> SharedMemory:
-    """Return the shared memory of an engine's node, by its number."""
+    """Return the shared memory of an engine on the node of index `node`."""
     return SharedMemory(f"{server.run_dir}\0{server.engine_id}\0{node}")
 
 
@@ -154,7 +163,8 @@ def _is_running(record: _Record) -> bool:
 def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
     """Return the inodes of the folder's file system that processes of this user map.
 
-    Paths would not do: a semaphore is made and mapped under another name than it gets.
+    Paths would not identify them: a semaphore is created and mapped under another name than its
+    final one.
     """
     device = folder.stat().st_dev
     own = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
@@ -162,7 +172,7 @@ def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
     for process in processes:
         with contextlib.suppress(OSError):
             for line in (process / "maps").read_bytes().splitlines():
-                # address, permissions, offset, device, inode, path
+                # Fields: address, permissions, offset, device, inode, path.
                 fields = line.split(None, 5)
                 if fields[3] == own:
                     inodes.add(int(fields[4]))

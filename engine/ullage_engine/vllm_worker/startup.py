@@ -1,4 +1,4 @@
-"""The start of a worker: from a configuration to vLLM's engine with a ledger of its memory."""
+"""Startup of a worker: from a configuration to vLLM's engine with a memory ledger."""
 
 import logging
 import threading
@@ -68,27 +68,29 @@ class StartedVllm:
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
     free_memory: FreeMemoryMonitor
-    """Memory of rank 0's device that other processes took."""
+    """Watches the memory of rank 0's device that other processes take."""
     profile: MemoryProfile
     max_model_len: int
     name: str
-    """Name by which clients ask for the model."""
+    """Name by which clients request the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """Fingerprint of everything that decides the bits of its answers."""
+    """Fingerprint of everything that decides the bits of the answers."""
     shared_memory: SharedMemory
     backoff: OomBackoff
     kv_space: bytes = b""
-    """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
+    """Namespace of the KV blocks in tiers outside the device; empty without tiers."""
     num_oom_events: int = 0
-    """Shortages of memory before this worker that no worker has counted. A shortage of this worker
-    ends it, and the server counts that by the exit status."""
+    """Earlier out-of-memory errors that no worker has counted.
+
+    An out-of-memory error of this worker ends it, and the server counts that by the exit status.
+    """
 
     def state(self) -> WorkerState:
-        """Measure memory and load, end idle sessions, and withhold KV that other processes took.
+        """Measure memory and load, end idle sessions, and withhold KV that others took.
 
         Raises:
-            GroupLostError: the process of a rank has ended.
+            GroupLostError: a rank's process has ended.
         """
         self.core.check_ranks()
         engine = self.engine
@@ -110,7 +112,7 @@ class StartedVllm:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the served model, with the first state."""
+        """Return the message that describes the served model and its first state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -138,10 +140,10 @@ class StartedVllm:
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
 
     def on_failed_step(self, error: Exception) -> None:
-        """Note why this worker ends, for the next one.
+        """Record for the next worker why this worker ends.
 
         Raises:
-            MemoryShortError: memory ran out, and other processes have some of the device's.
+            MemoryShortError: memory ran out while other processes held part of the device's.
         """
         self.backoff.on_failed_step(error)
         if is_out_of_memory(error) and (missing := self.free_memory.missing_bytes()):
@@ -158,16 +160,16 @@ def start(
     report: Report,
     host_tier: HostTier | None = None,
 ) -> StartedVllm:
-    """Load the model, size the KV pool and return an engine that steps.
+    """Load the model, size the KV pool and return an engine that is ready to step.
 
     Args:
         config: the engine's configuration.
-        report: gets the progress of the start.
-        host_tier: memory for KV outside the device.
+        report: called with the progress of the start.
+        host_tier: memory for KV outside the device; None without a host tier.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line with the remedy.
-        ProofError: the worker computes otherwise than at a verified start.
+        ProofError: the worker computes differently from a verified start.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -198,7 +200,7 @@ def _start(
     if chunk_tokens := backoff.limits.chunk_tokens:
         core.limit_chunk(chunk_tokens)
 
-    # The outputs of the probe prove below that this start computes like a verified one.
+    # The probe's outputs prove below that this start computes like a verified one.
     probe = core.probe_size
     outputs = core.run_probe(probe)
     memory.settle(core)
@@ -214,7 +216,7 @@ def _start(
     )
     limits = _limits(core, config, memory)
 
-    # A worker that computes otherwise than a verified one serves nothing.
+    # A worker that computes differently from a verified start must not serve.
     content = loaded.weights_digest(progress.repeat)
     facts = _facts(core, config, content)
     proofs = proof_file(weights_dir, content, facts, probe, loaded.arguments)
@@ -255,10 +257,10 @@ def _start(
 def _prove(
     core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
 ) -> None:
-    """Compare this start with a verified one, or store it as the verified one of later starts.
+    """Compare this start with a verified one, or store it as the verified one.
 
     Raises:
-        ProofError: this start computes otherwise.
+        ProofError: this start computes differently.
     """
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
@@ -271,9 +273,9 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return the memory that a start took, so that the next one takes less if memory runs out."""
+    """Return the memory that this start took. The next start takes less if memory runs out."""
     longest = core.max_model_len + core.lookahead_tokens
-    # One block is never given out.
+    # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
     return Taken(
         kv_bytes=core.pool_bytes,
@@ -299,7 +301,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
 
     Args:
         config: the engine's configuration.
-        node: the place of this node in the group.
+        node: this node's place in the group.
         rank_bytes: memory of a rank's device on the leader.
 
     Raises:
@@ -322,12 +324,14 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
 
 
 def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
-    """Check the configuration before anything is loaded, and remove the files of killed ranks.
+    """Check the configuration before anything is loaded, and remove files of killed ranks.
 
-    `node`: number of this node in the engine.
+    Args:
+        config: the engine's configuration.
+        node: index of this node in the engine.
 
     Raises:
-        WorkerStartError: this vLLM does not take the configuration.
+        WorkerStartError: the installed vLLM does not support the configuration.
     """
     vllm_core.check_version()
     arguments.check(config)
@@ -347,9 +351,9 @@ class _Loaded:
     arguments: dict[str, Any]
     """Arguments of `vllm.EngineArgs`."""
     max_model_len: int
-    """Longest sequence of the model as configured, tokens."""
+    """Longest sequence of the model as configured, in tokens."""
     weights_digest: digest.Wait
-    """Function that waits for the digest of the files of the weights."""
+    """Waits for the digest of the weight files and returns it."""
 
 
 def _load(
@@ -408,7 +412,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
             "cannot be predicted together; set vllm.args.block_size"
         )
     block_tokens = max(sizes, default=1)
-    # A block of the pool takes the same bytes in every group.
+    # A block of the pool has the same number of bytes in every cache group.
     per_token = -(-core.block_bytes // block_tokens)
     return MemoryProfile(
         block_tokens=block_tokens,
@@ -427,7 +431,10 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
     """Return the facts that decide the bits of answers without adapters.
 
-    `weights`: digest of the files of the weights.
+    Args:
+        core: vLLM's engine.
+        config: the engine's configuration.
+        weights: digest of the weight files.
     """
     backend = Backend(
         version=vllm_core.VERSION,
@@ -442,8 +449,12 @@ def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict
 def _kv_space(
     core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
-    """Return the namespace of KV outside the device: all facts except tokens that a block's bytes
-    depend on. Empty: no KV is kept outside the device.
+    """Return the namespace of the engine's KV outside the device.
+
+    The namespace covers everything except tokens that decides a block's bytes.
+
+    Returns:
+        The namespace; empty if no KV is kept outside the device.
     """
     try:
         block_bytes, block_format = core.tier_format()
@@ -457,7 +468,7 @@ def _kv_space(
         return b""
     return namespace(
         {
-            # Requests of adapters keep no KV there.
+            # Requests with adapters keep no KV there.
             "fingerprint": fingerprint_of(facts).digest,
             "block_tokens": profile.block_tokens,
             "block_bytes": block_bytes,

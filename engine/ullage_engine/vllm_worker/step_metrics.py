@@ -25,10 +25,10 @@ class StepMetrics:
     def observe(
         self, seconds: float, outputs: list[CoreOutput], sequences: Mapping[str, VllmSequence]
     ) -> None:
-        """Count a step before its outputs are given to their sequences.
+        """Count a step before its outputs are added to their sequences.
 
         Args:
-            seconds: time of the step.
+            seconds: duration of the step.
             outputs: the step's outputs.
             sequences: all admitted sequences, by request id.
         """
@@ -48,7 +48,7 @@ class StepMetrics:
                 num_prompts += len(sequence.token_ids) - done
                 sequence.num_computed = len(sequence.token_ids)
 
-        # A step that computes a chunk of a prompt has no output for it.
+        # A step that computes only a chunk of a prompt has no output for it.
         for each in sequences.values():
             if each.is_running and not each.has_token:
                 num_computed = self._blocks.num_computed(each.request_id)
@@ -60,16 +60,14 @@ class StepMetrics:
                     each.num_computed = num_computed
 
         self.throughput.observe(seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompts)
-        # An empty step is no progress, by which the server recognises a hang.
+        # Do not count an empty step: the server would take it for progress and miss a hang.
         if is_advanced:
             self.num_steps += 1
             self.figures.observe_step(seconds, num_decodes + num_prompts, num_parts)
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
-        """Count the tokens of a prompt that the prefix cache had, once for each sequence; return
-        the number that was counted.
-        """
+        """Count the cached tokens of a prompt once per sequence; return the number counted."""
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, num_cached_tokens)
@@ -78,7 +76,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """Note the start of a sequence whose first part took so many seconds, with a step."""
+        """Count the first step of a sequence, which took `seconds`."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

@@ -1,13 +1,13 @@
 """Transfers of KV between vLLM's blocks and tiers outside the device.
 
-A block is offered to the host tier when vLLM caches it, so that its later eviction costs nothing.
-The server grants slots for offered blocks, and the blocks that are still cached then are copied at
-the end of a step. A request that vLLM is about to start queries the tiers for blocks beyond those
-on the device. vLLM passes over the request until the answer comes, and starts it with the step that
-copies the blocks in.
+When vLLM caches a block, the block is offered to the host tier at once, so that its later eviction
+costs nothing. The server grants slots for offered blocks. Those that are still cached are copied at
+the end of a step. A request that vLLM is about to start queries the tiers for further blocks beyond
+those on the device. vLLM skips the request until the answer arrives, and starts it with the step
+that copies the blocks in.
 
-The tiers are the server's. This module has the queries and answers
-(`ullage_engine.protocol.messages`) and lists of copies. vLLM calls it by `bindings.connector`,
+The tiers belong to the server. This module holds the queries and answers
+(`ullage_engine.protocol.messages`) and lists of copies. vLLM calls it through `bindings.connector`,
 which copies.
 """
 
@@ -32,7 +32,7 @@ from ullage_kv.keys import extend_keys
 
 
 class TiersRefusedError(Exception):
-    """The model's blocks cannot leave the device; the message says why."""
+    """The model's blocks cannot leave the device. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,26 @@ class Copies:
     """The copies of every rank in one step."""
 
     number: int
-    """Number of the step, by which it is reported as done; 0: there are no copies."""
+    """Number under which the copies are reported as done; 0 if there are none."""
     loads: tuple[tuple[int, int], ...] = ()
-    """Slots and blocks: slots are copied to blocks before the step computes."""
+    """Pairs of slot and block: slots are copied to blocks before the step computes."""
     stores: tuple[tuple[int, int], ...] = ()
-    """Blocks and slots: blocks are copied to slots after the step has computed."""
+    """Pairs of block and slot: blocks are copied to slots after the step has computed."""
 
 
 class _Place(NamedTuple):
-    """The place of an offered block."""
+    """The block that holds offered content."""
 
     block: int
     content: object
-    """vLLM's name of its content. Once that changes, the offer is void."""
+    """vLLM's name of the block's content. The offer is void once it changes."""
 
 
 @dataclass(slots=True)
 class _Query:
     number: int
     first: int
-    """Index of the first block that is wanted."""
+    """Index of the first wanted block."""
     asked_at: float
     answer: KvFound | None = None
 
@@ -76,7 +76,7 @@ class _Request:
 
 
 class _Reported(NamedTuple):
-    """The report of a step, due when all ranks have copied."""
+    """The reports of a step, sent when all ranks have copied."""
 
     stored: list[KvSlot]
     read: list[KvRead]
@@ -92,11 +92,13 @@ class ConnectorTransfers:
         content_of: Callable[[int], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        space: namespace of the keys.
-        block_tokens: tokens of a block.
-        content_of: returns vLLM's name of a block's cached content; None: it has none.
-        clock: in seconds.
+        """Create transfers without requests.
+
+        Args:
+            space: namespace of the keys.
+            block_tokens: tokens per block.
+            content_of: returns vLLM's name of a block's cached content, or None if it has none.
+            clock: time in seconds.
         """
         self._space = space
         self._block_tokens = block_tokens
@@ -122,7 +124,7 @@ class ConnectorTransfers:
 
     @property
     def has_moves(self) -> bool:
-        """Whether there are copies to make or to report, even if there is nothing to compute."""
+        """Whether there are copies to make or to report, even if no request needs a step."""
         return self._offers.has_granted or bool(self._steps)
 
     # requests ------------------------------------------------------------------------------------
@@ -132,13 +134,13 @@ class ConnectorTransfers:
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
-        """Drop a request that has ended, with its query. An unknown request is no error."""
+        """Drop a request that has ended, and its query; ignore unknown requests."""
         state = self._requests.pop(name, None)
         if state is not None:
             self._drop_query(state)
 
     def num_loaded_tokens(self, name: str) -> int:
-        """Return the number of tokens of a request that tiers had when it began."""
+        """Return the number of a request's tokens that were loaded from tiers at its start."""
         state = self._requests.get(name)
         return state.num_loaded * self._block_tokens if state else 0
 
@@ -154,11 +156,11 @@ class ConnectorTransfers:
         return outgoing
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Take the answer to the oldest offer."""
+        """Process the answer to the oldest offer."""
         self._offers.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
-        """Take the answer to a query. The slots of a dropped query are given back."""
+        """Process the answer to a query; give back the slots of a dropped query."""
         query = self._queries.get(answer.number)
         if query is None:
             self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
@@ -168,8 +170,15 @@ class ConnectorTransfers:
     # what vLLM asks ------------------------------------------------------------------------------
 
     def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
-        """Return the number of blocks that a request can load behind `num_cached` on the device;
-        None: the answer has not come.
+        """Return how many blocks a request can load after its cached blocks on the device.
+
+        Args:
+            name: vLLM's name of the request.
+            token_ids: its tokens.
+            num_cached: number of cached blocks on the device.
+
+        Returns:
+            The number of blocks; None if the answer has not arrived yet.
         """
         state = self._requests.get(name)
         if state is None:
@@ -179,7 +188,8 @@ class ConnectorTransfers:
             num_blocks = query.first + len(query.answer.slots) - num_cached
             if num_cached >= query.first and num_blocks > 0:
                 return num_blocks
-            # The device has cached more meanwhile, or has lost blocks before the answer's first.
+            # Meanwhile the device has cached more blocks, or has lost blocks before the answer's
+            # first.
             state.may_ask = num_cached < query.first
             self._drop_query(state)
         elif query is not None and self._clock() - query.asked_at > ANSWER_S:
@@ -189,8 +199,12 @@ class ConnectorTransfers:
         return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
-        """Plan the load of the blocks of `num_matched`: those behind the cached ones of a request's
-        `block_ids`.
+        """Plan the load of the blocks that `num_matched` returned.
+
+        Args:
+            name: vLLM's name of the request.
+            block_ids: the request's blocks on the device, from its first.
+            num_blocks: number of blocks to load.
         """
         state = self._requests[name]
         query = state.query
@@ -208,8 +222,9 @@ class ConnectorTransfers:
         state.num_loaded = num_blocks
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Offer the leading blocks of a request that vLLM caches, which are computed by the end of
-        the planned step.
+        """Offer the leading blocks of a request that vLLM caches.
+
+        They are computed by the end of the planned step.
         """
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
@@ -228,7 +243,7 @@ class ConnectorTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Return the copies of the planned step, each once."""
+        """Return the copies of the planned step; return each copy only once."""
         granted = self._offers.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -245,7 +260,7 @@ class ConnectorTransfers:
         return copies
 
     def on_copied(self, number: int) -> None:
-        """Report the copies of a step, which all ranks have made."""
+        """Report the copies of a step as done, once all ranks have made them."""
         reported = self._steps.pop(number)
         if reported.stored:
             self._outgoing.append(KvWritten(stored=reported.stored))
@@ -256,8 +271,8 @@ class ConnectorTransfers:
         request = state.request
         # The last token must be computed, since its logits are needed.
         end = (len(token_ids) - 1) // self._block_tokens
-        # The server counted the blocks that were stored when the request arrived. Blocks of later
-        # output are likely to be stored, too.
+        # The server counted the stored blocks when the request arrived. Blocks of later output are
+        # likely to be stored as well.
         is_again = len(request.token_ids) > request.num_prompt_tokens
         if num_cached >= (end if is_again else min(end, request.num_stored_blocks)):
             return
@@ -281,7 +296,7 @@ class ConnectorTransfers:
                 self._outgoing.append(KvRead(number=query.number, num_blocks=0))
 
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Return the request's keys, at least those of its first `end` blocks."""
+        """Return the keys of at least the request's first `end` blocks."""
         if len(state.keys) < end:
             size = self._block_tokens
             salt = state.request.cache_salt

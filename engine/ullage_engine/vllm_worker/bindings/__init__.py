@@ -1,6 +1,6 @@
-"""The bindings to vLLM. Only this folder imports it.
+"""Bindings to vLLM. Only this package imports vLLM.
 
-The bindings are written for one version of vLLM and read private state: the scheduler's requests,
-its block pool and the block tables of its KV cache managers. tests/vllm/test_contract.py shows the
-changes of a new version.
+The bindings fit one version of vLLM and read its private state: the scheduler's requests, the block
+pool and the block tables of its KV cache managers. tests/vllm/test_contract.py shows what a new
+version changes.
 """

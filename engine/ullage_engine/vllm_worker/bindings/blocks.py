@@ -22,7 +22,7 @@ from ullage_engine.vllm_worker.interface import Prefix
 
 class _Prefix:
     def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
-        """`slides`: whether each group has a window."""
+        """Create a prefix; `slides` says which cache groups have a window."""
         pairs = list(zip(groups, slides, strict=True))
         self.lasting = [each for group, has_window in pairs if not has_window for each in group]
         self.windows = [
@@ -43,7 +43,7 @@ class _Prefix:
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Count blocks, each divided by its holders."""
+    """Count blocks, each divided by the number of its holders."""
     return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
 
 
@@ -55,7 +55,7 @@ class VllmBlocks:
         self._pool = self._manager.block_pool
         managers = self._manager.coordinator.single_type_managers
         self._tables = [each.req_to_blocks for each in managers]
-        # States move on to other blocks as well.
+        # State blocks are shared like window blocks: sequences move on to other ones.
         self._slides = [
             isinstance(each.kv_cache_spec, SlidingWindowSpec | MambaSpec) for each in managers
         ]
@@ -63,7 +63,7 @@ class VllmBlocks:
 
     @property
     def num_blocks(self) -> int:
-        # The null block stands for all blocks that windows have slid past.
+        # Leave out the null block, which replaces all blocks that windows have left behind.
         return max(0, int(self._pool.num_gpu_blocks) - 1)
 
     @property
@@ -92,7 +92,7 @@ class VllmBlocks:
         return int(request.num_computed_tokens) if request else 0
 
     def num_cached(self, request: Request) -> int:
-        """Count the tokens of a request that the prefix cache has."""
+        """Return the number of a request's tokens in the prefix cache."""
         return int(self._manager.get_computed_blocks(request)[1])
 
     def hold_prefix(self, request_id: str) -> Prefix:
@@ -102,7 +102,7 @@ class VllmBlocks:
         return prefix
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        # vLLM's blocks have no hash.
+        # vLLM's block objects are not hashable.
         blocks: dict[int, KVCacheBlock] = {}
         lasting = Counter[int]()
         windows = Counter[int]()
@@ -116,7 +116,7 @@ class VllmBlocks:
 
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, _Prefix)
-        # The end of a prefix is useless without its beginning, so it is evicted first.
+        # Evict the end of a prefix first. It is useless without the beginning.
         self._pool.free_blocks(reversed(prefix.blocks))
 
 
@@ -134,13 +134,13 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
     """Return the kind of a cache group.
 
     Raises:
-        WorkerStartError: its memory cannot be predicted.
+        WorkerStartError: the memory of this kind cannot be predicted.
     """
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     if isinstance(spec, SlidingWindowSpec):
-        # vLLM keeps so many more tokens behind the window.
+        # vLLM keeps this many more tokens than the window.
         window_tokens = spec.sliding_window + spec.extra_retained_tokens
         return GroupKind(spec.block_size, window_tokens=window_tokens)
     if isinstance(spec, MambaSpec):
@@ -154,5 +154,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Return the KV bytes of a block on one rank, which are the same in every group."""
+    """Return the KV bytes of a block on one rank, equal for all cache groups."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

@@ -1,9 +1,9 @@
 """vLLM's KV connector to the tiers of KV outside the device.
 
-vLLM makes one connector for its scheduler, in the worker's process, and one in the process of each
-rank. The scheduler's connector answers by `ConnectorTransfers`, once it has one. The connectors of
-ranks copy between the blocks of their device and the shared memory of the host tier. Each slot has
-the parts of all tensor ranks, one behind the other.
+vLLM creates one connector for its scheduler, in the worker's process, and one in the process of
+each rank. The scheduler's connector delegates to `ConnectorTransfers`, once it has one. The
+connectors of ranks copy between the blocks of their device and the shared memory of the host tier.
+Each slot holds the parts of all tensor ranks, one after the other.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from ullage_kv import Arena
 
 
 def transfer_config(host_tier: HostTier) -> KVTransferConfig:
-    """Return the configuration by which vLLM uses this connector."""
+    """Return the configuration that makes vLLM use this connector."""
     return KVTransferConfig(
         kv_connector=TierConnector.__name__,
         kv_connector_module_path=__name__,
@@ -56,11 +56,11 @@ class _StepCopied(KVConnectorWorkerMetadata):  # type: ignore[misc]
     number: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self  # all ranks have copied the same step
+        return self  # all ranks have made the copies of this step
 
 
 class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's connector to the tiers. It does nothing before `use`."""
+    """vLLM's connector to the tiers. It does nothing until `use` is called."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -74,13 +74,13 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # Blocks that are not kept are recomputed.
+        # Blocks that fail to load are recomputed.
         return False
 
     # of the scheduler ----------------------------------------------------------------------------
 
     def use(self, tiers: ConnectorTransfers) -> None:
-        """Answer by `tiers` from now on."""
+        """Delegate to `tiers` from now on."""
         self._tiers = tiers
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -99,7 +99,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_blocks = self._tiers.num_matched(
             request.request_id, request.all_token_ids, num_computed_tokens // size
         )
-        # Copied in by the step that starts the request.
+        # The step that starts the request copies the blocks in.
         return None if num_blocks is None else num_blocks * size, False
 
     def update_state_after_alloc(
@@ -147,7 +147,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        # If so, vLLM steps even without a request.
+        # If True, vLLM steps even without a request.
         return self._tiers is not None and self._tiers.has_granted
 
     # of a rank -----------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.part.load(self._get_connector_metadata().copies.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all layers are copied in before the first is computed."""
+        """Do nothing. All layers are copied in before the first one is computed."""
 
     def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
-        """Do nothing: blocks are copied when all layers are computed."""
+        """Do nothing. Blocks are copied after all layers are computed."""
 
     def wait_for_save(self) -> None:
         if self.part is not None:
@@ -181,7 +181,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class RankPart:
-    """A rank's part of every block, on its device and in the shared memory."""
+    """One rank's part of every block, on its device and in shared memory."""
 
     def __init__(
         self,
@@ -190,9 +190,11 @@ class RankPart:
         num_blocks: int,
         tensor_rank: int,
     ) -> None:
-        """Raises:
-        ArenaError: the memory's owner has ended.
-        ValueError: the bytes of a block do not lie together in the tensors of a layer.
+        """Attach to the shared memory of the host tier.
+
+        Raises:
+            ArenaError: the owner of the shared memory has ended.
+            ValueError: the bytes of a block are not contiguous in a layer's tensor.
         """
         self._pools = [_by_block(each, num_blocks) for each in _apart(kv_caches)]
         self.block_bytes = sum(pool.shape[1] for pool in self._pools)
@@ -226,17 +228,17 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each KV tensor once, since layers may share one."""
+    """Return each distinct KV tensor once, since layers may share one."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
 def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return a layer's KV [block, ...] as bytes [block of vLLM, byte].
+    """View a layer's KV [block, ...] as bytes [vLLM block, byte].
 
     Raises:
-        ValueError: the bytes of a block do not lie together.
+        ValueError: the bytes of a block are not contiguous.
     """
-    # vLLM may divide its blocks into smaller ones for the kernels.
+    # vLLM may split its blocks into smaller ones for the kernels.
     parts, rest = divmod(layer.shape[0], num_blocks)
     pairs = list(zip(layer.shape[1:], layer.stride()[1:], strict=True))
     length = math.prod(size for size, _ in pairs)
@@ -253,7 +255,7 @@ def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
-    """Return why the blocks of a model stay on the device; empty: they need not."""
+    """Return why a model's blocks cannot leave the device; empty if they can."""
     groups = kv_cache_config.kv_cache_groups
     kinds = [group_kind(group, vllm_config) for group in groups]
     if len(groups) != 1 or kinds[0].window_tokens or kinds[0].state_blocks:
@@ -264,10 +266,15 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Return the bytes of a rank's part of a block, and the facts except the model that they depend
-    on. 0 bytes: the rank cannot copy them.
+    """Return the bytes of a rank's part of a block, and the facts that its layout depends on.
 
-    `worker`: vLLM's worker of the rank, whose process calls this.
+    The facts leave out the model.
+
+    Args:
+        worker: vLLM's worker of the rank, in whose process this runs.
+
+    Returns:
+        The bytes, or 0 if the rank cannot copy its blocks; and the facts.
     """
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
@@ -284,7 +291,7 @@ def part_format(worker: Any) -> tuple[int, list[str]]:
 
 
 def cut_slots(_worker: Any, block_bytes: int) -> None:
-    """Divide a rank's shared memory into slots for blocks of so many bytes on all ranks."""
+    """Divide a rank's shared memory into slots of `block_bytes`, the size on all ranks."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
     assert connector.part is not None, "nothing is copied"
@@ -292,5 +299,5 @@ def cut_slots(_worker: Any, block_bytes: int) -> None:
 
 
 def content_of(pool: BlockPool, block: int) -> object:
-    """Return the hash of a block's cached content; None: the block is not cached."""
+    """Return the hash of a block's cached content; None if the block is not cached."""
     return pool.blocks[block].block_hash

@@ -72,23 +72,23 @@ from ullage_engine.worker.grammar import Grammars
 log = logging.getLogger("ullage.engine.vllm")
 
 VERSION = "0.32.0"
-"""The version of vLLM that this file was tested with."""
+"""The version of vLLM for which this file was tested."""
 
 _PROBE_STEPS = 100
 _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Variables for the placement of threads, and those that Ullage and vLLM set themselves."""
+"""Variables for thread placement, and variables that Ullage and vLLM set themselves."""
 _NOTICED_WITHIN_S = 2.0
-"""Seconds after a failed step in which vLLM notices that a rank has ended."""
+"""Seconds after a failed step within which vLLM notices that a rank has ended."""
 
 
 def check_version() -> None:
     """Check the version of vLLM.
 
     Raises:
-        WorkerStartError: it is not the tested one.
+        WorkerStartError: another version than the tested one is installed.
     """
     installed = vllm.__version__.partition("+")[0]
     if installed != VERSION:
@@ -101,18 +101,18 @@ def check_version() -> None:
 def make_config(
     arguments: Mapping[str, Any], host_tier: HostTier | None = None, *, headless: bool = False
 ) -> VllmConfig:
-    """Make vLLM's configuration.
+    """Create vLLM's configuration.
 
     Args:
-        arguments: those of `EngineArgs`.
-        host_tier: memory for KV outside the device, which embedding models do not use.
-        headless: whether the node follows another one.
+        arguments: arguments of `EngineArgs`.
+        host_tier: memory for KV outside the device. Embedding models do not use it.
+        headless: whether this node is a follower.
 
     Raises:
         WorkerStartError: an argument is unknown or wrong.
     """
     try:
-        # The defaults of vLLM's own server, with which a user would compare.
+        # Use the defaults of vLLM's own server, with which users would compare.
         config = EngineArgs(**arguments).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=headless
         )
@@ -126,7 +126,7 @@ def make_config(
 
 
 def is_cpu() -> bool:
-    """Whether vLLM computes on CPUs here."""
+    """Return whether vLLM computes on CPUs here."""
     return bool(current_platform.is_cpu())
 
 
@@ -134,7 +134,7 @@ def check_device(asked: str) -> None:
     """Check that vLLM computes on the configured device.
 
     Raises:
-        WorkerStartError: this vLLM is for other devices.
+        WorkerStartError: the installed vLLM is for other devices.
     """
     own = "cpu" if is_cpu() else "cuda"
     if asked not in ("auto", own):
@@ -145,23 +145,23 @@ def check_device(asked: str) -> None:
 
 
 def processor() -> str:
-    """Return the kind of processor that vLLM computes with, without a context on a GPU."""
+    """Return the kind of processor that vLLM uses, without creating a context on a GPU."""
     return cpu_kind() if is_cpu() else str(current_platform.get_device_name())
 
 
 def environment() -> dict[str, str]:
-    """Return vLLM's environment variables that are set and may choose kernels."""
+    """Return the vLLM environment variables that are set and may select kernels."""
     names = {each for each in envs.compile_factors() if each.startswith("VLLM_")} - _NOT_CHOSEN
     return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of a number of a type."""
+    """Return the bytes of one element of a dtype."""
     return int(getattr(torch, dtype).itemsize)
 
 
 def resolve_dtype(name: str) -> str:
-    """Return the type of weights. auto is bfloat16 if the device computes in it."""
+    """Return the dtype of weights. For auto it is bfloat16 if the device supports that."""
     if name != "auto":
         return name
     fast = not is_cpu() or cpu_computes_bfloat16()
@@ -174,15 +174,19 @@ def cpu_budget(config: EngineConfig, host_tier: int) -> int:
 
 
 SizePool = Callable[[list[int], int, list[int]], list[int]]
-"""Function from the KV bytes that vLLM leaves to each rank, the bytes of all ranks' slots of
-adapters, and the bytes that were free of each rank's GPU, to the KV bytes of each rank."""
+"""Function that returns the KV bytes of each rank.
+
+It takes the KV bytes that vLLM leaves to each rank, the bytes of all ranks' adapter slots, and the
+bytes that were free on each rank's GPU.
+"""
 
 
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Make vLLM's executor ask the ledger for the size of the KV pool, and kill its ranks at its
-    end.
+    """Return an executor class that asks the ledger for the size of the KV pool.
+
+    The executor kills its ranks on shutdown.
     """
 
     class SizedExecutor(base):  # type: ignore[misc]
@@ -221,7 +225,9 @@ def _blank_slots(executor: Executor) -> int:
 def compute(config: VllmConfig, on_loaded: Callable[[], None]) -> None:
     """Run the ranks of a follower until one of them ends.
 
-    `on_loaded`: called once they have loaded the model.
+    Args:
+        config: vLLM's configuration.
+        on_loaded: called once the ranks have loaded the model.
     """
     executor = MultiprocExecutor(config, monitor_workers=False)
     on_loaded()
@@ -243,9 +249,9 @@ class VllmCore:
         Args:
             config: vLLM's configuration.
             size_pool: decides the size of the KV pool.
-            load_vocabulary: makes the tokenizer of grammars, for a vocabulary of so many tokens,
-                when the first grammar comes.
-            on_stage: called at the beginning of the stages warm_up and kv_pool.
+            load_vocabulary: returns the tokenizer of grammars, given the size of the vocabulary. It
+                is called when the first grammar arrives.
+            on_stage: called at the start of the stages warm_up and kv_pool.
 
         Raises:
             WorkerStartError: the model or its memory cannot be served as configured.
@@ -300,7 +306,7 @@ class VllmCore:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence that vLLM takes, tokens; one step holds it if prompts are not cut."""
+        """Longest sequence in tokens. One step holds all of it if prompts are not chunked."""
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
@@ -313,12 +319,12 @@ class VllmCore:
 
     @property
     def lookahead_tokens(self) -> int:
-        """Tokens that vLLM may store beyond a sequence's last known one, for speculation."""
+        """Tokens that vLLM may store beyond a sequence's last known token, for speculation."""
         return int(self._scheduler.num_spec_tokens + self._scheduler.num_lookahead_tokens)
 
     @property
     def longest_step_s(self) -> float:
-        """Seconds that a step takes at most; 0: not measured, as on GPUs."""
+        """Upper bound of a step's time in seconds; 0 if not measured, as on GPUs."""
         model = self._config.model_config
         return longest_step_s(
             self._warm_up_s,
@@ -330,7 +336,7 @@ class VllmCore:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Most tokens that have places at a time, over all steps in flight."""
+        """Most tokens that occupy the pool at a time, over all steps in flight."""
         return int(self._config.max_in_flight_tokens) + self.lookahead_tokens
 
     @property
@@ -340,14 +346,14 @@ class VllmCore:
 
     @property
     def chunk_tokens(self) -> int:
-        """Most prompt tokens of one step; 0: prompts are not cut."""
+        """Most prompt tokens of one step; 0 if prompts are not chunked."""
         limits = self._config.scheduler_config
         if not limits.enable_chunked_prefill:
             return 0
         return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
 
     def limit_chunk(self, num_tokens: int) -> None:
-        """Lower the prompt tokens of one step. Buffers and warm-up stay as large."""
+        """Lower the prompt tokens of one step. Buffers and warm-up keep their size."""
         most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
         if self.chunk_tokens:
             self._scheduler.max_num_scheduled_tokens = min(
@@ -365,7 +371,7 @@ class VllmCore:
 
     @property
     def block_bytes(self) -> int:
-        """KV bytes of a block on all ranks together."""
+        """KV bytes of a block, summed over all ranks."""
         return sum(
             pool_block_bytes(rank, self._config)
             for rank in self._kv_configs
@@ -380,7 +386,7 @@ class VllmCore:
 
     @property
     def ranks(self) -> list[RankPlace]:
-        """The device map."""
+        """The device map: the place of each rank."""
         model = self._config.model_config
         parallel = self._config.parallel_config
         layers = model.get_total_num_hidden_layers()
@@ -408,10 +414,10 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return the bytes of a block that ranks copy, and the facts that their layout depends on.
+        """Return the bytes of a block that ranks copy, and the facts that its layout depends on.
 
         Raises:
-            TiersRefusedError: blocks stay on the device.
+            TiersRefusedError: blocks cannot leave the device.
         """
         if not isinstance(self._scheduler.connector, TierConnector):
             raise TiersRefusedError("it makes embeddings")
@@ -427,8 +433,12 @@ class VllmCore:
         return sum(num_bytes for num_bytes, _ in parts), facts
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
-        """Keep blocks outside the device, too, under keys of the namespace `space`, in slots of
-        `block_bytes`.
+        """Start keeping blocks outside the device as well.
+
+        Args:
+            space: namespace of the keys.
+            block_tokens: tokens per block.
+            block_bytes: bytes of a slot.
         """
         self._engine.engine_core.engine_core.model_executor.collective_rpc(
             cut_slots, args=(block_bytes,)
@@ -457,14 +467,14 @@ class VllmCore:
         try:
             self._on_all_ranks("ullage_load_adapter", name)
         except AdapterError:
-            self.unload_adapter(name)  # some ranks have loaded it, or a part of it
+            self.unload_adapter(name)  # some ranks have loaded it completely or partly
             raise
 
     def _on_all_ranks(self, method: str, name: str) -> None:
-        """Have each rank read an adapter.
+        """Call a method with an adapter on every rank.
 
         Raises:
-            AdapterError: one of them cannot.
+            AdapterError: the call failed on a rank.
         """
         executor = self._engine.engine_core.engine_core.model_executor
         reasons = executor.collective_rpc(method, args=(self._adapters[name],))
@@ -496,17 +506,17 @@ class VllmCore:
         added = self._requests[request.request_id] = self._scheduler.requests[internal]
         if sent:
             added.append_output_token_ids(sent)
-            # vLLM asserts that the cache has no tokens behind a request's prompt, except for
-            # preempted requests, of which it does not count the cached tokens.
+            # vLLM asserts that the cache holds no tokens beyond a request's prompt. It makes an
+            # exception for preempted requests, but does not count their cached tokens.
             added.num_preemptions = 1
             assert added.prefill_stats is not None
             added.prefill_stats.num_cached_tokens = self.blocks.num_cached(added)
-        # The server's keys know no adapters.
+        # The server's keys do not include adapters.
         if self._tiers is not None and not request.adapter:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Check for errors that vLLM itself finds only in a step, which would break its engine.
+        """Check for errors that vLLM would find only in a step, which would break its engine.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -566,7 +576,7 @@ class VllmCore:
             raise
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
-        """Give up the requests whose grammars have failed in this step."""
+        """Fail the requests whose grammars failed in this step; return the other outputs."""
         broken = self._broken
         self._broken = {}
         failed = [
@@ -583,11 +593,12 @@ class VllmCore:
 
     @property
     def probe_size(self) -> Probe:
-        """The size of the probe that every start computes."""
+        """Size of the probe that every start computes."""
         groups = self.groups
         kinds = [each for each in groups if not each.state_blocks]
         num_blocks = self.blocks.num_blocks - sum(each.state_blocks for each in groups)
-        # Each group takes blocks of its own. Those with the fewest tokens limit the sequence.
+        # Each cache group takes its own blocks. The groups with the fewest tokens per block limit
+        # the sequence.
         in_pool = num_blocks // max(1, len(kinds)) * min((k.block_tokens for k in kinds), default=0)
         longest = self.max_model_len
         return Probe(
@@ -599,19 +610,24 @@ class VllmCore:
 
     @property
     def has_plain_weights(self) -> bool:
-        """Whether the checkpoint is not quantised: vLLM has checked that it has all its weights."""
+        """Whether the checkpoint is unquantised.
+
+        For those, vLLM has checked that all weights were loaded.
+        """
         return self._config.model_config.quantization is None
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute a few tokens, so that a fault of every step fails the start, and keep nothing.
+        """Compute a few tokens, so that a fault of every step fails the start.
+
+        Nothing of the probe is kept.
 
         Returns:
-            The outputs, in the order of requests and tokens.
+            The outputs, ordered by request and token.
 
         Raises:
-            WorkerStartError: a step fails for another reason than memory. After a shortage of
-                memory another start may do better.
-            RuntimeError: the process of a rank has ended.
+            WorkerStartError: a step fails for another reason than memory. After an out-of-memory
+                error another start may succeed.
+            RuntimeError: a rank's process has ended.
         """
         self._num_probes += 1
         requests = probe.requests(self._num_probes)
@@ -621,7 +637,7 @@ class VllmCore:
             self._drop_prefixes()
         except Exception as error:
             if isinstance(error, GroupLostError) or is_out_of_memory(error):
-                raise  # another start may do better then
+                raise  # another start may succeed then
             self.check_ranks()
             log.exception("the first step failed")
             raise WorkerStartError(
@@ -632,12 +648,13 @@ class VllmCore:
 
     @contextmanager
     def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
-        """Let requests of the block ask for `num_logprobs` log-probabilities, even where the
-        argument `max_logprobs` allows fewer.
+        """Allow requests of the block to ask for `num_logprobs` log-probabilities.
+
+        The argument `max_logprobs` may allow fewer.
         """
         model = self._config.model_config
         most = model.max_logprobs
-        if most >= 0:  # else all of the vocabulary
+        if most >= 0:  # otherwise all of the vocabulary
             model.max_logprobs = max(most, num_logprobs)
         try:
             yield
@@ -645,7 +662,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Compute requests to their ends; each begins when the one before has its first token."""
+        """Run requests to their ends. Each starts when the previous one has its first token."""
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -671,40 +688,38 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Empty the prefix cache, while no request has blocks or soon none will."""
+        """Empty the prefix cache, when no request holds blocks or soon none will."""
         if not self.has_prefix_cache:
             return
         for _ in range(_PROBE_STEPS):
             if self.blocks.num_free == self.blocks.num_blocks:
                 break
-            self._step()  # a request in flight still has blocks
+            self._step()  # a request in flight still holds blocks
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the probe's blocks are not given back")
 
     def digests(self) -> list[dict[str, str]]:
-        """Return digests of the tables and weights that each rank has in memory, by name."""
+        """Return digests of the tables and weights in each rank's memory, by name."""
         args = (self.has_plain_weights,)
         by_rank: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
         return by_rank
 
     def changed_table(self) -> str:
-        """Compute the tables of all ranks again; return the name of one that differs, or an empty
-        string.
-        """
+        """Recompute the tables of all ranks; return the name of one that differs, or ""."""
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
-        """Check that the processes of all ranks on this node live.
+        """Check that the processes of all ranks on this node are alive.
 
         Raises:
-            GroupLostError: one has ended.
+            GroupLostError: a rank's process has ended.
         """
         if self._has_lost_rank:
             raise GroupLostError("the process of a rank has ended")
 
     @property
     def _has_lost_rank(self) -> bool:
-        # vLLM's callback comes seconds later, when it has ended the other ranks.
+        # vLLM's own callback comes seconds later, after it has ended the other ranks.
         return getattr(self._executor, "is_failed", False)
 
     def close(self) -> None:
@@ -712,7 +727,7 @@ class VllmCore:
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Make the matcher of a request's grammar, in place of vLLM's own function."""
+        """Return the matcher of a request's grammar. Replaces vLLM's own function."""
         params = request.sampling_params
         assert params is not None
         assert params.extra_args is not None
@@ -727,14 +742,14 @@ class VllmCore:
 def _has_tokens(
     outputs: Mapping[str, Sequence[CoreOutput]], request: EngineRequest, num_tokens: int
 ) -> bool:
-    """Return whether a request has so many tokens, or its embedding."""
+    """Return whether a request has `num_tokens` tokens or its embedding."""
     own = outputs[request.request_id]
     num_found = sum(len(each.token_ids) for each in own)
     return bool(own) and (request.embed or num_found >= num_tokens)
 
 
 def _field_of(error: Exception) -> str:
-    """Return the request's field that vLLM's error is about."""
+    """Return the request field that vLLM's error is about."""
     return str(getattr(error, "parameter", None) or "request")
 
 

@@ -1,4 +1,4 @@
-"""Conversion of requests to vLLM's arguments, and of its outputs."""
+"""Conversion of requests to vLLM's arguments, and of vLLM's outputs."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.ranks import RESUMED
 
 GRAMMAR = "ullage_grammar"
-"""Name under `extra_args` of a request's grammar, in llguidance's form."""
+"""Key in `extra_args` of a request's grammar, in llguidance's format."""
 _SEEDS = 1 << 63
 _ANY = r"start: /(.|\n)*/"
-"""A grammar for vLLM's own checks, in place of the one that is used."""
+"""A grammar for vLLM's own checks, instead of the real one."""
 
 
 class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
@@ -51,7 +51,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """The part of a grammar backend that makes no grammars."""
+    """The part of a grammar backend that does not create grammars."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -63,7 +63,7 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `SamplingParams`. `max_tokens` includes the output so far."""
+    """Return the arguments of vLLM's `SamplingParams`; `max_tokens` includes earlier output."""
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -98,7 +98,10 @@ def converted_output(
 ) -> CoreOutput:
     """Convert the output of a step for a request.
 
-    `num_loaded`: tokens from tiers with which the request began.
+    Args:
+        output: vLLM's output.
+        params: the request's sampling parameters, as vLLM has them.
+        num_loaded: tokens that tiers supplied when the request started.
     """
     [sample] = output.outputs
     finish: Literal["", "stop", "length", "error"] = ""
@@ -111,7 +114,7 @@ def converted_output(
             finish = "error"
     num_cached = output.num_cached_tokens or 0
     if not (params and params.extra_args and RESUMED in params.extra_args):
-        num_cached -= num_loaded  # vLLM counts them, too, except for preempted requests
+        num_cached -= num_loaded  # vLLM counts these too, except for preempted requests
     return CoreOutput(
         request_id=output.request_id,
         token_ids=list(sample.token_ids),
@@ -138,7 +141,7 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
         return None
     converted = []
     for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
-        # The entries include the chosen token even if it is not one of the likeliest.
+        # The entries include the chosen token even if it is not among the most likely.
         ranked = sorted((each.rank or 0, other) for other, each in entries.items())
         top = [other for rank, other in ranked if rank <= num_top]
         converted.append(
@@ -148,6 +151,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Return the message for the client whose grammar failed for `reason`."""
+    """Return the message for the client whose grammar failed because of `reason`."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"
