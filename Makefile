@@ -145,7 +145,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/model_keys_reference.py --check
 
-check: lint test            ## before every commit; within seven minutes on two cores
+check: lint test            ## before every commit: lint and the tests of every change
 
 images: | $(VENV)/bin/python   ## container images as archives in dist/images (docs/guide/images.md)
 	$(BIN)/python scripts/images.py $(if $(BASE),--base $(BASE)) $(ARGS)

@@ -46,10 +46,10 @@ def rooms_of(paths: Iterable[str], folders: set[str]) -> set[str] | None:
     """
     rooms = set[str]()
     for path in paths:
-        found = _rooms_of_one(PurePath(path), folders)
-        if found is None:
+        rooms_of_path = _rooms_of_one(PurePath(path), folders)
+        if rooms_of_path is None:
             return None
-        rooms |= found
+        rooms |= rooms_of_path
     return rooms
 
 

@@ -64,8 +64,8 @@ class GgufMetadata:
             WeightsError: a key is missing, has a value that is not supported, or is unknown.
         """
         self._check_keys()
-        known = FAMILY_KEYS[self._model_type]
-        values: Json = {name: self._own(key) for name, key in GGUF_NAMES.items() if name in known}
+        keys = FAMILY_KEYS[self._model_type]
+        values: Json = {name: self._own(key) for name, key in GGUF_NAMES.items() if name in keys}
         for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
             if values[name] is None:
                 raise self._missing(GGUF_NAMES[name])

@@ -172,7 +172,7 @@ def check_parts(path: Path) -> None:
 
 def _check_agreement(headers: Sequence[GgufHeader]) -> None:
     first = headers[0]
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for number, header in enumerate(headers):
         if (header.part, header.num_parts) != (number, len(headers)):
             raise WeightsError(
@@ -180,16 +180,16 @@ def _check_agreement(headers: Sequence[GgufHeader]) -> None:
                 f"{number + 1} of {len(headers)} as its name says; download all parts again"
             )
         for tensor in header.tensors:
-            other = found.setdefault(tensor.name, header.path)
+            other = file_of.setdefault(tensor.name, header.path)
             if other != header.path:
                 raise WeightsError(
                     f"{header.path}: tensor {tensor.name!r} is in {other.name}, too; download all "
                     "parts again"
                 )
     expected = first.num_tensors_of_all
-    if expected not in (-1, len(found)):
+    if expected not in (-1, len(file_of)):
         raise WeightsError(
-            f"{first.path}: its parts have {len(found)} tensors, and the model {expected}; "
+            f"{first.path}: its parts have {len(file_of)} tensors, and the model {expected}; "
             "download all parts again"
         )
 

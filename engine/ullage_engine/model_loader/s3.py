@@ -146,12 +146,12 @@ def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{slug}.lock", what):
-            found = _fetch_listed(what, store, items, folder, slug, download)
+            fetched = _fetch_listed(what, store, items, folder, slug, download)
     except OSError as error:
         raise WeightsError(
             f"{what}: {folder}: {error.strerror}; check the disk, or name another folder in {CACHE}"
         ) from error
-    return _named(found, key)
+    return _named(fetched, key)
 
 
 def _named(folder: Path, key: str) -> Path:

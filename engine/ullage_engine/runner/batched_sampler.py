@@ -55,7 +55,7 @@ def plan_sampling(
     """Plan the sampling of one token for each chunk.
 
     Args:
-        chunks: chunks, all of which are sampled.
+        chunks: chunks to sample; each has sampling parameters.
         counts: token counts of the requests with penalties.
         vocab: number of tokens.
         width: number of candidates of filtered rows.

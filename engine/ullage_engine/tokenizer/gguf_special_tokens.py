@@ -72,15 +72,15 @@ def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
 
     In a file that names no end-of-sequence token the first other end stands for it.
     """
-    found = {}
+    ids = {}
     for name, keys in _SPECIAL_TOKENS.items():
         token_ids = _ids(metadata, keys)
         if token_ids:
-            found[name] = token_ids[0]
+            ids[name] = token_ids[0]
     ends = end_token_ids(metadata)
     if ends:
-        found.setdefault("eos_token", ends[0])
-    return found
+        ids.setdefault("eos_token", ends[0])
+    return ids
 
 
 def end_token_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
@@ -114,10 +114,10 @@ def end_names(metadata: Mapping[str, Value]) -> dict[str, int]:
     if not isinstance(tokens, list):
         return {}
 
-    found = {str(token): place for place, token in enumerate(tokens) if token in END_TOKENS}
-    plain = {name for name, place in found.items() if token_type(metadata, place) in _PLAIN}
+    candidates = {str(token): place for place, token in enumerate(tokens) if token in END_TOKENS}
+    plain = {name for name, place in candidates.items() if token_type(metadata, place) in _PLAIN}
     words = _merged(metadata) & plain if plain else frozenset[str]()
-    ends = {name: token_id for name, token_id in found.items() if name not in words}
+    ends = {name: token_id for name, token_id in candidates.items() if name not in words}
 
     for others, name in _NO_ENDS:
         if others <= ends.keys():

@@ -208,11 +208,11 @@ class Reservations:
 
     def check_integrity(self) -> None:
         """Assert that every reserved block is available, and that the cached sums are right."""
-        known = self._committed, self._reclaimable
+        cached = self._committed, self._reclaimable
         self._forget_sums()
         sums = self._committed, self._reclaimable
-        assert all(abs(one - other) < _ROUNDING for one, other in zip(known, sums, strict=True)), (
-            f"{known} were known, {sums} are right"
+        assert all(abs(one - other) < _ROUNDING for one, other in zip(cached, sums, strict=True)), (
+            f"{cached} were cached, {sums} are right"
         )
         assert self._blocks.num_free >= self.num_committed, (
             f"{self.num_committed} reserved, {self._blocks.num_free} free"

@@ -94,11 +94,11 @@ class SharedMemory:
         pids = [self._process.pid, *(each.pid for each in self._process.children(recursive=True))]
         used = _mapped((self._processes / str(pid) for pid in pids), self._folder)
         paths = {path for name in _NAMES for path in self._folder.glob(name)} if used else set()
-        found = {_File(path.name, inode) for path in paths if (inode := self._inode(path)) in used}
-        if found <= self._files:
+        mapped = {_File(path.name, inode) for path in paths if (inode := self._inode(path)) in used}
+        if mapped <= self._files:
             return
 
-        self._files |= found
+        self._files |= mapped
         files = sorted(self._files, key=lambda file: file.name)
         record = _Record(self._process.pid, self._process.create_time(), files)
         part = self._path.with_name(f".{self._path.name}")

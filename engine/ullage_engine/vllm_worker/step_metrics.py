@@ -76,7 +76,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """Count the first step of a sequence, which took `seconds`."""
+        """Record that a sequence has started, and the seconds of its first step."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

@@ -82,8 +82,8 @@ class PoolLookups:
 async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
     """Return the addresses of all targets, and whether every name server answered."""
     answers = await asyncio.gather(*(resolve(target) for target in targets))
-    found = {address for answer in answers if answer for address in answer}
-    return found, all(answer is not None for answer in answers)
+    addresses = {address for answer in answers if answer for address in answer}
+    return addresses, all(answer is not None for answer in answers)
 
 
 async def resolve(target: str) -> set[str] | None:

@@ -92,24 +92,24 @@ class Outline:
 
     def written(self, prompt: str) -> Iterator[Stretch]:
         """Yield the stretches whose placeholders are in the rendered outline, each once."""
-        found = set[int]()
+        places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
             is_json = prompt.startswith(_as_json(self._filling), match.end())
-            if place in found or not (is_json or prompt.startswith(self._filling, match.end())):
+            if place in places or not (is_json or prompt.startswith(self._filling, match.end())):
                 continue
-            found.add(place)
+            places.add(place)
             yield replace(self._stretches[place], is_json=is_json)
 
     def _turn(self, turn: Turn, place: int) -> Turn:
         # Two fields may have the same text, which then needs one placeholder.
-        known = dict[int, str]()
+        outline_of = dict[int, str]()
         outlined = dict(turn)
         for name in TEXTS:
             if (text := turn.get(name)) is not None:
-                if id(text) not in known:
-                    known[id(text)] = self._text(text, place)
-                outlined[name] = known[id(text)]
+                if id(text) not in outline_of:
+                    outline_of[id(text)] = self._text(text, place)
+                outlined[name] = outline_of[id(text)]
         if calls := turn.get("tool_calls"):
             outlined["tool_calls"] = [self._call(call, place) for call in calls]
         return outlined

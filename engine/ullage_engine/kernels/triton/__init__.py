@@ -123,7 +123,7 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepare a step's convolutions, each layer of which takes one kernel launch.
+    """Prepare the convolutions of a step. Each layer launches one kernel.
 
     Args:
         plan: inputs of each row's convolution.
