@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests in three parallel lanes, which keep two cores busy without overloading them: first
-# computing tests and then whole services; tests over sockets; the operator, then workers and groups
+# computing tests and then whole services; tests over sockets, the router's and
+# then the engine's; the operator, then workers and groups
 # of ranks, then services that no other test shares, and the benchmarks. Every test runs once, and a
 # failure fails the run.
 #
@@ -30,12 +31,13 @@ fast_rest=(
     "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
 )
 talking=(tests/router tests/common)
+serving=("$engine/server") # measures stalls, so it shares no process with tests that compute
 operating=(tests/operator tests/cli tests/kubeapi tests/charts)
 services=(tests/e2e tests/observability)
 benchmarks=(tests/benchmarks)
 unshared=(tests/e2e/test_{asleep,hybrid}.py)
 processes=("$engine/worker/process" "$engine/worker/ranks")
-elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${benchmarks[@]}" "${processes[@]}" tests/vllm)
+elsewhere=("${talking[@]}" "${serving[@]}" "${operating[@]}" "${services[@]}" "${benchmarks[@]}" "${processes[@]}" tests/vllm)
 computing=("${elsewhere[@]/#/--ignore=}")
 services+=("${unshared[@]/#/--ignore=}")
 
@@ -82,7 +84,7 @@ case "${1:-}" in
     *) "$python" -m pytest "$@"; exit ;;
 esac
 
-start lanes talking > "$logs/talking.log" 2>&1
+start lanes talking serving > "$logs/talking.log" 2>&1
 talking_pid=$!
 start lanes operating processes unshared benchmarks > "$logs/operating.log" 2>&1
 operating_pid=$!
