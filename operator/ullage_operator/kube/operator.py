@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from ullage_common.process.addresses import listen
 from ullage_operator.kube.cache import Cache
 from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.kube.informer import keep_signals
+
+log = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
 _SILENT_S = 900.0
@@ -79,6 +82,8 @@ class Operator:
         try:
             await self._run_kopf()
         finally:
+            # Only now: kopf may still read the API when its handlers of the end have run.
+            await self._connection.close()
             await runner.cleanup()
 
     async def _run_kopf(self) -> None:
@@ -89,13 +94,19 @@ class Operator:
         settings.posting.enabled = False
         # The operator waits for an API server that is unavailable at its start.
         settings.networking.error_backoffs = itertools.repeat(_RETRY_S)
-        await kopf.operator(
-            registry=registry,
-            settings=settings,
-            standalone=True,
-            clusterwide=True,
-            stop_flag=self._stop,
-        )
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=settings,
+                standalone=True,
+                clusterwide=True,
+                stop_flag=self._stop,
+            )
+        except Exception as error:
+            # kopf closes its session at the end even while its first scan of the API still runs.
+            if not self._stop.is_set():
+                raise
+            log.info("kopf was stopped while it started: %r", error)
 
     def register(self, registry: kopf.OperatorRegistry) -> None:
         kopf.on.login(registry=registry)(self.log_in)
@@ -113,7 +124,6 @@ class Operator:
     async def close(self, **_: Any) -> None:
         if self._running is not None:
             await self._running.close()
-        await self._connection.close()
 
     async def health(self, _: web.Request) -> web.Response:
         """Return the health of the watches.
