@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests in three parallel lanes, which keep two cores busy without overloading them: first
-# computing tests and then whole services; tests over sockets, the router's and
-# then the engine's; the operator, then workers and groups
-# of ranks, then services that no other test shares, and the benchmarks. Every test runs once, and a
-# failure fails the run.
+# computing tests and then whole services; tests over sockets, the router's and then the engine's;
+# the operator, then workers and groups of ranks, then services that no other test shares, and the
+# benchmarks. Every test runs once, and a failure fails the run.
 #
 #   scripts/test.sh PYTHON                 tests of every change: neither nightly nor slow
 #   scripts/test.sh PYTHON nightly         the other tests that are not slow

@@ -34,7 +34,6 @@ NIGHTLY = (
     "e2e/test_hybrid.py",
     "e2e/test_kv_tiers.py",
     "e2e/test_shared_memory.py",
-    "e2e/test_thirty_seconds.py",
     # groups of ranks, kernels in Triton's interpreter, families of models
     "engine/kernels/triton",
     "engine/runner/test_deterministic.py",
