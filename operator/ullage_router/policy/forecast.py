@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ullage_router.policy.facts import EngineView, TimeLimits
+from ullage_router.policy.retry import release_s
 
 SHARE = 0.8
 """Share of an objective or a limit that a prediction may take. The rest covers unseen delays."""
@@ -138,21 +139,36 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
     """Yield (seconds, load) at which the engine has the bytes and a place in its batch.
 
     The load includes the request. Releases are probed in growing strides, so that a long list of
-    them costs little.
+    them costs little. Where the known releases are too few, because others wait for them, memory
+    goes on to be released at the same rate.
     """
+    releases = engine.releases
     available = engine.available
     count = 0
     for number in PROBED_RELEASES:
-        if number > len(engine.releases):
-            return
-        available += sum(release.size for release in engine.releases[count:number])
+        if number > len(releases):
+            break
+        available += sum(release.size for release in releases[count:number])
         count = number
 
         load = max(1, engine.load + 1 + ahead - number)
-        has_place = not engine.max_sequences or load <= engine.max_sequences
-        has_place = has_place and engine.step_s(load) <= engine.step_limit_s
-        if has_place and available >= needed:
-            yield engine.releases[number - 1].after_s, load
+        if available >= needed and _has_place(engine, load):
+            yield releases[number - 1].after_s, load
+
+    released = sum(release.size for release in releases)
+    missing = needed - engine.available - released
+    if not released or missing <= 0:
+        return
+    number = len(releases) + math.ceil(missing * len(releases) / released)
+    load = max(1, engine.load + 1 + ahead - number)
+    if _has_place(engine, load):
+        yield release_s(engine.available, releases, needed), load
+
+
+def _has_place(engine: EngineView, load: int) -> bool:
+    """Return whether the engine's batch and its other requests allow this load."""
+    is_full = bool(engine.max_sequences) and load > engine.max_sequences
+    return not is_full and engine.step_s(load) <= engine.step_limit_s
 
 
 def _slack_s(

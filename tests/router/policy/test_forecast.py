@@ -142,7 +142,7 @@ def test_those_ahead_take_the_first_places() -> None:
     assert turn_s([engine(4)], 100, 85, BLOCK, (0, 0), LIMITS) is None
     full = replace(busy, available=0)
     assert turn_s([full], 100, 10, 35 * BLOCK, (0, 0), LIMITS) == 2.0
-    assert turn_s([full], 100, 10, 35 * BLOCK, (10 * BLOCK, 0), LIMITS) == math.inf
+    assert turn_s([full], 100, 10, 35 * BLOCK, (10 * BLOCK, 0), LIMITS) == 2.25
 
 
 def test_a_late_request_goes_elsewhere() -> None:
@@ -187,3 +187,13 @@ def test_the_strictest_request_in_flight_counts() -> None:
     book.release(mild)
     assert book.step_limit_s == math.inf
     book.check_integrity()
+
+
+def test_a_request_behind_others_waits_for_more_than_the_known_releases() -> None:
+    """The known releases are for those ahead, and more will follow in time."""
+    releases = (Release(0.5, 20 * BLOCK), Release(1.0, 20 * BLOCK))
+    full = engine(2, releases=releases, available=0)
+    behind = replace(ask(10), ahead={"single": 60 * BLOCK}, waiting={"single": 3})
+    assert isinstance(decide(behind, [full], POLICY), Wait)
+    far_behind = replace(ask(10), ahead={"single": 900 * BLOCK}, waiting={"single": 45})
+    assert isinstance(decide(far_behind, [full], POLICY), Refuse)
