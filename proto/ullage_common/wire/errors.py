@@ -75,6 +75,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
     # gRPC's retry logic reads this trailer and not RetryInfo. -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
     trailers = (*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback)))
+    # If the client has gone, the task is cancelled here. gRPC never frees an answer that it cannot
+    # send.
+    await asyncio.sleep(0)
     try:
         await context.abort(status.code, status.details, trailers)
     except grpc.aio.AbortError as aborted:

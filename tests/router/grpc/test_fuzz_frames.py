@@ -56,6 +56,9 @@ WORDS = (
 )
 COUNT = 150
 """Connections, and as many messages, of a round."""
+LEAKED_BYTES = 1200 * COUNT
+"""What grpcio 1.85 loses in a round: for each connection about 410 bytes in a server, and more in a
+client (docs/reasons/lessons.md)."""
 SLOW_S = 360.0
 HONEST = frozenset(
     {
@@ -118,7 +121,8 @@ def fuzz(
             assert not logged, seed
             caplog.clear()
 
-        check_rounds(loop, seeds, send_round, leaves_garbage=True)  # gRPC's client does
+        # gRPC's client leaves garbage.
+        check_rounds(loop, seeds, send_round, leaves_garbage=True, leaked_bytes=LEAKED_BYTES)
     return codes
 
 
