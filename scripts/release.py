@@ -1,33 +1,40 @@
 #!/usr/bin/env python3
 """Release a version: changelog, versions, checks, commit, tag, wheel, images, chart and SBOMs.
 
-usage: release.py VERSION [--dry-run] [--out DIR] [--registry HOST/FOLDER] [--images NAME ...]
-                  [--skip-check]
+usage: release.py VERSION [--dry-run] [--out DIR] [--registry HOST/FOLDER] [--plain-http]
+                  [--images NAME ...] [--base IMAGE] [--skip-check]
 
-The steps, of which each stops the release where it fails:
+The steps run in this order, and the release stops at the first that fails:
 
-1. The tree is clean, VERSION is newer than the current one, its tag is free, and `newsfragments/`
-   has something to tell.
-2. The version is written into pyproject.toml and the chart, and towncrier joins the fragments into
+1. The script checks that the tree is clean, that VERSION is newer than the current one, that its
+   tag is free, that `newsfragments/` has news, and that every program is installed.
+2. It writes the version into pyproject.toml and the chart, and towncrier joins the fragments into
    CHANGELOG.md.
 3. `make check` passes.
-4. A commit `release: VERSION` and a tag vVERSION are made. Nothing is pushed.
-5. DIR gets the wheel, the images as OCI archives, the chart, a CycloneDX SBOM of the Python
-   packages of each image, and SHA256SUMS.
-6. With --registry the images and the chart, as an OCI artefact, are pushed there.
+4. It makes a commit `release: publish VERSION` and a tag vVERSION. It pushes neither.
+5. It writes the wheel, the images as OCI archives, the chart, a CycloneDX SBOM of the Python
+   packages of each image, and SHA256SUMS into DIR.
+6. With --registry it pushes the images and the chart, as an OCI artefact, with buildah and helm.
 
-Until step 4 `git checkout . && git clean -f newsfragments` takes everything back.
+If step 2 or 3 fails, take the changes back:
+
+  git restore --staged --worktree --source=HEAD -- pyproject.toml charts CHANGELOG.md newsfragments
+
+If step 5 or 6 fails, run the same command again: a commit that has the tag goes on with step 5. To
+take the release back instead: `git tag --delete vVERSION && git reset --hard HEAD~1`.
 
 examples:
   release.py 0.2.0 --dry-run
   release.py 0.2.0
   release.py 0.2.0 --registry ghcr.io/ullage --images operator engine engine-cuda
+  release.py 0.2.0 --registry registry.test:5000/ullage --plain-http
 """
 
 import argparse
 import contextlib
 import hashlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -43,8 +50,16 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 CHART = ROOT / "charts" / "ullage"
 USUAL_IMAGES = ("operator", "engine")
-TOOLS = ("towncrier", "cyclonedx-py", "helm")
-"""Programs that the release needs from the virtual environment."""
+CHANGED = ("pyproject.toml", "charts/ullage/Chart.yaml", "CHANGELOG.md", "newsfragments")
+"""Paths that the release's commit changes."""
+REMEDIES = {
+    "towncrier": ".venv/bin/pip install -c constraints.txt -e '.[release]'",
+    "cyclonedx-py": ".venv/bin/pip install -c constraints.txt -e '.[release]'",
+    "helm": "`make install-dev`, or put helm on the PATH",
+    "buildah": "install Debian's package buildah",
+}
+"""How to get each program that a release runs."""
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _PROJECT_VERSION = re.compile(r'^version = ".*"$', re.MULTILINE)
 _CHART_VERSION = re.compile(r"^(version|appVersion): .*$", re.MULTILINE)
 
@@ -62,12 +77,16 @@ class Release:
         out: folder of the artefacts.
         registry: host and folder that images and chart are pushed to; empty: nowhere.
         images: names of images in docker/Dockerfile.
+        base: image that the images are built on; empty: one is made.
+        is_plain: whether the registry has no TLS.
     """
 
     version: str
     out: Path
     registry: str
     images: tuple[str, ...]
+    base: str
+    is_plain: bool
 
     @property
     def tag(self) -> str:
@@ -140,8 +159,24 @@ def run(*command: str | Path) -> None:
 
 
 def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    """Return the output of git in the repository's root.
+
+    Raises:
+        ReleaseError: git failed, as it does outside of a repository.
+    """
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[:1]
+        raise ReleaseError(f"git {arguments[0]}: {' '.join(reason)}; use a clone of the repository")
     return done.stdout.strip()
+
+
+def program(name: str) -> str:
+    """Return the path of a program in the virtual environment or on the PATH; empty if absent."""
+    inside = BIN / name
+    return str(inside) if inside.exists() else shutil.which(name) or ""
 
 
 def current_version() -> str:
@@ -155,31 +190,63 @@ def fragments() -> list[Path]:
     return sorted(path for path in folder.glob("*.*.md") if path.name != "README.md")
 
 
+def is_committed(release: Release) -> bool:
+    """Return whether HEAD is this release, so that only its artefacts are to be made.
+
+    Raises:
+        ReleaseError: the tag is at another commit.
+    """
+    if not git("tag", "--list", release.tag):
+        return False
+    tagged, head = git("rev-list", "--max-count=1", release.tag), git("rev-parse", "HEAD")
+    if tagged != head or current_version() != release.version:
+        raise ReleaseError(
+            f"tag {release.tag} is at {tagged[:8]} and HEAD at {head[:8]}; use a higher version, "
+            f"or check out {release.tag} to make its artefacts"
+        )
+    return True
+
+
 def check_tree(release: Release) -> None:
     """Check that the repository is ready for the release.
 
     Raises:
         ReleaseError: it is not.
     """
+    check_clean()
     check_version(release.version, current_version())
-    if changes := git("status", "--porcelain"):
-        raise ReleaseError(f"the tree has changes ({changes.splitlines()[0].strip()}); commit them")
-    if git("tag", "--list", release.tag):
-        raise ReleaseError(f"tag {release.tag} exists; use a higher version")
     if not fragments():
         raise ReleaseError("newsfragments/ is empty; say what changed (newsfragments/README.md)")
 
 
-def check_tools() -> None:
-    """Check that every program that a release runs is there.
+def check_clean() -> None:
+    if changes := git("status", "--porcelain"):
+        raise ReleaseError(f"the tree has changes ({changes.splitlines()[0].strip()}); commit them")
+
+
+def check_programs(names: Sequence[str]) -> None:
+    """Check that programs are there.
 
     Raises:
         ReleaseError: one is missing.
     """
-    if missing := [tool for tool in TOOLS if not (BIN / tool).exists()]:
-        raise ReleaseError(
-            f"{', '.join(missing)} is missing; pip install -c constraints.txt -e '.[release]'"
-        )
+    for name in names:
+        if not program(name):
+            raise ReleaseError(f"{name} is missing; {REMEDIES[name]}")
+
+
+def check_target(release: Release) -> None:
+    """Check the names of images and registry.
+
+    Raises:
+        ReleaseError: one is wrong.
+    """
+    known = runpy.run_path(str(ROOT / "scripts" / "images.py"))["IMAGES"]
+    if unknown := sorted(set(release.images) - set(known)):
+        raise ReleaseError(f"--images {' '.join(unknown)} is none of {', '.join(known)}")
+    host, _, folder = release.registry.partition("/")
+    if release.registry and not (host and folder):
+        raise ReleaseError(f"--registry {release.registry!r} is not HOST/FOLDER; ghcr.io/ullage is")
 
 
 def write_versions(release: Release) -> None:
@@ -190,11 +257,11 @@ def write_versions(release: Release) -> None:
     for path, with_version in files.items():
         text = path.read_text(encoding="utf-8")
         path.write_text(with_version(text, release.version), encoding="utf-8")
-    run(BIN / "towncrier", "build", "--yes", "--version", release.version)
+    run(program("towncrier"), "build", "--yes", "--version", release.version)
 
 
 def commit(release: Release) -> None:
-    run("git", "add", "--all")
+    run("git", "add", "--all", "--", *CHANGED)
     message = f"release: publish {release.version}\n\nCHANGELOG.md says what changed."
     run("git", "commit", "--quiet", "--message", message)
     run("git", "tag", "--annotate", release.tag, "--message", f"Ullage {release.version}")
@@ -204,9 +271,11 @@ def make_artefacts(release: Release) -> None:
     release.out.mkdir(parents=True, exist_ok=True)
     pip = (BIN / "python", "-m", "pip")
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", release.out, ".")
-    run(BIN / "helm", "lint", CHART)
-    run(BIN / "helm", "package", CHART, "--destination", release.out)
-    run(BIN / "python", "scripts/images.py", "--out", release.out, *release.images)
+    helm = program("helm")
+    run(helm, "lint", CHART)
+    run(helm, "package", CHART, "--destination", release.out)
+    base = ("--base", release.base) if release.base else ()
+    run(BIN / "python", "scripts/images.py", "--out", release.out, *base, *release.images)
     for name in release.images:
         make_sbom(release, name)
 
@@ -216,13 +285,17 @@ def make_artefacts(release: Release) -> None:
 
 
 def make_sbom(release: Release, image: str) -> None:
-    """Write the SBOM of an image's Python packages; its base has dpkg's own list."""
+    """Write the SBOM of an image's Python packages; its base has dpkg's own list.
+
+    pip, which installs the packages during the build, is in no image.
+    """
     folder = release.out / "build" / "wheels" / image
+    wheels = [wheel for wheel in folder.glob("*.whl") if not wheel.name.startswith("pip-")]
     listed = folder / "requirements.txt"
-    listed.write_text("\n".join(requirements(sorted(folder.glob("*.whl")))) + "\n")
+    listed.write_text("\n".join(requirements(wheels)) + "\n")
     sbom = release.out / f"{image}.cdx.json"
     output = ("--output-reproducible", "--of", "JSON", "--output-file", sbom)
-    run(BIN / "cyclonedx-py", "requirements", listed, *output)
+    run(program("cyclonedx-py"), "requirements", listed, *output)
 
 
 def push(release: Release) -> None:
@@ -233,15 +306,18 @@ def push(release: Release) -> None:
         with buildah_root(release) as buildah:
             run(*buildah, "pull", "--quiet", f"oci-archive:{archive}")
             source = f"localhost/ullage/{name}:{release.version}"
-            run(*buildah, "push", *insecure(release.registry, "--tls-verify=false"), source, target)
-    plain = insecure(release.registry, "--plain-http")
-    run(BIN / "helm", "push", release.chart_archive, f"oci://{release.registry}/charts", *plain)
+            plain = ("--tls-verify=false",) if release.is_plain else ()
+            run(*buildah, "push", *plain, source, target)
+
+    plain = ("--plain-http",) if release.is_plain else ()
+    charts = f"oci://{release.registry}/charts"
+    run(program("helm"), "push", release.chart_archive, charts, *plain)
 
 
-def insecure(registry: str, option: str) -> list[str]:
-    """Return the option for a registry without TLS, which only this machine may have."""
-    host = registry.split("/")[0].rsplit(":", 1)[0]
-    return [option] if host in ("localhost", "127.0.0.1") else []
+def is_local(registry: str) -> bool:
+    """Return whether a registry is on this machine, where none has TLS."""
+    host = registry.partition("/")[0]
+    return any(host == name or host.startswith(f"{name}:") for name in LOOPBACK)
 
 
 @contextlib.contextmanager
@@ -262,36 +338,59 @@ def parser() -> argparse.ArgumentParser:
         epilog=rest.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("version", metavar="VERSION")
+    made.add_argument("version", metavar="VERSION", help="MAJOR.MINOR.PATCH, such as 0.2.0")
     made.add_argument("--dry-run", action="store_true", help="check, and show the news")
-    made.add_argument("--out", type=Path, default=ROOT / "dist" / "release", metavar="DIR")
-    made.add_argument("--registry", default="", metavar="HOST/FOLDER")
-    made.add_argument("--images", nargs="+", default=USUAL_IMAGES, metavar="NAME")
+    made.add_argument(
+        "--out", type=Path, metavar="DIR", help="of the artefacts; default: dist/release/VERSION"
+    )
+    made.add_argument("--registry", default="", metavar="HOST/FOLDER", help="push there")
+    made.add_argument(
+        "--plain-http", action="store_true", help="no TLS; always so for a registry on localhost"
+    )
+    made.add_argument(
+        "--images",
+        nargs="+",
+        default=USUAL_IMAGES,
+        metavar="NAME",
+        help=f"default: {' '.join(USUAL_IMAGES)}",
+    )
+    made.add_argument("--base", default="", metavar="IMAGE", help="as for scripts/images.py")
     made.add_argument("--skip-check", action="store_true", help="`make check` passed just now")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    registry = options.registry.removeprefix("oci://").rstrip("/")
     release = Release(
         version=options.version,
-        out=options.out.resolve(),
-        registry=options.registry.removeprefix("oci://").rstrip("/"),
+        out=(options.out or ROOT / "dist" / "release" / options.version).resolve(),
+        registry=registry,
         images=tuple(options.images),
+        base=options.base,
+        is_plain=options.plain_http or is_local(registry),
     )
     try:
-        check_tree(release)
         if options.dry_run:
-            run(BIN / "towncrier", "build", "--draft", "--version", release.version)
+            check_programs(["towncrier"])
+            check_tree(release)
+            run(program("towncrier"), "build", "--draft", "--version", release.version)
             return 0
 
-        check_tools()
-        write_versions(release)
-        if not options.skip_check:
-            run("make", "check")
-        commit(release)
+        check_target(release)
+        check_programs([name for name in REMEDIES if name != "buildah" or registry])
+        if is_committed(release):
+            check_clean()
+            print(f"HEAD is {release.tag}: making its artefacts", flush=True)
+        else:
+            check_tree(release)
+            write_versions(release)
+            if not options.skip_check:
+                run("make", "check")
+            commit(release)
+
         make_artefacts(release)
-        if release.registry:
+        if registry:
             push(release)
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """scripts/release.py: versions, news, and the tree that a release needs."""
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -84,8 +85,15 @@ def commit_all(root: Path) -> None:
 
 
 def dry_run(root: Path, version: str = "9.0.0") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/release.py", version, "--dry-run"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return run_release(root, version, "--dry-run")
+
+
+def run_release(root: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/release.py", *arguments]
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)} | more
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_dry_run_shows_the_news_and_changes_nothing(tree: Path) -> None:
@@ -97,9 +105,6 @@ def test_a_dry_run_shows_the_news_and_changes_nothing(tree: Path) -> None:
 
 
 def test_a_tree_that_is_not_ready_is_refused(tree: Path) -> None:
-    git(tree, "tag", "v9.0.0")
-    assert "tag v9.0.0 exists; use a higher version" in dry_run(tree).stderr
-
     (tree / "newsfragments/+tank.feature.md").unlink()
     assert "the tree has changes" in dry_run(tree, "9.0.1").stderr
 
@@ -107,6 +112,52 @@ def test_a_tree_that_is_not_ready_is_refused(tree: Path) -> None:
     refused = dry_run(tree, "9.0.1")
     assert "newsfragments/ is empty" in refused.stderr
     assert refused.returncode == 1
+
+
+def test_a_tag_of_another_commit_is_refused(tree: Path, tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "images.py", tree / "scripts")
+    shutil.copy(ROOT / "hatch_build.py", tree)
+    commit_all(tree)
+    git(tree, "tag", "v9.0.0")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("cyclonedx-py", "helm"):  # the refusal comes before they run
+        (programs / name).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+        (programs / name).chmod(0o755)
+
+    refused = run_release(tree, "9.0.0", PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
+
+    assert "tag v9.0.0 is at" in refused.stderr
+    assert "use a higher version" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--images", "engin"], "--images engin is none of operator, engine"),
+        (["--registry", "ghcr.io"], "--registry 'ghcr.io' is not HOST/FOLDER"),
+    ],
+)
+def test_wrong_names_are_refused_before_anything_is_done(
+    tree: Path, arguments: list[str], reason: str
+) -> None:
+    shutil.copy(SCRIPTS / "images.py", tree / "scripts")
+    shutil.copy(ROOT / "hatch_build.py", tree)
+    assert reason in run_release(tree, "9.0.0", *arguments).stderr
+
+
+def test_a_folder_that_is_no_repository_is_an_error_in_one_line(tree: Path) -> None:
+    shutil.rmtree(tree / ".git")
+    refused = dry_run(tree)
+    assert refused.stderr.startswith("error: git status: ")
+    assert refused.returncode == 1
+
+
+def test_a_registry_on_this_machine_has_no_tls() -> None:
+    for registry in ("localhost:5000/u", "127.0.0.1/u", "[::1]:5000/u"):
+        assert release.is_local(registry)
+    for registry in ("ghcr.io/u", "localhost.example:5000/u", "127.0.0.10/u", ""):
+        assert not release.is_local(registry)
 
 
 @pytest.mark.parametrize(
