@@ -9,12 +9,11 @@ answer while others are computed, and continues behind the loaded blocks. Where 
 still being loaded, it computes the blocks before them meanwhile. It then waits for the late blocks
 only for a small share of the time that computing them takes.
 
-The tiers themselves belong to the server. Here are the queries and answers
-(`ullage_engine.protocol.messages`) and the copies between slots and blocks. Slots of the host tier
+The tiers themselves belong to the server. `kv_exchange.py` has the messages to and from it, and
+this module decides about them and plans the copies between slots and blocks. Slots of the host tier
 are numbered behind those of swapped sequences.
 """
 
-import itertools
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,17 +23,14 @@ from ullage_engine.protocol.messages import (
     WINDOW_PART,
     FromKv,
     KvBlock,
-    KvDamaged,
     KvFound,
     KvRead,
     KvSlot,
-    KvWanted,
-    KvWritten,
 )
 from ullage_engine.protocol.step_plan import Chunk, Moves
 from ullage_engine.scheduler.batch_plan import Transfers
 from ullage_engine.scheduler.estimates import ThroughputEstimator
-from ullage_engine.scheduler.offers import ANSWER_S, BlockOffers
+from ullage_engine.scheduler.kv_exchange import ANSWER_S, KvExchange, KvQuery
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.sequence import Sequence
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
@@ -46,22 +42,21 @@ _LEAST_WAIT_S = 0.02
 
 
 @dataclass(slots=True)
-class _Query:
-    """A sequence's question for its blocks, until their KV is placed."""
+class _Wait:
+    """A sequence's wait for the answer to its query, and for the answer's place on the device.
 
-    number: int
+    The blocks before the first wanted one are computed meanwhile.
+    """
+
+    query: KvQuery
     sequence: Sequence
-    first: int
-    """Index of the first block that is wanted. Those before it are computed meanwhile."""
-    keys: list[bytes]
-    max_wait_s: float
+    longest_s: float
     """Seconds that the sequence waits once it has computed the blocks before."""
-    rest_wait_s: float
+    rest_s: float
     """Seconds that it then waits for blocks that are still being loaded."""
-    waits_since: float | None = None
+    since: float | None = None
     is_late: bool = False
     """Whether the sequence stopped waiting. A late answer still serves blocks not computed yet."""
-    answer: KvFound | None = None
 
 
 class _Place(NamedTuple):
@@ -92,34 +87,23 @@ class TierTransfers:
         self._throughput = throughput
         self._clock = clock
 
-        self._numbers = itertools.count(1)
-        self._queries: dict[int, _Query] = {}
-        """Queries whose blocks are not placed yet, by number."""
-        self._waiting: dict[Sequence, _Query] = {}
-        """The same queries, by sequence."""
-
-        self._offers = BlockOffers[_Place]()
+        self._exchange = KvExchange[_Place]()
+        self._waiting: dict[Sequence, _Wait] = {}
         self._ins: list[tuple[int, int]] = []
         """Pairs (host slot, block) that the next plan copies in."""
         self._arriving: dict[Sequence, KvRead] = {}
         """Sequences that these copies are for, each with the report that follows."""
         self._kept = Transfers()
         """Copies of plans without chunks, to report with a later plan."""
-        self._outgoing: list[FromKv] = []
 
     @property
     def has_moves(self) -> bool:
         """Whether a plan without chunks would still copy or report anything."""
-        return bool(self._offers.has_granted or self._ins or self._kept != Transfers())
+        return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
         """Return the messages to the server since the last call."""
-        offer = self._offers.take_message()
-        if offer is not None:
-            self._outgoing.append(offer)
-        outgoing = self._outgoing
-        self._outgoing = []
-        return outgoing
+        return self._exchange.take_messages()
 
     # to the host tier ----------------------------------------------------------------------------
 
@@ -140,14 +124,14 @@ class TierTransfers:
                 continue
 
             parent = keys[index - 1] if index else None
-            self._offers.add(KvBlock(key, parent, is_kept), _Place(block, key, is_window=False))
+            self._exchange.offer(KvBlock(key, parent, is_kept), _Place(block, key, is_window=False))
             if (window_block := self._cache.window_block(block)) is not None:
                 part = KvBlock(part_key(key, WINDOW_PART), key, is_kept)
-                self._offers.add(part, _Place(window_block, key, is_window=True))
+                self._exchange.offer(part, _Place(window_block, key, is_window=True))
 
     def on_granted(self, slots: list[KvSlot]) -> None:
         """Take the answer to the oldest offer."""
-        self._offers.on_granted(slots)
+        self._exchange.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
         """Discard the stored KV of all texts that begin with a sequence's first block.
@@ -162,8 +146,7 @@ class TierTransfers:
             if len(sequence.token_ids) < self._cache.block_tokens:
                 return
             chains = [self._keys(sequence, 1)[0][:CHAIN_BYTES]]
-        self._offers.withdraw(chains)
-        self._outgoing.append(KvDamaged(chains=chains))
+        self._exchange.discard(chains)
 
     # from all tiers ------------------------------------------------------------------------------
 
@@ -191,51 +174,38 @@ class TierTransfers:
         sequence: Sequence,
         first: int,
         keys: list[bytes],
-        max_wait_s: float,
-        rest_wait_s: float,
+        longest_s: float,
+        rest_s: float,
         *,
         is_rest: bool = False,
     ) -> None:
-        query = _Query(next(self._numbers), sequence, first, keys, max_wait_s, rest_wait_s)
-        self._queries[query.number] = query
-        self._waiting[sequence] = query
-        self._outgoing.append(
-            KvWanted(
-                number=query.number,
-                request_id=sequence.request_id,
-                first=first,
-                keys=keys,
-                is_rest=is_rest,
-            )
-        )
+        query = self._exchange.ask(sequence.request_id, first, keys, is_rest=is_rest)
+        self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
         """Take the answer to a query; return its slots to the server if no sequence waits."""
-        query = self._queries.get(answer.number)
-        if query is None:
-            self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
-        else:
-            query.answer = answer
+        self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
         """Whether the sequence is not computed because an answer is still to come."""
-        query = self._waiting.get(sequence)
-        if query is None or query.is_late or sequence.num_computed < self._position(query):
+        wait = self._waiting.get(sequence)
+        if wait is None or wait.is_late or sequence.num_computed < self._position(wait.query):
             return False
+
         now = self._clock()
-        if query.waits_since is None:
-            query.waits_since = now
-        query.is_late = now - query.waits_since > query.max_wait_s
-        return not query.is_late
+        if wait.since is None:
+            wait.since = now
+        wait.is_late = now - wait.since > wait.longest_s
+        return not wait.is_late
 
     def end(self, sequence: Sequence) -> int:
         """Return the position that steps may compute the sequence up to.
 
         That is the beginning of KV that is being loaded, or else the end of its tokens.
         """
-        query = self._waiting.get(sequence)
+        wait = self._waiting.get(sequence)
         end = len(sequence.token_ids)
-        return end if query is None or query.is_late else min(end, self._position(query))
+        return end if wait is None or wait.is_late else min(end, self._position(wait.query))
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether the sequence's KV is still to be copied in."""
@@ -243,23 +213,24 @@ class TierTransfers:
 
     def place(self, in_flight: Container[Sequence]) -> None:
         """Give blocks to the sequences whose answers have come, other than those in flight."""
-        for query in list(self._queries.values()):
+        for wait in list(self._waiting.values()):
+            query = wait.query
             answer = query.answer
-            sequence = query.sequence
+            sequence = wait.sequence
             if answer is None or sequence in in_flight:
                 continue
             if answer.slots and sequence.num_computed < self._position(query):
                 # It still computes the blocks before the loaded ones.
                 continue
 
-            del self._queries[query.number], self._waiting[sequence]
-            if not self._place(query, answer):
-                self._outgoing.append(KvRead(number=query.number, num_blocks=0))
+            del self._waiting[sequence]
+            self._exchange.settle(query)
+            if not self._place(sequence, query, answer):
+                self._exchange.give_back(query.number)
 
             first = answer.more_from
             if first is not None and first * self._cache.block_tokens >= sequence.num_computed:
-                wait_s = query.rest_wait_s
-                self._ask(sequence, first, query.keys, wait_s, wait_s, is_rest=True)
+                self._ask(sequence, first, query.keys, wait.rest_s, wait.rest_s, is_rest=True)
 
     def forget(self, sequence: Sequence) -> bool:
         """Drop the query and the copies of a sequence that is preempted or ends.
@@ -267,17 +238,15 @@ class TierTransfers:
         Returns:
             Whether its last blocks are without their KV, which was still to be copied in.
         """
-        query = self._waiting.pop(sequence, None)
-        if query is not None:
-            del self._queries[query.number]
-            if query.answer is not None:
-                self._outgoing.append(KvRead(number=query.number, num_blocks=0))
+        wait = self._waiting.pop(sequence, None)
+        if wait is not None:
+            self._exchange.drop(wait.query)
 
         read = self._arriving.pop(sequence, None)
         if read is not None:
             blocks = set(sequence.held_blocks)
             self._ins = [move for move in self._ins if move[1] not in blocks]
-            self._outgoing.append(KvRead(number=read.number, num_blocks=0))
+            self._exchange.give_back(read.number)
         return read is not None
 
     # plans ---------------------------------------------------------------------------------------
@@ -293,10 +262,8 @@ class TierTransfers:
         is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
         is_waited_for = is_waited_for or not self._prefetch
 
-        granted = self._offers.take_granted(self._is_there)
-        if granted.dropped:
-            self._outgoing.append(KvWritten(stored=[], dropped=granted.dropped))
-        outs = [(place.block, self._first_slot + slot.slot) for slot, place in granted.stored]
+        stored = self._exchange.take_granted(self._is_there)
+        outs = [(place.block, self._first_slot + slot.slot) for slot, place in stored]
         moves = Moves(
             swap_out=outs,
             swap_in=self._ins if is_waited_for else [],
@@ -306,7 +273,7 @@ class TierTransfers:
         read = tuple(self._arriving.values())
         self._ins = []
         self._arriving = {}
-        return moves, Transfers(tuple(slot for slot, _ in granted.stored), read)
+        return moves, Transfers(tuple(slot for slot, _ in stored), read)
 
     def keep(self, transfers: Transfers) -> None:
         """Keep the copies of a plan that computes nothing, to be reported with later ones."""
@@ -320,16 +287,13 @@ class TierTransfers:
 
     def finish(self, transfers: Transfers) -> None:
         """Report copies that are done on all ranks."""
-        if transfers.stored:
-            self._outgoing.append(KvWritten(stored=list(transfers.stored)))
-        self._outgoing += transfers.read
+        self._exchange.report(transfers.stored, transfers.read)
 
     def _is_there(self, place: _Place) -> bool:
         content_key = self._cache.content_key(place.block, is_window=place.is_window)
         return content_key == place.content_key
 
-    def _place(self, query: _Query, answer: KvFound) -> bool:
-        sequence = query.sequence
+    def _place(self, sequence: Sequence, query: KvQuery, answer: KvFound) -> bool:
         size = self._cache.block_tokens
         held = len(sequence.blocks.ids)
         end = query.first + len(answer.slots)
@@ -359,7 +323,7 @@ class TierTransfers:
         self._arriving[sequence] = KvRead(number=query.number, num_blocks=end - first)
         return True
 
-    def _position(self, query: _Query) -> int:
+    def _position(self, query: KvQuery) -> int:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:

@@ -6,9 +6,8 @@ the end of a step. A request that vLLM is about to start queries the tiers for f
 those on the device. vLLM skips the request until the answer arrives, and starts it with the step
 that copies the blocks in.
 
-The tiers belong to the server. This module holds the queries and answers
-(`ullage_engine.protocol.messages`) and lists of copies. vLLM calls it through `bindings.connector`,
-which copies.
+The tiers belong to the server. `scheduler/kv_exchange.py` has the messages to and from it, and this
+module plans the copies. vLLM calls it through `bindings.connector`, which copies.
 """
 
 import itertools
@@ -23,11 +22,9 @@ from ullage_engine.protocol.messages import (
     KvFound,
     KvRead,
     KvSlot,
-    KvWanted,
-    KvWritten,
 )
 from ullage_engine.protocol.requests import EngineRequest
-from ullage_engine.scheduler.offers import ANSWER_S, BlockOffers
+from ullage_engine.scheduler.kv_exchange import ANSWER_S, KvExchange, KvQuery
 from ullage_kv.keys import extend_keys
 
 
@@ -56,22 +53,15 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Query:
-    number: int
-    first: int
-    """Index of the first wanted block."""
-    asked_at: float
-    answer: KvFound | None = None
-
-
-@dataclass(slots=True)
 class _Request:
     request: EngineRequest
     keys: list[bytes] = field(default_factory=list)
     num_offered: int = 0
     """Number of leading blocks that were considered for offers."""
     num_loaded: int = 0
-    query: _Query | None = None
+    query: KvQuery | None = None
+    asked_at: float = 0.0
+    """Time of the query."""
     may_ask: bool = True
 
 
@@ -104,28 +94,25 @@ class ConnectorTransfers:
         self._block_tokens = block_tokens
         self._content_of = content_of
         self._clock = clock
-        self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
-        self._queries: dict[int, _Query] = {}
-        """Queries that requests wait for, by number."""
-        self._offers = BlockOffers[_Place]()
+        self._exchange = KvExchange[_Place]()
         self._offered_content: dict[int, object] = {}
         """Content of each block when it was last offered or loaded."""
         self._loads: list[tuple[int, int]] = []
         self._read: list[KvRead] = []
+        self._step_numbers = itertools.count(1)
         self._steps: dict[int, _Reported] = {}
         """Reports of the steps that are not done, by number."""
-        self._outgoing: list[FromKv] = []
 
     @property
     def has_granted(self) -> bool:
         """Whether blocks wait to be copied to slots."""
-        return self._offers.has_granted
+        return self._exchange.has_granted
 
     @property
     def has_moves(self) -> bool:
         """Whether there are copies to make or to report, even if no request needs a step."""
-        return self._offers.has_granted or bool(self._steps)
+        return self._exchange.has_granted or bool(self._steps)
 
     # requests ------------------------------------------------------------------------------------
 
@@ -148,24 +135,15 @@ class ConnectorTransfers:
 
     def take_messages(self) -> list[FromKv]:
         """Return the messages to the server since the last call."""
-        offer = self._offers.take_message()
-        if offer is not None:
-            self._outgoing.append(offer)
-        outgoing = self._outgoing
-        self._outgoing = []
-        return outgoing
+        return self._exchange.take_messages()
 
     def on_granted(self, slots: list[KvSlot]) -> None:
         """Process the answer to the oldest offer."""
-        self._offers.on_granted(slots)
+        self._exchange.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
         """Process the answer to a query; give back the slots of a dropped query."""
-        query = self._queries.get(answer.number)
-        if query is None:
-            self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
-        else:
-            query.answer = answer
+        self._exchange.on_found(answer)
 
     # what vLLM asks ------------------------------------------------------------------------------
 
@@ -192,7 +170,7 @@ class ConnectorTransfers:
             # first.
             state.may_ask = num_cached < query.first
             self._drop_query(state)
-        elif query is not None and self._clock() - query.asked_at > ANSWER_S:
+        elif query is not None and self._clock() - state.asked_at > ANSWER_S:
             self._drop_query(state)
         if state.query is None and state.may_ask:
             self._ask(name, state, token_ids, num_cached)
@@ -217,7 +195,7 @@ class ConnectorTransfers:
         for block in block_ids[first:end]:
             self._offered_content[block] = self._content_of(block)
         self._read.append(KvRead(number=query.number, num_blocks=num_blocks))
-        del self._queries[query.number]
+        self._exchange.settle(query)
         state.query = None
         state.num_loaded = num_blocks
 
@@ -239,21 +217,19 @@ class ConnectorTransfers:
                 continue
             parent = keys[index - 1] if index else None
             is_kept = bool(state.request.session_id)
-            if self._offers.add(KvBlock(keys[index], parent, is_kept), _Place(block, content)):
+            if self._exchange.offer(KvBlock(keys[index], parent, is_kept), _Place(block, content)):
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
         """Return the copies of the planned step; return each copy only once."""
-        granted = self._offers.take_granted(
+        stored = self._exchange.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
-        if granted.dropped:
-            self._outgoing.append(KvWritten(stored=[], dropped=granted.dropped))
-        stores = tuple((place.block, slot.slot) for slot, place in granted.stored)
+        stores = tuple((place.block, slot.slot) for slot, place in stored)
         if not stores and not self._loads:
             return Copies(0)
-        number = next(self._numbers)
-        self._steps[number] = _Reported([slot for slot, _ in granted.stored], self._read)
+        number = next(self._step_numbers)
+        self._steps[number] = _Reported([slot for slot, _ in stored], self._read)
         copies = Copies(number, tuple(self._loads), stores)
         self._loads = []
         self._read = []
@@ -262,9 +238,7 @@ class ConnectorTransfers:
     def on_copied(self, number: int) -> None:
         """Report the copies of a step as done, once all ranks have made them."""
         reported = self._steps.pop(number)
-        if reported.stored:
-            self._outgoing.append(KvWritten(stored=reported.stored))
-        self._outgoing += reported.read
+        self._exchange.report(reported.stored, reported.read)
 
     def _ask(self, name: str, state: _Request, token_ids: Sequence[int], num_cached: int) -> None:
         state.may_ask = False
@@ -276,24 +250,14 @@ class ConnectorTransfers:
         is_again = len(request.token_ids) > request.num_prompt_tokens
         if num_cached >= (end if is_again else min(end, request.num_stored_blocks)):
             return
-        query = _Query(next(self._numbers), num_cached, self._clock())
-        state.query = self._queries[query.number] = query
-        self._outgoing.append(
-            KvWanted(
-                number=query.number,
-                request_id=request.request_id,
-                first=num_cached,
-                keys=self._keys(state, token_ids, end)[:end],
-            )
-        )
+        keys = self._keys(state, token_ids, end)[:end]
+        state.query = self._exchange.ask(request.request_id, num_cached, keys)
+        state.asked_at = self._clock()
 
     def _drop_query(self, state: _Request) -> None:
-        query = state.query
-        state.query = None
-        if query is not None:
-            del self._queries[query.number]
-            if query.answer is not None:
-                self._outgoing.append(KvRead(number=query.number, num_blocks=0))
+        if state.query is not None:
+            self._exchange.drop(state.query)
+            state.query = None
 
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
         """Return the keys of at least the request's first `end` blocks."""

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_engine.protocol.messages import KvBlock, KvOffer, KvSlot
-from ullage_engine.scheduler.offers import BlockOffers
+from ullage_engine.scheduler.kv_exchange import BlockOffers
 from ullage_kv import block_keys
 from ullage_kv.keys import CHAIN_BYTES
 

@@ -1,0 +1,232 @@
+"""A worker's conversation with its server about KV outside the device.
+
+The native scheduler and the vLLM worker plan the copies. Here are the offers, queries and reports
+that both exchange with the server.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from ullage_engine.protocol.messages import (
+    FromKv,
+    KvBlock,
+    KvDamaged,
+    KvFound,
+    KvOffer,
+    KvRead,
+    KvSlot,
+    KvWanted,
+    KvWritten,
+)
+from ullage_kv.keys import CHAIN_BYTES
+
+ANSWER_S = 15.0
+"""Longest wait for the answer to a query, seconds. Servers answer sooner, however slow their tiers
+are. The bound is for faults of the server."""
+_MAX_OFFERED = 4096
+"""Most blocks with unanswered offers. Blocks that become complete meanwhile are not offered."""
+_MAX_STORED = 64
+"""Most blocks that one step copies to the host, so that it is not delayed for long."""
+
+Place = TypeVar("Place")
+"""Where an offered block is, and the content that it must still have when it is copied."""
+
+
+class Granted(NamedTuple, Generic[Place]):
+    """Granted slots, by whether their blocks are still on the device."""
+
+    stored: list[tuple[KvSlot, Place]]
+    """Slots to copy blocks to, with the blocks' places."""
+    dropped: list[KvSlot]
+    """Slots of blocks that are gone."""
+
+
+class BlockOffers(Generic[Place]):
+    """Offered blocks that are not copied yet. The server answers offers in their order."""
+
+    def __init__(self) -> None:
+        self._new_blocks: dict[bytes, tuple[KvBlock, Place]] = {}
+        """Blocks that the next message offers, by key."""
+        self._unanswered: deque[dict[bytes, Place]] = deque()
+        """Places of the blocks of each offer, by key, the oldest offer first."""
+        self._num_offered = 0
+        """Blocks of both."""
+        self._granted: deque[tuple[KvSlot, Place]] = deque()
+        """Blocks that have a slot and wait to be copied."""
+
+    @property
+    def has_granted(self) -> bool:
+        """Whether blocks wait to be copied to slots."""
+        return bool(self._granted)
+
+    def add(self, block: KvBlock, place: Place) -> bool:
+        """Offer a block with the next message; return False if too many are unanswered."""
+        if self._num_offered >= _MAX_OFFERED:
+            return False
+        if block.key not in self._new_blocks:
+            self._num_offered += 1
+            self._new_blocks[block.key] = block, place
+        return True
+
+    def withdraw(self, chains: Collection[bytes] | None) -> None:
+        """Take the blocks of these chains out of the next message; None: all blocks."""
+        keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
+        for key in keys:
+            del self._new_blocks[key]
+        self._num_offered -= len(keys)
+
+    def take_message(self) -> KvOffer | None:
+        """Return the offer of the blocks added since the last call; None: there are none."""
+        if not self._new_blocks:
+            return None
+
+        message = KvOffer(blocks=[block for block, _ in self._new_blocks.values()])
+        self._unanswered.append({key: place for key, (_, place) in self._new_blocks.items()})
+        self._new_blocks = {}
+        return message
+
+    def on_granted(self, slots: list[KvSlot]) -> None:
+        """Take the answer to the oldest offer."""
+        places = self._unanswered.popleft()
+        self._num_offered -= len(places)
+        self._granted += [(slot, places[slot.key]) for slot in slots]
+
+    def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
+        """Return the slots of blocks to copy with one step; each slot is returned once.
+
+        `is_there`: whether a place still has the offered block.
+        """
+        granted = Granted[Place]([], [])
+        for _ in range(min(_MAX_STORED, len(self._granted))):
+            slot, place = self._granted.popleft()
+            if is_there(place):
+                granted.stored.append((slot, place))
+            else:
+                granted.dropped.append(slot)
+        return granted
+
+
+@dataclass(slots=True, eq=False)
+class KvQuery:
+    """A question for the KV of a sequence's blocks."""
+
+    number: int
+    first: int
+    """Index of the first wanted block."""
+    keys: list[bytes]
+    answer: KvFound | None = None
+
+
+class KvExchange(Generic[Place]):
+    """The messages between a worker and its server about KV outside the device."""
+
+    def __init__(self) -> None:
+        self._offers = BlockOffers[Place]()
+        self._numbers = itertools.count(1)
+        self._queries: dict[int, KvQuery] = {}
+        """Queries that somebody waits for, by number."""
+        self._outgoing: list[FromKv] = []
+
+    @property
+    def has_granted(self) -> bool:
+        """Whether blocks wait to be copied to slots."""
+        return self._offers.has_granted
+
+    def take_messages(self) -> list[FromKv]:
+        """Return the messages to the server since the last call."""
+        offer = self._offers.take_message()
+        if offer is not None:
+            self._outgoing.append(offer)
+        outgoing = self._outgoing
+        self._outgoing = []
+        return outgoing
+
+    # from the device -----------------------------------------------------------------------------
+
+    def offer(self, block: KvBlock, place: Place) -> bool:
+        """Offer a block; return False if too many offers are unanswered."""
+        return self._offers.add(block, place)
+
+    def on_granted(self, slots: list[KvSlot]) -> None:
+        """Process the answer to the oldest offer."""
+        self._offers.on_granted(slots)
+
+    def take_granted(self, is_there: Callable[[Place], bool]) -> list[tuple[KvSlot, Place]]:
+        """Return slots and the places of the blocks to copy there; each slot is returned once.
+
+        Slots of blocks that are gone go back to the server.
+
+        Args:
+            is_there: returns whether a place still has the offered block.
+        """
+        granted = self._offers.take_granted(is_there)
+        if granted.dropped:
+            self._outgoing.append(KvWritten(stored=[], dropped=granted.dropped))
+        return granted.stored
+
+    def discard(self, chains: list[bytes] | None) -> None:
+        """Discard the stored KV of chains of blocks, as it may be damaged; None: of all."""
+        self._offers.withdraw(chains)
+        self._outgoing.append(KvDamaged(chains=chains))
+
+    # to the device -------------------------------------------------------------------------------
+
+    def ask(
+        self, request_id: str, first: int, keys: list[bytes], *, is_rest: bool = False
+    ) -> KvQuery:
+        """Ask for blocks.
+
+        Args:
+            request_id: the request that needs them.
+            first: index of the first wanted block.
+            keys: the content keys of all blocks up to the last wanted one.
+            is_rest: whether an earlier answer promised them.
+        """
+        query = KvQuery(next(self._numbers), first, keys)
+        self._queries[query.number] = query
+        self._outgoing.append(
+            KvWanted(
+                number=query.number,
+                request_id=request_id,
+                first=first,
+                keys=keys,
+                is_rest=is_rest,
+            )
+        )
+        return query
+
+    def on_found(self, answer: KvFound) -> None:
+        """Process the answer to a query; give back the slots if nobody waits for them."""
+        query = self._queries.get(answer.number)
+        if query is None:
+            self.give_back(answer.number)
+        else:
+            query.answer = answer
+
+    def drop(self, query: KvQuery) -> None:
+        """End a query without a copy, and give back the slots of its answer."""
+        self.settle(query)
+        if query.answer is not None:
+            self.give_back(query.number)
+
+    def settle(self, query: KvQuery) -> None:
+        """End a query whose copies are planned; `report` follows when they are done."""
+        del self._queries[query.number]
+
+    def give_back(self, number: int) -> None:
+        """Give back the slots of the answer with this number, which are not copied."""
+        self._outgoing.append(KvRead(number=number, num_blocks=0))
+
+    def report(self, stored: Iterable[KvSlot], read: Iterable[KvRead]) -> None:
+        """Report copies that are done on all ranks.
+
+        Args:
+            stored: slots to which blocks were copied.
+            read: answers whose slots were copied to the device.
+        """
+        if written := list(stored):
+            self._outgoing.append(KvWritten(stored=written))
+        self._outgoing += read
