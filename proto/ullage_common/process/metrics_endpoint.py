@@ -1,5 +1,6 @@
 """The HTTP endpoint on which every process serves its metrics for Prometheus."""
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -47,13 +48,21 @@ def serve_metrics(
     server.server_port = number
     server.setup_environ()
     server.set_app(_pages(registry, is_ready))
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    stopping = threading.Event()
+
+    # `serve_forever` looks twice a second whether to stop, and `shutdown` waits for the next look.
+    def serve() -> None:
+        while not stopping.is_set():
+            server.handle_request()
+
+    thread = threading.Thread(target=serve, name="metrics", daemon=True)
     thread.start()
 
     def stop() -> None:
-        server.shutdown()
-        server.server_close()
+        stopping.set()
+        listener.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
         thread.join()
+        server.server_close()
 
     return stop
 
