@@ -34,6 +34,11 @@ BENCHMARKS = {
         "speed, memory and start-up next to llama.cpp's server and vLLM",
         ".peers --quality --json bench.json",
     ),
+    "survive": Benchmark(
+        "survive",
+        "streams of others while memory runs out or a worker dies, next to llama.cpp and vLLM",
+        ".peers --only ullage,vllm --json survive.json",
+    ),
     "vllm": Benchmark(
         "vllm.benchmark",
         "Ullage around vLLM next to `vllm serve`, and resumed answers of vLLM",

@@ -26,6 +26,7 @@ NIGHTLY = (
     # the programmes that measure, and every query of the dashboards
     "benchmarks/test_compare.py",
     "benchmarks/test_gpu.py",
+    "benchmarks/test_survive.py",
     "observability",
     # a second and third test of a promise, with real kills and every kind of model
     "e2e/test_deterministic.py",

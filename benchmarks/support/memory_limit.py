@@ -1,0 +1,113 @@
+"""A control group that limits the memory of a server, and a kernel that kills in it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+"""Where cgroup v1 and v2 have the groups that limit memory."""
+HOG_BYTES = 32 << 20
+PATIENCE_S = 60.0
+_HOG = """
+import os, sys, time
+size = int(sys.argv[1])
+held = []
+while True:
+    if os.fork() == 0:
+        block = b"1" * size
+        time.sleep(600)
+    time.sleep(0.05)
+"""
+"""Forks small processes until the kernel has to kill. The largest process of the group is killed
+first, and that is the server's worker."""
+
+
+class MemoryLimit:
+    """A control group of its own.
+
+    Args:
+        name: name of the group.
+
+    Raises:
+        OSError: this user may not make groups here.
+    """
+
+    def __init__(self, name: str) -> None:
+        root = next(each for each in ROOTS if (each / "cgroup.procs").exists())
+        self._is_v1 = root == ROOTS[0]
+        self._folder = root / name
+        if not self._is_v1:
+            with contextlib.suppress(OSError):  # the controller may be on already
+                (root / "cgroup.subtree_control").write_text("+memory")
+        self._folder.mkdir()
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """Return a command that runs another one in the group."""
+        enter = f'echo $$ > {self._folder}/cgroup.procs && exec "$@"'
+        return ["sh", "-c", enter, "sh", *command]
+
+    def allow(self, more_bytes: int) -> None:
+        """Limit the group to its present memory without droppable files, and to more bytes."""
+        limit = self._folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")
+        limit.write_text(str(self._used_bytes() + more_bytes))
+
+    def kill_largest(self) -> None:
+        """Fill the group with small processes until the kernel has killed a process.
+
+        Raises:
+            TimeoutError: it has killed nothing in time.
+        """
+        before = self.num_kills()
+        until = time.monotonic() + PATIENCE_S
+        hog = subprocess.Popen(
+            self.inside([sys.executable, "-c", _HOG, str(HOG_BYTES)]), start_new_session=True
+        )
+        try:
+            while self.num_kills() == before:
+                if time.monotonic() > until:
+                    raise TimeoutError("the kernel killed nothing")
+                time.sleep(0.02)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(hog.pid, 9)
+            hog.wait()
+
+    def num_kills(self) -> int:
+        """Return how many processes of the group the kernel has killed."""
+        file = "memory.oom_control" if self._is_v1 else "memory.events"
+        lines = (self._folder / file).read_text().splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", 0))
+
+    def _used_bytes(self) -> int:
+        current = "memory.usage_in_bytes" if self._is_v1 else "memory.current"
+        cached = "total_inactive_file" if self._is_v1 else "inactive_file"
+        lines = (self._folder / "memory.stat").read_text().splitlines()
+        stats = dict(line.split() for line in lines)
+        return int((self._folder / current).read_text()) - int(stats[cached])
+
+    def close(self) -> None:
+        """Remove the group, whose processes have ended."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._folder.rmdir()
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+            else:
+                return
+
+
+@contextlib.contextmanager
+def memory_limit(name: str) -> Iterator[MemoryLimit]:
+    """Have a group within the block."""
+    group = MemoryLimit(name)
+    try:
+        yield group
+    finally:
+        group.close()

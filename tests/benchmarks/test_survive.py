@@ -1,0 +1,92 @@
+"""The survival table: what bystanders are said to have seen."""
+
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.compare.servers import Server
+
+survive = importlib.import_module("benchmarks.survive")
+
+SERVER = """
+import json, os, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+how, port = sys.argv[1:]
+streams = 0
+held = b"1" * (80 << 20)  # more than anything else in the group
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        text = json.dumps(body)
+        status = 400 if len(text) > 20_000 or "prompt_logprobs" in body else 200
+        self.send_response(status)
+        self.end_headers()
+        if not body.get("stream"):
+            return
+        global streams
+        streams += 1
+        word = "b" if how == "changes" and streams > 3 else "a"
+        for number in range(30):
+            delta = {"choices": [{"delta": {"content": word}}]}
+            self.wfile.write(f"data: {json.dumps(delta)}\\n\\n".encode())
+            time.sleep(0.03)
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+    def log_message(self, *arguments):
+        pass
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+Server(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+needs_groups = pytest.mark.skipif(
+    not any(
+        (root / "cgroup.procs").exists() and root.stat().st_uid == 0
+        for root in survive.MemoryLimit.__init__.__globals__["ROOTS"]
+    ),
+    reason="control groups cannot be made here",
+)
+
+
+@pytest.fixture
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survive, "PATIENCE_S", 3.0)
+
+
+def stand_in(tmp_path: Path, how: str) -> Server:
+    file = tmp_path / "server.py"
+    file.write_text(SERVER)
+    return Server("stand-in", "1", "", lambda port: [sys.executable, str(file), how, str(port)])
+
+
+@needs_groups
+@pytest.mark.parametrize(
+    ("how", "case", "cells"),
+    [
+        ("serves", "too-long", ["400", "3 whole, pause", "answers after"]),
+        ("serves", "crowd", ["200 for 60", "3 whole, pause", "answers after"]),
+        ("serves", "logprobs", ["400", "3 whole, pause", "answers after"]),
+        ("changes", "too-long", ["400", "0 whole, 3 with other words", "answers after"]),
+        ("serves", "kill", ["-", "0 whole, 3 broken", "dead"]),
+        ("serves", "oom", ["-", "0 whole, 3 broken", "dead"]),
+        ("serves", "hang", ["-", "0 whole, 3 broken", "dead"]),
+    ],
+)
+def test_a_case_tells_what_everybody_saw(
+    tmp_path: Path, impatience: None, how: str, case: str, cells: list[str]
+) -> None:
+    outcome = asyncio.run(survive.run_case(stand_in(tmp_path, how), case, tmp_path))
+    for part, cell in zip(cells, outcome.cells[2:], strict=True):
+        assert cell.startswith(part), outcome
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert survive.main([str(tmp_path), "--only", "ulage"]) == 2
+    assert "--only 'ulage' is none of llama.cpp, vllm" in capsys.readouterr().err
