@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests in three parallel lanes, which keep two cores busy without overloading them: first
-# computing tests and then whole services; tests over sockets, the router's and then the engine's;
+# Run the tests in four parallel lanes, which keep two cores busy although most tests wait: first
+# computing tests and then whole services; the router's over sockets; those of the engine's server;
 # the operator, then workers and groups of ranks, then services that no other test shares, and the
 # benchmarks. Every test runs once, and a failure fails the run.
 #
@@ -83,8 +83,10 @@ case "${1:-}" in
     *) "$python" -m pytest "$@"; exit ;;
 esac
 
-start lanes talking serving > "$logs/talking.log" 2>&1
+start lane talking "${talking[@]}" > "$logs/talking.log" 2>&1
 talking_pid=$!
+start lane serving "${serving[@]}" > "$logs/serving.log" 2>&1
+serving_pid=$!
 start lanes operating processes unshared benchmarks > "$logs/operating.log" 2>&1
 operating_pid=$!
 
@@ -95,7 +97,7 @@ join $! || failed=1
 echo "tests of whole services:"
 start lane services "${services[@]}"
 join $! || failed=1
-for name in talking operating; do
+for name in talking serving operating; do
     pid=${name}_pid
     join "${!pid}" || failed=1
     echo "tests of the lane $name:"

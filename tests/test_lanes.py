@@ -134,11 +134,11 @@ def test_an_interrupted_run_of_all_tests_begins_no_further_lane(
     start: Callable[..., Script], tmp_path: Path
 ) -> None:
     script = start("scripts/test.sh")
-    script.wait_begun({"talking", "operating", "computing"})
+    script.wait_begun({"talking", "serving", "operating", "computing"})
     # As a terminal does: everything in the script's process group gets it.
     os.killpg(script.process.pid, signal.SIGINT)
     assert script.process.wait(PATIENCE_S) == 130
     assert not script.running()
-    assert sorted(script.lanes("began")) == ["computing", "operating", "talking"]
-    assert sorted(script.lanes("interrupted")) == ["computing", "operating", "talking"]
+    assert sorted(script.lanes("began")) == ["computing", "operating", "serving", "talking"]
+    assert sorted(script.lanes("interrupted")) == ["computing", "operating", "serving", "talking"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "python"]
