@@ -18,7 +18,7 @@ import uvloop
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PoolSection, RouterConfig
-from ullage_router.call import Call
+from ullage_router.call import Call, PausableDeadline
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
@@ -72,10 +72,10 @@ def prompt_tokens() -> list[int]:
 
 
 def new_call(prompt: Prompt) -> Call:
-    call = Call(inference_pb2.GenerateRequest(), RequestRecord("decision"), REQUEST_TIMEOUT_S)
-    call.request.stop.max_tokens = MAX_TOKENS
-    call.prompt = prompt
-    return call
+    stop = inference_pb2.StopConditions(max_tokens=MAX_TOKENS)
+    record = RequestRecord("decision")
+    deadline = PausableDeadline(record.arrived, REQUEST_TIMEOUT_S)
+    return Call(inference_pb2.GenerateRequest(stop=stop), record, deadline, prompt=prompt)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""A request on its way through the router, and its answer, as the stages of the chain see them."""
+"""A request on its way through the router, and its answer, as all stages see them."""
 
 import asyncio
 import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
+
+import msgspec
+from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.process.tracing import Span
-from ullage_common.wire.continuation import Progress, write_cached
-from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.continuation import write_cached
 from ullage_common.wire.validation import is_growing
 from ullage_router.policy.decision import UNDECIDED, Decision
 from ullage_router.policy.facts import Side
@@ -20,23 +21,28 @@ from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants.session import TenantSession, anonymous_session
 
 Event = inference_pb2.GenerateResponse
-NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
+NOT_RENDERED = cast(Prompt, None)
+"""Stands for the prompt of a call until `render` has returned one."""
 
 
 class PausableDeadline:
     """The times by which an answer must have begun and ended, paused while the request is held.
 
     Args:
-        at: time by which the last token must have come, on the monotonic clock.
-        first_token_at: time by which the first token must have come, on the same clock.
+        arrived: the request's arrival, on the monotonic clock.
+        timeout_s: seconds from the arrival to the last token.
+        stall_s: longest time in seconds without a token, from the arrival to the first token or
+            between two.
 
     held_s
         seconds for which the deadline was paused so far
     """
 
-    def __init__(self, at: float, first_token_at: float) -> None:
-        self._at = at
-        self._first_token_at = min(at, first_token_at)
+    def __init__(self, arrived: float, timeout_s: float, stall_s: float = math.inf) -> None:
+        self._timeout_s = timeout_s
+        self._stall_s = stall_s
+        self._at = arrived + timeout_s
+        self._first_token_at = min(self._at, arrived + stall_s)
         self.held_s = 0.0
         self._timeouts: list[asyncio.Timeout] = []
 
@@ -51,12 +57,31 @@ class PausableDeadline:
         return self._first_token_at + self.held_s
 
     @property
+    def token_timeout_s(self) -> float:
+        """Return the longest time in seconds to the first token, and between two tokens."""
+        return min(self._timeout_s, self._stall_s)
+
+    @property
     def remaining_s(self) -> float:
         return self.at - time.monotonic()
 
     @property
     def first_token_remaining_s(self) -> float:
         return self.first_token_at - time.monotonic()
+
+    def later(self, by_s: float) -> "PausableDeadline":
+        """Return a deadline of its own, with all times later by some seconds."""
+        return self._moved(self.at + by_s, self.first_token_at + by_s)
+
+    def after_loss(self) -> "PausableDeadline":
+        """Return a deadline of its own, by which the next token must come in time from now on."""
+        return self._moved(self.at, time.monotonic() + self._stall_s)
+
+    def _moved(self, at: float, first_token_at: float) -> "PausableDeadline":
+        moved = PausableDeadline(0.0, self._timeout_s, self._stall_s)
+        moved._at = at
+        moved._first_token_at = min(at, first_token_at)
+        return moved
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
@@ -85,32 +110,69 @@ class PausableDeadline:
                 timeout.reschedule(None if end is None else end + passed)
 
 
+def deadline_of(
+    request: inference_pb2.GenerateRequest, record: RequestRecord, timeout_s: float, stall_s: float
+) -> PausableDeadline:
+    """Return the deadline of a request that has arrived.
+
+    Answers that are known only at their end, except embeddings, may take all the time for their
+    first token.
+
+    Args:
+        timeout_s: seconds from the arrival to the last token.
+        stall_s: longest time in seconds without a token.
+    """
+    is_bounded = request.embed or is_growing(request)
+    return PausableDeadline(record.arrived, timeout_s, stall_s if is_bounded else math.inf)
+
+
+class DecisionLog:
+    """The latest decision about one run of a request, which the record needs after a failure, too.
+
+    The log is all that changes while a call goes through the stages. A copy of a call that runs by
+    itself gets a log of its own.
+
+    latest
+        the latest decision
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self, latest: Decision = UNDECIDED) -> None:
+        self.latest = latest
+
+    def change(self, **changes: object) -> None:
+        """Change fields of the decision."""
+        self.latest = replace(self.latest, **changes)
+
+    def add_step(self, step: str, reason: str, /, **changes: object) -> None:
+        """Add a step to the decision's trail, and change fields."""
+        self.latest = replace(self.latest.after(step, reason), **changes)
+
+    def adopt(self, decision: Decision, **changes: object) -> None:
+        """Take another decision in place of the latest, with changed fields."""
+        self.latest = replace(decision, **changes)
+
+
 def _nothing() -> None:
     """Do nothing: the request has no body that takes room."""
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """A request with its context, to which the stages of the chain add their results."""
+class Call(msgspec.Struct, frozen=True, eq=False):
+    """A request with its context, as its protocol made it. Later stages get changed copies."""
 
     request: inference_pb2.GenerateRequest
     record: RequestRecord
     """The log record; only the pipeline writes it."""
-    timeout_s: float
-    """Seconds from arrival to the last token."""
-    stall_s: float = math.inf
-    """Longest time in seconds without a token, from arrival to the first token or between two.
-    Answers that are known only at their end have no such bound, except embeddings."""
+    deadline: PausableDeadline
     metadata: tuple[tuple[str, str], ...] = ()
     """Metadata that is passed on to the engine: the trace."""
-    tenant: TenantSession = field(default_factory=anonymous_session)
+    tenant: TenantSession = msgspec.field(default_factory=anonymous_session)
     """The tenant's session, which holds the request's part of the quota."""
     authorization: str | None = None
     """The client's credentials, for routers of other services."""
     is_streamed: bool = True
     """Whether the client reads tokens as they come, and not only the whole answer."""
-    hands_on: bool = False
-    """Whether a refusal goes to the next step of a cascade, and not to the client."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed the request on to this router."""
     release_body: Callable[[], None] = _nothing
@@ -124,41 +186,19 @@ class Call:
     """The key with which a later call of the tenant replaces this one; empty for none."""
     idempotency_key: str = ""
     """The key with which a later call of the tenant gets the same answer; empty for none."""
-    decision: Decision = UNDECIDED
-    """The latest decision about the request."""
-    side: Side = Side.STABLE
-    """The rollout's side that was drawn for the request."""
-    is_trial: bool = False
-    """Whether the request runs only on a canary with room for it now. Otherwise stable engines
-    serve it."""
-    refused_by: dict[str, int] = field(default_factory=dict)
-    """Engines that refused or failed the request: their keys, with the number of their reports at
-    that time."""
-    is_growing: bool = field(init=False)
-    """Whether tokens arrive one after another, and not all of them at the end."""
-    progress: Progress = NO_PROGRESS
-    """The received part of the answer; `EngineStages` sets one for each request."""
-    ended_by: ServiceError | None = None
-    """Error of another request that caused a cancellation; None where the client left."""
+    decisions: DecisionLog = msgspec.field(default_factory=DecisionLog)
     span: Span | None = None
     """The span of the request; None where tracing is off."""
-    deadline: PausableDeadline = field(init=False)
+
     adapter: str = ""
-    """The adapter that the request names as its model; empty: the model without one."""
-    prompt: Prompt = field(init=False)
-    """The prompt; the stage `render` sets it."""
-
-    def __post_init__(self) -> None:
-        self.is_growing = is_growing(self.request)
-        if not (self.is_growing or self.request.embed):
-            self.stall_s = math.inf
-        arrived = self.record.arrived
-        self.deadline = PausableDeadline(arrived + self.timeout_s, arrived + self.stall_s)
-
-    @property
-    def token_timeout_s(self) -> float:
-        """Return the longest time in seconds to the first token, and between two tokens."""
-        return min(self.timeout_s, self.stall_s)
+    """The adapter that the request names as its model; empty: the model without one. Known once
+    the request is opened."""
+    hands_on: bool = False
+    """Whether a refusal goes to the next step of a cascade, and not to the client."""
+    side: Side = Side.STABLE
+    """The rollout's side that was drawn for the request."""
+    prompt: Prompt = NOT_RENDERED
+    """The prompt; known once it is rendered for the side's model."""
 
 
 class EngineStream(Protocol):
@@ -212,17 +252,6 @@ class ResponseStream(Protocol):
 Handler = Callable[[Call], Awaitable[ResponseStream]]
 """Starts an answer and returns it with its first token. Raises ServiceError when the request is
 refused, or fails before its first token."""
-
-
-class Stage(Protocol):
-    """One link of the chain, which calls the next handler or answers by itself."""
-
-    def __call__(self, call: Call, proceed: Handler) -> Awaitable[ResponseStream]:
-        """Start an answer.
-
-        Args:
-            proceed: the rest of the chain.
-        """
 
 
 def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:

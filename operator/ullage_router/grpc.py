@@ -13,7 +13,7 @@ from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_common.wire.request_guard import text_metadata
-from ullage_router.call import Call, ResponseStream
+from ullage_router.call import Call, ResponseStream, deadline_of
 from ullage_router.cascade.peer import PATH_KEY
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, retry_after_s
@@ -105,8 +105,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         call = Call(
             request,
             record,
-            self._limit_s(context),
-            self._limits.request_timeout,
+            deadline_of(request, record, self._limit_s(context), self._limits.request_timeout),
             trace_context(metadata),
             tenant,
             replace_key=metadata.get(HEADER, ""),

@@ -8,13 +8,15 @@ import logging
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RouterConfig, large_pool
 from ullage_common.process.logs import MORE_FIELDS
+from ullage_common.wire.continuation import Progress
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
 from ullage_router.admission.prefill_window import PrefillWindow, Reservation
@@ -43,6 +45,8 @@ from ullage_router.tokenizer.model import PromptError
 log = logging.getLogger(__name__)
 
 EMPTY: Mapping[str, int] = MappingProxyType({})
+NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
+NO_CACHE_KEY = CacheKey("", ())
 
 
 class NotOnCanary(Exception):
@@ -56,7 +60,15 @@ class AdmissionRequest:
     call: Call
     prompt: Prompt
     """The prompt, without the turns that were dropped."""
-    cache_key: CacheKey
+    progress: Progress = NO_PROGRESS
+    """The received part of the answer."""
+    refused_by: Mapping[str, int] = field(default_factory=dict)
+    """Engines that refused or failed the request: their keys, with the number of their reports at
+    that time."""
+    is_trial: bool = False
+    """Whether the request runs only on a canary with room for it now. Otherwise stable engines
+    serve it."""
+    cache_key: CacheKey = NO_CACHE_KEY
     preferred: Preferred = NO_PREFERENCE
     """The engine with the prompt's beginning in its caches."""
     entry: QueueEntry | None = None
@@ -114,14 +126,28 @@ class Admission:
         self._balancer = balancer
         self._deferrals = DeferralBook()
 
-    async def admit(self, call: Call) -> Reservation:
+    async def admit(
+        self,
+        call: Call,
+        progress: Progress = NO_PROGRESS,
+        refused_by: Mapping[str, int] = EMPTY,
+        *,
+        is_trial: bool = False,
+    ) -> Reservation:
         """Go down the ladder until memory for the request is reserved on an engine.
+
+        Args:
+            call: the request with its prompt.
+            progress: the received part of the answer.
+            refused_by: engines that refused or failed the request, as in `AdmissionRequest`.
+            is_trial: whether only a canary with room for the request now may take it.
 
         Raises:
             ServiceError: the request can never fit, does not fit now, or no engine is ready.
             NotOnCanary: a stable engine should take the request.
         """
-        request = AdmissionRequest(call, call.prompt, self._cache_key(call, call.prompt))
+        cache_key = self._cache_key(call, call.prompt)
+        request = AdmissionRequest(call, call.prompt, progress, refused_by, is_trial, cache_key)
         try:
             while True:
                 match self._decide(request):
@@ -147,13 +173,11 @@ class Admission:
         is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
-    def facts(self, call: Call, request: AdmissionRequest | None = None) -> RequestFacts:
-        """Return the request as `decide` sees it now.
-
-        Args:
-            request: the state of its admission; None before admission has begun.
-        """
-        prompt, entry = (request.prompt, request.entry) if request else (call.prompt, None)
+    def facts(self, request: AdmissionRequest) -> RequestFacts:
+        """Return the request as `decide` sees it now."""
+        call = request.call
+        prompt = request.prompt
+        entry = request.entry
         rungs = self.policy.rungs
 
         asked = asked_tokens(call.request)
@@ -163,7 +187,7 @@ class Admission:
         most = min(asked or limit, limit)
         least = min_output(most if asked else None, most, rungs.shrink_output)
         received = 0
-        progress = call.progress
+        progress = request.progress
         if progress.has_begun:
             # The rest of an answer needs all that was granted, or the answer would be cut off.
             received = progress.longest
@@ -172,12 +196,11 @@ class Admission:
             most = least = 0
 
         queue = self._queue
-        state = request.queue_state if request else QueueState.OPEN
         ahead = waiting = passable = claimed = EMPTY
-        refused_by = self._still_refusing(call) if call.refused_by else frozenset()
+        refused_by = self._still_refusing(request) if request.refused_by else frozenset()
         if len(queue):  # usually nobody waits
             waiting = queue.lengths()
-            if not call.is_trial:
+            if not request.is_trial:
                 adapter = self._rare_adapter(call)
                 ahead = queue.ahead(call.request.priority, entry, adapter)
                 passable = queue.passable(entry, adapter)
@@ -190,14 +213,14 @@ class Admission:
             samples=num_samples(call.request.samples),
             has_session=bool(call.request.session_id),
             droppable=not received and prompt.can_shrink(rungs.shrink_context.keep_turns),
-            queue=state,
+            queue=request.queue_state,
             ahead=ahead,
             passable=passable,
             refused_by=refused_by,
             claimed=claimed,
             waiting=waiting,
-            limits=self._limits(call),
-            preferred=request.preferred.engine if request else "",
+            limits=self._limits(request),
+            preferred=request.preferred.engine,
             deferrals=self._seen_by(call) if self._deferrals else NOBODY,
             draw=random.getrandbits(30),
         )
@@ -220,16 +243,16 @@ class Admission:
         """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
-    def _limits(self, call: Call) -> TimeLimits:
+    def _limits(self, request: AdmissionRequest) -> TimeLimits:
         """Return the times to keep. The objectives apply until the answer has begun."""
         now = time.monotonic()
-        deadline = call.deadline
-        if call.progress.is_accepted:
+        deadline = request.call.deadline
+        if request.progress.is_accepted:
             return TimeLimits(first_token_s=deadline.first_token_at - now)
         return TimeLimits(
             self._slo.ttft_p95,
             self._slo.e2e_p95,
-            now - call.record.arrived - deadline.held_s,
+            now - request.call.record.arrived - deadline.held_s,
             deadline.first_token_at - now,
             deadline.at - now,
         )
@@ -238,7 +261,7 @@ class Admission:
         call = request.call
         began = time.perf_counter()
         request.preferred = self._preferred(request)
-        facts = self.facts(call, request)
+        facts = self.facts(request)
         model = request.prompt.model
 
         # Most requests fit on one of a few drawn engines. The others need a look at all engines.
@@ -252,7 +275,7 @@ class Admission:
         request.deciding_s = time.perf_counter() - began
 
         # A canary takes requests that run at home as they are. Stable engines take all others.
-        if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
+        if request.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
         return step
 
@@ -263,10 +286,10 @@ class Admission:
         """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
-        fingerprints = call.progress.fingerprints
+        fingerprints = request.progress.fingerprints
         if len(fingerprints) != 1:
             return preferred
-        refusing = self._still_refusing(call)
+        refusing = self._still_refusing(request)
         return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
@@ -274,11 +297,11 @@ class Admission:
         call = request.call
         model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
-        return passes(self.facts(call, request), views, self.policy)
+        return passes(self.facts(request), views, self.policy)
 
-    def _still_refusing(self, call: Call) -> frozenset[str]:
+    def _still_refusing(self, request: AdmissionRequest) -> frozenset[str]:
         """Return the keys of engines that have sent no report since they refused the request."""
-        engines = ((self._engines.get(key), then) for key, then in call.refused_by.items())
+        engines = ((self._engines.get(key), then) for key, then in request.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
     def _cache_key(self, call: Call, prompt: Prompt) -> CacheKey:
@@ -291,7 +314,7 @@ class Admission:
         prompt = request.prompt
         available = engine.available
 
-        if len(self._queue) and not request.call.is_trial:
+        if len(self._queue) and not request.is_trial:
             self._queue.on_passed(run.pool, request.entry, engine.adapters)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
@@ -304,9 +327,8 @@ class Admission:
                 available = reservation.engine.available + reservation.credit.size
 
         self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
-        call = request.call
-        decision = _accepted(call, run, reservation)
-        call.decision = replace(decision, available_bytes=available)
+        decision = _accepted(request.call, run, reservation)
+        request.call.decisions.adopt(decision, available_bytes=available)
         _log_decision(request)
         return reservation
 
@@ -314,7 +336,7 @@ class Admission:
         """Shorten the prompt as decided. A prompt is shortened once, even without success."""
         call = request.call
         prompt = request.prompt
-        call.decision = replace(call.decision, action="shrink", reason=shrink.reason)
+        call.decisions.change(action="shrink", reason=shrink.reason)
         keep = self.policy.rungs.shrink_context.keep_turns
         most = shrink.prompt_tokens
         request.prompt = replace(prompt, is_spent=True)
@@ -333,10 +355,8 @@ class Admission:
             turns = tuple(result.turns)
             request.prompt = replace(request.prompt, token_ids=result.token_ids, turns=turns)
             request.cache_key = self._cache_key(call, request.prompt)
-            degraded = (*call.decision.degraded, *result.degraded)
-            call.decision = replace(
-                call.decision.after("shrinkContext", shrink.reason), degraded=degraded
-            )
+            degraded = (*call.decisions.latest.degraded, *result.degraded)
+            call.decisions.add_step("shrinkContext", shrink.reason, degraded=degraded)
         _log_decision(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
@@ -346,14 +366,15 @@ class Admission:
         """
         call = request.call
         started = time.monotonic()
+        queued_s = call.decisions.latest.queued_s
         try:
             entry = self._join(request, wait)
         except QueueFull:
             request.queue_state = QueueState.FULL
             return
 
-        allowed_s = self._queue_timeout_s - call.decision.queued_s
-        if call.progress.is_accepted:
+        allowed_s = self._queue_timeout_s - queued_s
+        if request.progress.is_accepted:
             allowed_s = call.deadline.first_token_remaining_s
 
         try:
@@ -370,8 +391,7 @@ class Admission:
                 request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
         finally:
             waited_s = time.monotonic() - started
-            queued_s = call.decision.queued_s + waited_s
-            call.decision = replace(call.decision, queued_s=queued_s)
+            call.decisions.change(queued_s=queued_s + waited_s)
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
@@ -382,9 +402,9 @@ class Admission:
 
         request.leave_queue()
         request.entry = self._queue.join(wait.pool, _waiter(request, wait, adapter))
-        call = request.call
-        call.decision = replace(
-            call.decision.after("queue", wait.reason),
+        request.call.decisions.add_step(
+            "queue",
+            wait.reason,
             action="queue",
             reason=wait.reason,
             pool=wait.pool,
@@ -405,14 +425,15 @@ class Admission:
             message = f"no engine with adapter {call.adapter!r} is ready; retry when one is"
             refuse = replace(refuse, message=message)
 
-        call.decision = replace(
-            call.decision.after("reject", refuse.reason),
+        call.decisions.add_step(
+            "reject",
+            refuse.reason,
             action="reject",
             reason=refuse.reason,
             pool=refuse.pool,
             route=self._engines.route(refuse.pool),
             prompt_tokens=len(request.prompt.token_ids),
-            predicted_bytes=demand.kv_bytes if demand else call.decision.predicted_bytes,
+            predicted_bytes=demand.kv_bytes if demand else call.decisions.latest.predicted_bytes,
             available_bytes=refuse.available if demand else None,
         )
         _log_decision(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
@@ -439,14 +460,14 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
         priority=call.request.priority,
         tenant=call.tenant.name,
         weight=call.tenant.rules.weight,
-        is_charged=bool(call.refused_by),
+        is_charged=bool(request.refused_by),
         adapter=adapter,
     )
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     """Return the decision after a reservation. Its action is the furthest step of the ladder."""
-    before = call.decision
+    before = call.decisions.latest
     asked = asked_tokens(call.request)
     degraded = before.degraded
     if run.action == "shrink" or (asked and run.max_tokens < asked):
@@ -475,7 +496,7 @@ def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
     acceptance is logged at DEBUG only.
     """
     record = request.call.record
-    decision = request.call.decision
+    decision = request.call.decisions.latest
     fields: dict[str, object] = {
         "pred_kv_mb": decision.predicted_mib,
         "admission_action": decision.action,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ullage_common.config.router import RouterConfig, WakeSection
 from ullage_common.wire.errors import ServiceError
-from ullage_router.admission.admission import Admission
+from ullage_router.admission.admission import Admission, AdmissionRequest
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, some_retry_after_s, unknown_model
@@ -242,7 +242,7 @@ class ScaleToZero:
         """Return whether the pool may be scaled to zero and no engine of it takes requests."""
         return pool in self.pools and not self._engines.is_awake(pool)
 
-    async def wait_for_model(self, call: Call, proceed: Handler) -> ResponseStream:
+    async def wait_for_model(self, call: Call) -> None:
         """Hold the request until the model is known: requests are priced with its tokenizer.
 
         Raises:
@@ -255,7 +255,6 @@ class ScaleToZero:
                 allowed = call.tenant.rules.models
                 raise unknown_model(call.adapter, self._model_name, adapters, allowed)
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
-        return await proceed(call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
         """Hold the request until its pool has an engine, twice if the last engine then goes away.
@@ -292,7 +291,7 @@ class ScaleToZero:
         was_held = False
         policy = self._admission.policy
         while empty := self.scaled_to_zero:
-            facts = self._admission.facts(call)
+            facts = self._admission.facts(AdmissionRequest(call, call.prompt))
             model = call.prompt.model
             running = [view for view in self._engines.views(model) if view.pool not in empty]
             views = [*running, *self._remembered(empty)]
@@ -323,9 +322,7 @@ class ScaleToZero:
         ]
 
     async def _hold(self, pool: str, size: int, call: Call) -> None:
-        call.decision = replace(
-            call.decision.after("hold", "ASLEEP"), action="queue", reason="ASLEEP"
-        )
+        call.decisions.add_step("hold", "ASLEEP", action="queue", reason="ASLEEP")
         call.end_turn()
         with call.deadline.paused():
             await self.queue.hold(pool, size, call.deadline.held_s)

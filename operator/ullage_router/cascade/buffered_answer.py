@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.call import Call, Event, ResponseStream
+from ullage_router.call import Event, ResponseStream
 from ullage_router.policy.cascade import Confidence
 from ullage_router.policy.decision import Decision
 
@@ -14,15 +14,13 @@ class BufferedAnswer:
 
     Args:
         stream: The answer as the step began it.
-        call: The step's own call.
         with_logprobs: Whether the client asked for log probabilities; otherwise they serve the
             judgement only, and the client does not get them.
     """
 
-    def __init__(self, stream: ResponseStream, call: Call, with_logprobs: bool) -> None:
+    def __init__(self, stream: ResponseStream, with_logprobs: bool) -> None:
         self.accepted = inference_pb2.Accepted()
         self.accepted.CopyFrom(stream.accepted)
-        self.call = call
         self._stream = stream
         self._with_logprobs = with_logprobs
         self._coming = stream.events()

@@ -8,7 +8,6 @@ A step may be another service's router (`peer.py`).
 """
 
 import asyncio
-import copy
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,12 +17,12 @@ from msgspec.structs import replace
 from ullage_common.config.router import MAX_STEPS, CascadeSection
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates
-from ullage_router.call import Call, Handler, ResponseStream
+from ullage_router.call import Call, DecisionLog, Handler, ResponseStream
 from ullage_router.cascade.buffered_answer import BufferedAnswer
 from ullage_router.cascade.peer import PeerRouter
 from ullage_router.errors import http_status
 from ullage_router.policy.cascade import HELD_SHARE, Confidence, Plan, ServiceLoad, features, plan
-from ullage_router.policy.decision import Attempt, Decision, Outcome
+from ullage_router.policy.decision import Attempt, Outcome
 
 REFUSALS = frozenset({400, 401, 403, 404, 413, 429, 503})
 """HTTP statuses that count as a refusal of a step; all others count as its failure."""
@@ -106,7 +105,7 @@ class Cascade:
             await run.drop_rest()
             raise
 
-        answer.describe(call.record.request_id, call.decision)
+        answer.describe(call.record.request_id, call.decisions.latest)
         return answer
 
     def handler_of(self, step: int, own: Handler) -> Handler:
@@ -175,18 +174,16 @@ class _Run:
             self._tasks[step] = asyncio.create_task(self._begin(step, call))
 
     def _call_of(self, step: int) -> Call:
-        """Return a copy of the call for a step, with a decision of its own."""
-        call = copy.copy(self._call)
-        call.decision = Decision()
-        call.refused_by = {}
-        call.hands_on = step != self._plan.steps[-1]
-
+        """Return a copy of the call for a step, with decisions of its own."""
+        request = self._call.request
         # A judged step needs log probabilities, even where the client did not ask for them.
-        if self._is_judged(step) and not call.request.output.HasField("top_logprobs"):
-            call.request = type(call.request)()
-            call.request.CopyFrom(self._call.request)
-            call.request.output.top_logprobs = 0
-        return call
+        if self._is_judged(step) and not request.output.HasField("top_logprobs"):
+            request = type(request)()
+            request.CopyFrom(self._call.request)
+            request.output.top_logprobs = 0
+
+        hands_on = step != self._plan.steps[-1]
+        return replace(self._call, request=request, decisions=DecisionLog(), hands_on=hands_on)
 
     def _is_judged(self, step: int) -> bool:
         return self._plan.is_judged and step != self._plan.steps[-1]
@@ -194,7 +191,7 @@ class _Run:
     async def _begin(self, step: int, call: Call) -> BufferedAnswer:
         stream = await self._cascade.handler_of(step, self._own)(call)
         with_logprobs = self._call.request.output.HasField("top_logprobs")
-        return BufferedAnswer(stream, call, with_logprobs)
+        return BufferedAnswer(stream, with_logprobs)
 
     async def _try(self, step: int) -> BufferedAnswer | None:
         """Return the step's answer if it is good enough; otherwise record the attempt."""
@@ -229,7 +226,7 @@ class _Run:
         try:
             answer = await self._tasks[step]
         except ServiceError as error:
-            self._adopt(self._calls[step].decision)
+            self._adopt_decision(step)
             del self._tasks[step]
             self._on_end(step, _outcome(error), None, reason=error.reason)
             raise
@@ -240,7 +237,7 @@ class _Run:
     ) -> BufferedAnswer:
         """Record the step as the one that answers, and return its answer."""
         del self._tasks[step]
-        self._adopt(answer.call.decision)
+        self._adopt_decision(step)
         is_fallback = self._plan.reason == "PEAK" and step == self._plan.steps[0]
         self._on_end(step, "fallback" if is_fallback else "served", answer, confidence)
         return answer
@@ -272,13 +269,14 @@ class _Run:
             completion_tokens=confidence.tokens if confidence else 0,
             reason=reason,
         )
-        decision = self._call.decision
-        self._call.decision = replace(decision, attempts=(*decision.attempts, attempt))
+        decisions = self._call.decisions
+        decisions.change(attempts=(*decisions.latest.attempts, attempt))
         self._cascade.on_end(attempt)
 
-    def _adopt(self, decision: Decision) -> None:
+    def _adopt_decision(self, step: int) -> None:
         """Make a step's decision the request's, and keep the attempts that were recorded."""
-        self._call.decision = replace(decision, attempts=self._call.decision.attempts)
+        decisions = self._call.decisions
+        decisions.adopt(self._calls[step].decisions.latest, attempts=decisions.latest.attempts)
 
 
 def _end(task: asyncio.Task[BufferedAnswer]) -> None:

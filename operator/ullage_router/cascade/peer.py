@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.router import StepSection
@@ -23,7 +22,6 @@ from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_common.wire.tls import Certificates
 from ullage_router import errors
 from ullage_router.call import Call, Event, ResponseStream, timed_out
-from ullage_router.policy.decision import Decision
 
 PATH_KEY = "x-ullage-cascade"
 """Metadata key with the names of the cascades that handed the request on, joined by commas."""
@@ -182,7 +180,7 @@ class PeerRouter:
             stream.cancel()
             raise
 
-        call.decision = _adopted(call, first.accepted)
+        _adopt_decision(call, first.accepted)
         return _PeerStream(stream, first.accepted)
 
 
@@ -241,10 +239,9 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
     return request
 
 
-def _adopted(call: Call, accepted: inference_pb2.Accepted) -> Decision:
-    """Return the other router's decision as this router's decision."""
-    return replace(
-        call.decision,
+def _adopt_decision(call: Call, accepted: inference_pb2.Accepted) -> None:
+    """Make the other router's decision this router's decision."""
+    call.decisions.change(
         prompt_tokens=accepted.prompt_tokens,
         predicted_bytes=accepted.predicted_bytes,
         action=accepted.action,

@@ -6,7 +6,6 @@ requests and not with the first. Each request reads the generation's log of even
 """
 
 import asyncio
-import copy
 import hashlib
 import time
 from collections import deque
@@ -20,9 +19,9 @@ from ullage_common.config.router import CoalesceSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.call import (
     Call,
+    DecisionLog,
     Event,
     Handler,
-    PausableDeadline,
     ResponseStream,
     timed_out,
 )
@@ -131,14 +130,11 @@ class SharedGeneration:
         self.is_finished = False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
-        self.call = copy.copy(call)
-        self.call.refused_by = {}
-        if not keeps_all:
-            # The generation outlasts all requests that join with the same limit. Each of them
-            # keeps its own deadline.
-            self.call.deadline = PausableDeadline(
-                call.deadline.at + self._longest_s, call.deadline.first_token_at + self._longest_s
-            )
+        # The generation outlasts all requests that join with the same limit. Each of them keeps its
+        # own deadline.
+        deadline = call.deadline if keeps_all else call.deadline.later(self._longest_s)
+        decisions = DecisionLog(call.decisions.latest)
+        self.call = replace(call, deadline=deadline, decisions=decisions)
         self.leader = call
         self.accepted: inference_pb2.Accepted | None = None
         self.error: BaseException | None = None
@@ -347,7 +343,7 @@ class _Reader:
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id
-        call.decision = replace(generation.call.decision, coalesced_with=leader)
+        call.decisions.adopt(generation.call.decisions.latest, coalesced_with=leader)
 
 
 def _too_slow() -> ServiceError:

@@ -1,21 +1,15 @@
-"""The end of the chain: a request runs on an engine, and on another one where the first fails.
+"""The end of a request's way: it runs on an engine, and on another one where the first fails.
 
 Where an engine fails before the first token, the request is tried on another engine while that may
-help. Where an engine is lost later, the client sees a pause: another engine goes on with the tokens
-received so far, or the stream waits for an engine for as long as it may be without a token. Each
-engine holds credit for its part, while quota, limits and metrics count the request once.
+help. Where an engine is lost later, another one goes on with the answer (`resume.py`). Each engine
+holds credit for its part, while quota, limits and metrics count the request once.
 
 An answer ends with the reason TIMEOUT when its next token does not come in time, or when the time
 of the whole answer is over.
 """
 
-import asyncio
-import contextlib
-import copy
-import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import nullcontext
+import math
+from collections.abc import AsyncGenerator
 from functools import partial
 
 import grpc
@@ -25,26 +19,14 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
 from ullage_common.process.tracing import Span
-from ullage_common.wire.continuation import (
-    BREAKAGES,
-    MAX_BREAKAGES,
-    Losses,
-    Progress,
-    write_cached,
-)
+from ullage_common.wire.continuation import BREAKAGES, MAX_BREAKAGES, Progress, write_cached
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import is_growing
 from ullage_router import errors
 from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.prefill_window import Reservation
-from ullage_router.call import (
-    Call,
-    EngineStream,
-    Event,
-    PausableDeadline,
-    ResponseStream,
-    timed_out,
-)
+from ullage_router.call import Call, EngineStream, Event, ResponseStream, timed_out
 from ullage_router.engines.flow_control import (
     Source,
     flow_of,
@@ -53,48 +35,23 @@ from ullage_router.engines.flow_control import (
     without_stalls,
 )
 from ullage_router.engines.multiplex import ConnectionBroken
-from ullage_router.pipeline.on_engine import (
-    OnEngine,
-    check_ending,
-    complete_acceptance,
-    engine_request,
-    expect,
-)
-from ullage_router.policy.facts import Side
+from ullage_router.pipeline.resume import ANOTHER_ENGINE_MAY, OnResumption, Resumer, Takeover
 from ullage_router.prompts.tools.answers import read_calls
 from ullage_router.rollout.stages import Rollout, Send
 from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
-FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 1.0
-ANOTHER_ENGINE_MAY = frozenset(
-    {
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.CANCELLED,
-        *errors.OF_THE_ROUTER,
-    }
-)
-"""Failures that another engine may not have. All other failures are caused by the request."""
-_ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""The same while an answer is resumed: an engine may not know continuations."""
+TOTAL_MARGIN_S = 0.5
+"""Margin before the end of a request's whole time, in seconds. An answer that ends with TIMEOUT
+within the margin has used up its time, since engines end it a little early. An earlier TIMEOUT
+means that the engine stalled."""
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
 """Failures that say nothing about the request, so that the client may send it again."""
 
-log = logging.getLogger(__name__)
 
-OnResumption = Callable[[str, str], None]
-"""Called with the cause of an engine's loss after the first token, and the outcome for the answer:
-`resumed` or `lost`."""
-
-
-class EngineStages:
+class EngineSender:
     """Sends requests to engines.
 
     Args:
@@ -120,188 +77,56 @@ class EngineStages:
         self._admission = admission
         self._balancer = balancer
         self._signer = signer if signer and signer.is_required else None
-        self._on_resumption = on_resumption
-        self._suspected: set[str] = set()
-        """Keys of engines that run a suspect: a request that may break engines, until its next
-        token. An engine has at most one suspect, so that no other suspect is blamed for it."""
         self._flow = flow_of(streaming, limits.request_timeout)
         self._unary_flow = for_unary(self._flow)
         self._send: Send = self._send_to_engine
         if rollout:
             self._send = partial(rollout.observe, send=self._send_to_engine)
+        self._resumer = Resumer(admission, self._send, on_resumption)
 
     async def generate(self, call: Call) -> ResponseStream:
         """Try one engine after another while another one may help.
-
-        This is the last handler of the chain.
 
         Raises:
             ServiceError: the request is not admitted, is at fault, or the last engine failed.
         """
         self._balancer.budget.on_request()
-        call.progress = Progress(call.request)
+        refused_by: dict[str, int] = {}
         failures: list[ServiceError] = []
         while True:
-            reservation = await self._admission.admit(call)
+            progress = Progress(call.request)
+            reservation = await self._admission.admit(call, progress, refused_by)
             try:
-                return Generation(call, reservation, await self._send(call, reservation), self)
+                return await self._begin(call, reservation, progress)
             except ServiceError as refusal:
                 error = reservation.prompt.tool_use.explain(refusal)
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(error)
                 if not self._may_retry(error, failures):
-                    raise _final_error(error, call.token_timeout_s, len(failures)) from refusal
+                    timeout_s = call.deadline.token_timeout_s
+                    raise _final_error(error, timeout_s, len(failures)) from refusal
 
-                call.progress = Progress(call.request)
                 engine = reservation.engine
-                call.refused_by[engine.key] = engine.reports
+                refused_by[engine.key] = engine.reports
                 call.record.note("engine_failed", engine=engine.id, reason=error.reason)
-                decision = call.decision.after("engine", error.reason)
-                call.decision = replace(decision, degraded=call.prompt.degraded)
+                call.decisions.add_step("engine", error.reason, degraded=call.prompt.degraded)
 
-    async def attempt(self, call: Call) -> ResponseStream:
-        """Return the answer of the first engine that is chosen.
+    async def try_once(self, call: Call) -> ResponseStream:
+        """Try one engine of a canary that has room for the request now.
 
         Raises:
             ServiceError: the request is not admitted, or the engine failed.
             NotOnCanary: the stable engines should serve the request.
         """
-        call.progress = Progress(call.request)
-        reservation = await self._admission.admit(call)
-        return Generation(call, reservation, await self._send(call, reservation), self)
+        progress = Progress(call.request)
+        reservation = await self._admission.admit(call, progress, is_trial=True)
+        return await self._begin(call, reservation, progress)
 
-    async def resume(
-        self, call: Call, lost: Reservation, losses: Losses, error: ServiceError
-    ) -> tuple[Reservation, EngineStream]:
-        """Go on with an answer on another engine, as soon as one can take it.
-
-        Args:
-            call: holds the answer's progress, and is changed.
-            lost: the reservation on the lost engine; its credit was given back.
-            losses: engines that the answer lost before.
-            error: the error with which the answer broke off.
-
-        Raises:
-            ServiceError: the answer is given up; this is the last error of an engine.
-        """
-        if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
-            raise error  # the request is at fault
-
-        cause = _cause_of(error)
-        began = time.monotonic()
-        try:
-            async with (
-                asyncio.timeout(max(0.0, call.deadline.remaining_s)),
-                asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout,
-            ):
-                with call.deadline.pauses(timeout):
-                    taken = await self._take_over(call, lost, losses, error)
-        except (ServiceError, TimeoutError) as failure:
-            self._on_resumption(cause, "lost")
-            _log_resumption(call, logging.WARNING, "answer lost", cause, lost.engine.id)
-            if isinstance(failure, TimeoutError):
-                raise errors.not_resumed(lost.engine.id, call.token_timeout_s, error) from error
-            raise
-
-        self._on_resumption(cause, "resumed")
-        engines = f"{lost.engine.id} -> {taken[0].engine.id}"
-        paused_s = time.monotonic() - began
-        inexact = {"inexact": True} if call.progress.goes_on_inexactly else {}
-        call.record.note("resumed", paused_s, engines=engines, reason=cause, **inexact)
-        _log_resumption(call, logging.INFO, "answer resumed", cause, engines, paused_s)
-        return taken
-
-    async def _take_over(
-        self, call: Call, lost: Reservation, losses: Losses, error: ServiceError
-    ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one has taken over; raise ServiceError after too many losses."""
-        while True:
-            losses.add(error, call.progress)
-            is_whole = call.progress.is_whole
-            if losses.are_too_many or not is_whole or error.code not in _ANOTHER_MAY_GO_ON:
-                raise error
-
-            call.progress.on_loss()
-            if self._admission.has_stable_engine(call):
-                call.side = Side.STABLE  # a canary does not get an answer back that it has lost
-            call.refused_by[lost.engine.key] = lost.engine.reports
-            try:
-                return await self._on_next_engine(call, losses.is_suspect)
-            except _EngineLost as another:
-                lost = another.reservation
-                error = another.error
-
-    async def _on_next_engine(
-        self, call: Call, is_suspect: bool
-    ) -> tuple[Reservation, EngineStream]:
-        """Wait for an engine that takes the rest of an answer.
-
-        Args:
-            is_suspect: whether the request may break engines. A suspect goes only to an engine
-                without another one; pauses for that do not count as time without a token.
-
-        Raises:
-            _EngineLost: an engine failed before it sent a token.
-        """
-        pause_s = FIRST_PAUSE_S
-        while True:
-            is_occupied = False
-            try:
-                if taken := await self._try_once(call, is_suspect):
-                    return taken
-            except _SuspectThere:
-                is_occupied = True
-
-            with call.deadline.paused() if is_occupied else nullcontext():
-                await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-    async def _try_once(
-        self, call: Call, is_suspect: bool
-    ) -> tuple[Reservation, EngineStream] | None:
-        """Send the rest of an answer to one engine; return None where none takes it now.
-
-        Raises:
-            _SuspectThere: the engine has another suspect.
-            _EngineLost: the engine failed before it sent a token.
-        """
-        if not self._admission.has_engine:
-            return None
-        try:
-            reservation = await self._admission.admit(call)
-        except ServiceError:
-            # No refusal is final here: the request could be served before.
-            return None
-
-        engine = reservation.engine
-        try:
-            with self._alone(reservation) if is_suspect else nullcontext():
-                return reservation, await self._send(call, reservation)
-        except _SuspectThere:
-            call.refused_by[engine.key] = engine.reports
-            raise
-        except ServiceError as error:
-            if not _is_refusal(error):
-                raise _EngineLost(reservation, error) from error
-            call.refused_by[engine.key] = engine.reports
-            return None
-
-    @contextlib.contextmanager
-    def _alone(self, reservation: Reservation) -> Iterator[None]:
-        """Keep other suspects from the engine within the block.
-
-        Raises:
-            _SuspectThere: the engine has a suspect; the reservation was given back.
-        """
-        engine = reservation.engine
-        if engine.key in self._suspected:
-            engine.release(reservation.credit)
-            raise _SuspectThere
-        self._suspected.add(engine.key)
-        try:
-            yield
-        finally:
-            self._suspected.discard(engine.key)
+    async def _begin(
+        self, call: Call, reservation: Reservation, progress: Progress
+    ) -> "Generation":
+        stream = await self._send(call, reservation, progress)
+        return Generation(call, reservation, progress, stream, self._resumer)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Return whether to try another engine; a retry after an engine's fault costs budget."""
@@ -314,7 +139,9 @@ class EngineStages:
         is_paid = isinstance(error, ConnectionBroken) and not error.loss.is_first("retries")
         return is_paid or self._balancer.may_retry()
 
-    async def _send_to_engine(self, call: Call, reservation: Reservation) -> EngineStream:
+    async def _send_to_engine(
+        self, call: Call, reservation: Reservation, progress: Progress
+    ) -> EngineStream:
         """Send the request and wait for its first token.
 
         Raises:
@@ -323,7 +150,7 @@ class EngineStages:
         engine = reservation.engine
         source = None
         span = None
-        request = engine_request(call, reservation)
+        request = _engine_request(call, reservation, progress)
         call.record.note("sent", engine=engine.id)
         if call.span and call.span.is_recording:
             attributes = {"ullage.engine": engine.id, "server.address": engine.address}
@@ -332,13 +159,13 @@ class EngineStages:
         try:
             source = self._open(call, reservation, request, span)
             engine.watchdog.watch(source)
-            accepted = (await expect(source)).accepted
+            accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.record.note("admitted", engine=engine.id)
-            call.progress.on_accepted(accepted, request.stop.max_tokens)
-            first = await expect(source)
+            progress.on_accepted(accepted, request.stop.max_tokens)
+            first = await _expect(source)
             if first.HasField("finished"):
-                check_ending(first.finished)
+                _check_ending(first.finished)
         except BaseException as error:
             if source:
                 engine.watchdog.forget(source)
@@ -352,8 +179,9 @@ class EngineStages:
 
         engine.on_first_token(reservation.credit)
         if accepted.degraded:
-            call.decision = call.decision.lowered(accepted.degraded)
-        return OnEngine(call, reservation, source, accepted, first, span)
+            decisions = call.decisions
+            decisions.adopt(decisions.latest.lowered(accepted.degraded))
+        return _OnEngine(call, reservation, progress, source, accepted, first, span)
 
     def _open(
         self,
@@ -366,7 +194,7 @@ class EngineStages:
         flow = self._unary_flow
         if call.is_streamed:
             flow = rate_limited(self._flow, call.tenant.rules.tokens_per_second)
-        if not call.is_growing:
+        if not is_growing(call.request):
             flow = without_stalls(flow)
 
         metadata = span.metadata if span else call.metadata
@@ -375,38 +203,31 @@ class EngineStages:
         return engine.generate(request, max(0.001, call.deadline.remaining_s), metadata, flow)
 
 
-class _SuspectThere(Exception):
-    """The engine has another request that may break engines."""
-
-
-class _EngineLost(Exception):
-    """An engine that was to go on with an answer failed before it sent a token."""
-
-    def __init__(self, reservation: Reservation, error: ServiceError) -> None:
-        super().__init__(error.message)
-        self.reservation = reservation
-        self.error = error
-
-
 class Generation:
     """An answer that has its first token, on one engine after another."""
 
     def __init__(
-        self, call: Call, reservation: Reservation, stream: EngineStream, stages: EngineStages
+        self,
+        call: Call,
+        reservation: Reservation,
+        progress: Progress,
+        stream: EngineStream,
+        resumer: Resumer,
     ) -> None:
-        self.accepted = complete_acceptance(stream.accepted, call, reservation)
+        self.accepted = _complete_acceptance(stream.accepted, call, reservation)
         self._call = call
         self._reservation = reservation
+        self._progress = progress
         self._stream = stream
-        self._stages = stages
-        self._losses: Losses | None = None
+        self._resumer = resumer
+        self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
         self._num_counted: int | None = None
         """Output tokens as the engine counted them; None before the end."""
 
     @property
     def output_tokens(self) -> int:
-        return self._call.progress.num_tokens if self._num_counted is None else self._num_counted
+        return self._progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
         """Yield the events.
@@ -428,7 +249,7 @@ class Generation:
 
         # An answer that is known only at its end starts again after a loss, so its events are held
         # until the end.
-        held: list[Event] | None = None if self._call.is_growing else []
+        held: list[Event] | None = None if is_growing(request) else []
         while not self._stream.is_over:
             try:
                 event = await self._stream.read()
@@ -456,12 +277,12 @@ class Generation:
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
         """Return whether no engine went on in time and there are tokens, which are the answer."""
-        has_tokens = self._call.progress.num_tokens > 0
+        has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
 
     def _cut_off(self, failure: ServiceError) -> Event:
         """Return the last event of an answer that no engine went on with."""
-        event = timed_out(self.accepted, self._call.progress.num_tokens)
+        event = timed_out(self.accepted, self._progress.num_tokens)
         event.finished.stop_string = failure.reason
         self._finish(event.finished)
         return event
@@ -472,7 +293,7 @@ class Generation:
         self._call.record.finish = reason.removeprefix("FINISH_REASON_").lower()
         finished.resumes += len(self._resumed_on)
         finished.resumed_on.extend(self._resumed_on)
-        finished.resumed_inexact |= self._call.progress.is_inexact
+        finished.resumed_inexact |= self._progress.is_inexact
         if self._resumed_on:
             write_cached(finished.usage, self.accepted)
 
@@ -482,22 +303,194 @@ class Generation:
 
     async def _resume(self, error: ServiceError) -> None:
         self._stream.close()
-        if self._losses is None:
-            self._losses = Losses()
-            self._call = copy.copy(self._call)  # the log shows the first engine's decision
-            self._call.prompt = self._reservation.prompt  # which may have been shortened
-            self._call.refused_by = {}
-            self._call.is_trial = False
-        next_token_at = time.monotonic() + self._call.stall_s
-        self._call.deadline = PausableDeadline(self._call.deadline.at, next_token_at)
-        self._reservation, self._stream = await self._stages.resume(
-            self._call, self._reservation, self._losses, error
-        )
+        if self._takeover is None:
+            # The prompt may have been shortened for the first engine.
+            call = replace(self._call, prompt=self._reservation.prompt)
+            self._takeover = Takeover(self._resumer, call, self._progress)
+        self._reservation, self._stream = await self._takeover.resume(self._reservation, error)
         self._resumed_on.append(self._reservation.engine.id)
 
     def close(self) -> None:
         """End the engine's work on the answer; harmless when it has ended."""
         self._stream.close()
+
+
+class _OnEngine:
+    """The part of an answer that one engine generates; it has its first token."""
+
+    def __init__(
+        self,
+        call: Call,
+        reservation: Reservation,
+        progress: Progress,
+        source: Source,
+        accepted: inference_pb2.Accepted,
+        first: Event,
+        span: Span | None,
+    ) -> None:
+        self.accepted = accepted
+        self.is_over = False
+        self.has_stalled = False
+        self._progress = progress
+        self._deadline = call.deadline
+        output = call.request.output
+        self._hides_ids = not (output.return_token_ids or output.delta_token_ids)
+        self._reservation = reservation
+        self._source = source
+        self._first: Event | None = first
+        self._is_closed = False
+        self._span = span
+        self._failure = ""
+
+    async def read(self) -> Event:
+        """Return the next event; the last is Finished.
+
+        Raises:
+            ServiceError: the engine failed.
+        """
+        try:
+            event = self._first
+            self._first = None
+            if event is None:
+                event = await self._source.read()
+                if event is None:
+                    raise errors.broken_stream("the engine ended it without a last word")
+            if event.HasField("delta"):
+                delta = event.delta
+                self._progress.on_delta(delta)
+                if self._hides_ids:
+                    delta.ClearField("token_ids")
+            else:
+                self._take_ending(event)
+        except ServiceError as error:
+            self._failure = error.reason
+            event = self._after(error)
+        return event
+
+    def _take_ending(self, event: Event) -> None:
+        """Note the end of the answer or of a sample.
+
+        Raises:
+            ServiceError: the engine cut the answer off.
+        """
+        if event.HasField("sample_finished"):
+            _check_ending(event.sample_finished)
+            self._progress.on_sample_finished(event.sample_finished)
+        else:
+            _check_ending(event.finished)
+            self.is_over = True
+            self._note_ending(event.finished)
+
+    def _note_ending(self, finished: inference_pb2.Finished) -> None:
+        """Report an answer's end to the breaker, unless only its whole time was over."""
+        engine = self._reservation.engine
+        credit = self._reservation.credit
+        if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
+            engine.breaker.on_success(credit)
+        elif self._deadline.remaining_s > TOTAL_MARGIN_S:
+            self.has_stalled = True
+            engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
+
+    def _after(self, error: ServiceError) -> Event:
+        """Return the last event where only the time is over; otherwise raise the failure."""
+        engine = self._reservation.engine
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if not engine.is_silent:
+                event = timed_out(self.accepted, self._progress.num_tokens)
+                self._take_ending(event)
+                return event
+            error = errors.cut_off(engine.id, engine.age_s, self._deadline.token_timeout_s)
+        engine.on_failure(self._reservation.credit, error)
+        raise error
+
+    def close(self) -> None:
+        """End the engine's work on the answer; harmless when it has ended."""
+        if not self._is_closed:
+            self._is_closed = True
+            engine = self._reservation.engine
+            engine.watchdog.forget(self._source)
+            self._source.cancel()
+            engine.release(self._reservation.credit)
+            if self._span:
+                self._span.end(error="" if self.is_over else self._failure or "CANCELLED")
+
+
+def _engine_request(
+    call: Call, reservation: Reservation, progress: Progress
+) -> inference_pb2.GenerateRequest:
+    """Return the request for the engine, with token ids and the granted limits."""
+    limit_s = reservation.credit.step_limit_s
+    request = inference_pb2.GenerateRequest(
+        request_id=call.record.request_id,
+        model=call.request.model,
+        token_ids=inference_pb2.TokenIds(ids=reservation.prompt.token_ids),
+        session_id=call.tenant.scoped_session(call.request.session_id),
+        cache_salt=call.tenant.cache_salt(call.request.cache_salt),
+        priority=call.request.priority,
+        step_limit_s=limit_s if math.isfinite(limit_s) else 0.0,
+        embed=call.request.embed,
+    )
+    if request.embed:
+        return request
+
+    request.sampling.CopyFrom(call.request.sampling)
+    request.stop.CopyFrom(call.request.stop)
+    request.output.CopyFrom(call.request.output)
+    request.samples.CopyFrom(call.request.samples)
+    if call.request.HasField("grammar"):
+        request.grammar.CopyFrom(call.request.grammar)
+
+    request.stop.max_tokens = reservation.max_tokens
+    request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
+    request.output.echo = False  # the router has the prompt's text and echoes it itself
+    request.output.delta_token_ids = True  # another engine needs the ids to go on
+    reservation.prompt.tool_use.ask(request)
+    if progress.has_begun:
+        request.stop.max_tokens += progress.longest
+        progress.write(request)
+    return request
+
+
+def _complete_acceptance(
+    from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
+) -> inference_pb2.Accepted:
+    """Add the router's decision to the engine's acceptance."""
+    decision = call.decisions.latest
+    prompt = reservation.prompt
+    max_tokens = reservation.max_tokens
+    accepted = inference_pb2.Accepted()
+    accepted.CopyFrom(from_engine)
+
+    accepted.request_id = call.record.request_id
+    accepted.engine = decision.engine
+    accepted.prompt_tokens = len(prompt.token_ids)
+    accepted.predicted_bytes = decision.predicted_bytes or 0
+    accepted.max_tokens = min(max_tokens, from_engine.max_tokens or max_tokens)
+    accepted.action = decision.action
+    accepted.route = decision.route
+
+    del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
+    accepted.model = decision.model
+    accepted.revision = decision.revision
+    accepted.degraded.extend(decision.degraded)
+    accepted.trail.extend(decision.trail)
+    if call.request.output.return_token_ids:
+        accepted.prompt_token_ids.extend(prompt.token_ids)
+    return accepted
+
+
+async def _expect(source: Source) -> Event:
+    """Return the next event; raise ServiceError where the stream has ended."""
+    event = await source.read()
+    if event is None:
+        raise errors.broken_stream("the engine ended it before its first token")
+    return event
+
+
+def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
+    """Raise ServiceError where a draining engine cut off an answer that no client cancelled."""
+    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
+        raise errors.cancelled_by_engine()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
@@ -513,35 +506,3 @@ def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> Se
             retry_after_s=error.retry_after_s or 1,
         )
     return error
-
-
-def _is_refusal(error: ServiceError) -> bool:
-    """Return whether the engine takes no request now, without a failure."""
-    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
-
-
-def _cause_of(error: ServiceError) -> str:
-    """Return the cause of an engine's loss, as a label of metrics."""
-    if error.reason in BREAKAGES:
-        return "worker"
-    if error.reason in errors.LEAVING:
-        return "leaving"
-    if error.reason == errors.ENGINE_SILENT:
-        return "silent"
-    return "connection" if error.code is grpc.StatusCode.UNAVAILABLE else "error"
-
-
-def _log_resumption(
-    call: Call, level: int, message: str, cause: str, engine: str, paused_s: float | None = None
-) -> None:
-    extra: dict[str, object] = {
-        "request_id": call.record.request_id,
-        "event": "resumed" if paused_s is not None else "lost",
-        "reason": cause,
-        "engine": engine,
-        "output_tokens": call.progress.num_tokens,
-    }
-    if paused_s is not None:
-        extra["seconds"] = round(paused_s, 3)
-        extra["inexact"] = call.progress.goes_on_inexactly
-    log.log(level, message, extra=extra)

@@ -1,32 +1,17 @@
-"""A request's way through the router: a chain of stages, built once of the features that are on.
+"""A request's way through the router, from its check to an engine's first token.
 
-    replace_earlier   a later request with the same x-ullage-replace ends it     routing.replace
-    open              checked against bounds, deadline and quota
-    refuse_when_stopped   a stopped service refuses all requests                 rollout_file
-    repeat            the same Idempotency-Key gets the same answer              routing.idempotency
-    charge_estimate   an estimate of its tokens is charged                       cascade
-    run               the steps of the cascade; own engines are the chain below  cascade
-    wait_for_model    held until an engine has described its model               pools that sleep
-    draw_side         the stable engines or a canary                             rollout_file
-    render            its prompt becomes token ids, a long conversation is summarised
-    wait_for_pool     held until its pool has an engine                          pools that sleep
-    charge            its tokens are charged
-    share             identical deterministic requests share one generation      routing.coalesce
-    try_canary        a canary has one try at once                               rollout_file
-    generate          admission and an engine's first token; another engine where one fails
-
-The right column names the features that switch a stage on. Each stage is called with the request
-and the handler of the rest of the chain. The order matters: a request is charged once the router
-knows where it may run, and may share a generation only after its own quota and prompt are checked.
+`RequestStages` calls the stages in their order. The order matters: a request is charged once the
+router knows where it may run, and may share a generation only after its own quota and prompt are
+checked. Stages of features that are off are not on the way.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from types import TracebackType
 
+import msgspec
 from msgspec.structs import replace
 
 from ullage_common.config.router import RouterConfig
@@ -34,10 +19,18 @@ from ullage_common.process.tracing import Tracer
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import check_task, validate_request
 from ullage_router import errors
-from ullage_router.call import Call, Handler, ResponseStream, Stage, asked_tokens, num_samples
+from ullage_router.admission.scale_to_zero import ScaleToZero
+from ullage_router.call import Call, Handler, ResponseStream, asked_tokens, num_samples
+from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engines import Engines
+from ullage_router.pipeline.coalesce import Coalescer
+from ullage_router.pipeline.generate import EngineSender
+from ullage_router.pipeline.idempotency import IdempotencyKeys
+from ullage_router.pipeline.replace import Replacer
 from ullage_router.policy.cascade import estimated_tokens
-from ullage_router.prompts.prompts import PromptBuilder
+from ullage_router.policy.facts import Side
+from ullage_router.prompts.prompts import Prompt, PromptBuilder
+from ullage_router.rollout.stages import Rollout
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
 from ullage_router.telemetry.spans import begin_span, end_span
 from ullage_router.tenants.session import TenantSession
@@ -45,19 +38,165 @@ from ullage_router.tenants.session import TenantSession
 _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
-def chain(stages: Sequence[Stage], last: Handler) -> Handler:
-    """Return one handler that goes through the stages in their order."""
-    handler = last
-    for stage in reversed(stages):
-        handler = partial(stage, proceed=handler)
-    return handler
+class OptionalStages(msgspec.Struct, frozen=True):
+    """The stages of features; None where the feature is off."""
+
+    replacer: Replacer | None = None
+    idempotency: IdempotencyKeys | None = None
+    cascade: Cascade | None = None
+    rollout: Rollout | None = None
+    scale_to_zero: ScaleToZero | None = None
+    coalescer: Coalescer | None = None
+
+
+class RequestStages:
+    """The way of every request to the first token of its answer.
+
+    Each method takes the call as far as the stages before it know it, and hands it on to the next
+    method with the results of its own stages.
+
+    Args:
+        config: the model's name, and limits.
+        engines: know the models and their expected output.
+        prompts: renders prompts.
+        sender: sends requests to engines.
+        optional: the stages of features.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        engines: Engines,
+        prompts: PromptBuilder,
+        sender: EngineSender,
+        optional: OptionalStages,
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._prompts = prompts
+        self._sender = sender
+        self._optional = optional
+
+    async def begin(self, call: Call) -> ResponseStream:
+        """Return the answer with its first token.
+
+        Raises:
+            ServiceError: the request is refused, or fails before its first token.
+        """
+        if replacer := self._optional.replacer:
+            return await replacer.replace_earlier(call, self._in_time)
+        return await self._in_time(call)
+
+    async def _in_time(self, call: Call) -> ResponseStream:
+        """Bound the time to the first token."""
+        deadline = call.deadline
+        try:
+            async with asyncio.timeout(max(0.0, deadline.first_token_remaining_s)) as timeout:
+                with deadline.pauses(timeout):
+                    return await self._opened(replace(call, adapter=self._open(call)))
+        except TimeoutError as error:
+            raise errors.deadline(deadline.token_timeout_s) from error
+
+    async def _opened(self, call: Call) -> ResponseStream:
+        """Give equal keys one answer, and let the steps of a cascade answer."""
+        optional = self._optional
+        if optional.rollout:
+            optional.rollout.refuse_when_stopped()
+        run = self._in_cascade if optional.cascade else self._on_own_engines
+        if optional.idempotency:
+            return await optional.idempotency.repeat(call, run)
+        return await run(call)
+
+    async def _in_cascade(self, call: Call) -> ResponseStream:
+        """Let the steps of the cascade answer, of which own engines may be one.
+
+        The tenant is charged an estimate, since another service may count the request's tokens.
+        """
+        assert self._optional.cascade
+        call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
+        return await self._optional.cascade.run(call, self._on_own_engines)
+
+    async def _on_own_engines(self, call: Call) -> ResponseStream:
+        """Render the prompt, for the engines of one side."""
+        scale_to_zero = self._optional.scale_to_zero
+        rollout = self._optional.rollout
+        if scale_to_zero:
+            await scale_to_zero.wait_for_model(call)
+        side = rollout.draw_side(call) if rollout else Side.STABLE
+        prompt = await self._render(call, side)
+        rendered = replace(call, side=side, prompt=prompt)
+        if scale_to_zero:
+            return await scale_to_zero.wait_for_pool(rendered, self._charged)
+        return await self._charged(rendered)
+
+    async def _charged(self, call: Call) -> ResponseStream:
+        """Charge the tenant, and share a generation or begin one."""
+        call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
+        generate = self._on_either_side if self._optional.rollout else self._sender.generate
+        if self._optional.coalescer is not None:
+            return await self._optional.coalescer.share(call, generate)
+        return await generate(call)
+
+    async def _on_either_side(self, call: Call) -> ResponseStream:
+        assert self._optional.rollout
+        sender = self._sender
+        return await self._optional.rollout.try_canary(call, sender.generate, sender.try_once)
+
+    def _open(self, call: Call) -> str:
+        """Check the request and count it in its tenant's quota.
+
+        Returns:
+            The adapter that the request names.
+
+        Raises:
+            ServiceError: the request is wrong or over quota.
+        """
+        model = self._config.model
+        request = call.request
+        tenant = call.tenant
+        # The check comes first, so that a tenant cannot find out other models' names.
+        tenant.check_model(request.model or model)
+        adapter = self._engines.adapter_of(request.model, tenant.rules.models)
+        validate_request(request)
+        tenant.open_request(request, model, is_handed_on=bool(call.path))
+        return adapter
+
+    async def _render(self, call: Call, side: Side) -> Prompt:
+        """Return the prompt for the model of a side.
+
+        Raises:
+            ServiceError: no model is known, or the input is wrong.
+        """
+        request = call.request
+        tenant = call.tenant
+        model = self._engines.served_model(request.model, side, tenant.rules.models)
+        # Records of errors from here on have the model's name.
+        name = call.adapter or self._config.model
+        call.decisions.change(model=name)
+        check_task(request, model.description.task, name)
+
+        began = time.monotonic()
+        prompt = await self._prompts.build(model, request, tenant.name, call.path)
+        call.release_body()
+        num_tokens = len(prompt.token_ids)
+        call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
+        call.decisions.change(degraded=prompt.degraded)
+        return prompt
+
+    def _expected_output(self, call: Call) -> int:
+        """Return the output tokens that are charged in advance for all answers together."""
+        if call.request.embed:
+            return 0
+        limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
+        most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
+        return min(most, self._engines.expected_output) * num_samples(call.request.samples)
 
 
 class RequestPipeline:
     """Serves requests of either protocol.
 
     Args:
-        handler: the chain.
+        handler: begins answers (`RequestStages.begin`).
         on_end: called with every record once its request is over.
         tracer: makes the spans of requests; None where tracing is off.
 
@@ -83,16 +222,22 @@ class RequestPipeline:
         """Refuse new requests; those that have begun go on."""
         self.is_draining = True
 
-    def serve(self, call: Call) -> AbstractAsyncContextManager[ResponseStream]:
+    def serve(
+        self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
+    ) -> AbstractAsyncContextManager[ResponseStream]:
         """Open an answer that has its first token; leaving the block ends it.
+
+        Args:
+            cancelled_by: returns the error of another request that caused a cancellation; None
+                where the client left.
 
         Raises:
             ServiceError: the request is refused or failed before the first token.
         """
         if self._tracer:
-            call.span = begin_span(self._tracer, call.record, call.metadata, call.request)
-            call.metadata = call.span.metadata
-        return _Serving(self, self._handler, self._on_end, call)
+            span = begin_span(self._tracer, call.record, call.metadata, call.request)
+            call = replace(call, span=span, metadata=span.metadata)
+        return _Serving(self, self._handler, self._on_end, call, cancelled_by)
 
     def refuse(
         self,
@@ -127,11 +272,13 @@ class _Serving:
         handler: Handler,
         on_end: Callable[[RequestRecord], None],
         call: Call,
+        cancelled_by: Callable[[], ServiceError | None],
     ) -> None:
         self._pipeline = pipeline
         self._handler = handler
         self._on_end = on_end
         self._call = call
+        self._cancelled_by = cancelled_by
         self._stream: ResponseStream | None = None
 
     async def __aenter__(self) -> ResponseStream:
@@ -170,7 +317,7 @@ class _Serving:
         else:
             _copy_decision(call)
             record.is_cancelled = isinstance(error, _CANCELLED)
-            _copy_error(record, (record.is_cancelled and call.ended_by) or error)
+            _copy_error(record, (record.is_cancelled and self._cancelled_by()) or error)
 
         try:
             if stream:
@@ -189,7 +336,7 @@ class _Serving:
 
 def _copy_decision(call: Call) -> None:
     record = call.record
-    record.decision = call.decision
+    record.decision = call.decisions.latest
     record.limits = call.tenant.limit_headers
     record.priority = call.request.priority
     record.held_s = call.deadline.held_s
@@ -207,81 +354,3 @@ def _copy_error(record: RequestRecord, error: BaseException) -> None:
     else:
         record.status = 500
         record.error = "INTERNAL"
-
-
-class CommonStages:
-    """The stages of every request before an engine is chosen.
-
-    Args:
-        config: the model's name, and limits.
-        engines: know the models and their expected output.
-        prompts: renders prompts.
-    """
-
-    def __init__(self, config: RouterConfig, engines: Engines, prompts: PromptBuilder) -> None:
-        self._config = config
-        self._engines = engines
-        self._prompts = prompts
-
-    async def open(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Check the request, count it in its tenant's quota, and bound the time to its first token.
-
-        Raises:
-            ServiceError: the request is wrong, over quota, or out of time.
-        """
-        try:
-            async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
-                with call.deadline.pauses(timeout):
-                    # The check comes first, so that a tenant cannot find out other models' names.
-                    call.tenant.check_model(call.request.model or self._config.model)
-                    call.adapter = self._engines.adapter_of(
-                        call.request.model, call.tenant.rules.models
-                    )
-                    validate_request(call.request)
-                    call.tenant.open_request(
-                        call.request, self._config.model, is_handed_on=bool(call.path)
-                    )
-                    return await proceed(call)
-        except TimeoutError as error:
-            raise errors.deadline(call.token_timeout_s) from error
-
-    async def charge_estimate(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Charge the tenant an estimate, since another service may count the request's tokens."""
-        call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
-        return await proceed(call)
-
-    async def render(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Render the prompt.
-
-        Raises:
-            ServiceError: no model is known, or the input is wrong.
-        """
-        model = self._engines.served_model(call.request.model, call.side, call.tenant.rules.models)
-        # Records of errors from here on have the model's name.
-        name = call.adapter or self._config.model
-        call.decision = replace(call.decision, model=name)
-        check_task(call.request, model.description.task, name)
-        began = time.monotonic()
-        call.prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
-        call.release_body()
-        num_tokens = len(call.prompt.token_ids)
-        call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
-        call.decision = replace(call.decision, degraded=call.prompt.degraded)
-        return await proceed(call)
-
-    async def charge(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Charge the tenant for the prompt and the expected output.
-
-        Raises:
-            ServiceError: the tenant's tokens do not suffice.
-        """
-        call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
-        return await proceed(call)
-
-    def _expected_output(self, call: Call) -> int:
-        """Return the output tokens that are charged in advance for all answers together."""
-        if call.request.embed:
-            return 0
-        limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
-        most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
-        return min(most, self._engines.expected_output) * num_samples(call.request.samples)

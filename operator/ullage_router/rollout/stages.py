@@ -1,10 +1,11 @@
-"""The stages of a rollout in the chain of a request."""
+"""The stages of a rollout on the way of a request."""
 
 import functools
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
+from ullage_common.wire.continuation import Progress
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import NotOnCanary
 from ullage_router.admission.prefill_window import Reservation
@@ -16,7 +17,7 @@ from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.rollout.canary import Canary, RolloutFile, trial
 from ullage_router.rollout.outcomes import ObservedStream, Outcomes
 
-Send = Callable[[Call, Reservation], Awaitable[EngineStream]]
+Send = Callable[[Call, Reservation, Progress], Awaitable[EngineStream]]
 """Sends a request to the engine that is reserved and waits for its first token."""
 
 
@@ -52,7 +53,7 @@ class Rollout:
         self.outcomes.follow(trial(file.canary), self.canary.revision(Side.CANARY))
         self._on_stop(file.stopped)
 
-    async def refuse_when_stopped(self, call: Call, proceed: Handler) -> ResponseStream:
+    def refuse_when_stopped(self) -> None:
         """Refuse every request of a service that is stopped.
 
         Raises:
@@ -60,27 +61,25 @@ class Rollout:
         """
         if self.canary.is_stopped:
             raise stopped(self._model)
-        return await proceed(call)
 
-    async def draw_side(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Draw the request's side; take the other side where only that has a ready engine."""
+    def draw_side(self, call: Call) -> Side:
+        """Draw the request's side; return the other side where only that has a ready engine."""
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
-        call.side = other if not is_ready(drawn) and is_ready(other) else drawn
-        return await proceed(call)
+        return other if not is_ready(drawn) and is_ready(other) else drawn
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
         """Give the canary one immediate try, after which stable engines serve the request.
 
         Args:
-            once: makes one attempt on one engine.
+            proceed: tries one engine after another.
+            once: makes one attempt on one engine of the canary.
         """
         has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter)
         if call.side is Side.STABLE or not has_stable:
             return await proceed(call)
 
-        call.is_trial = True
         failure = None
         try:
             return await once(call)
@@ -89,7 +88,7 @@ class Rollout:
         except ServiceError as error:
             if call.deadline.first_token_remaining_s <= 0:
                 raise
-            call.decision = call.decision.after("engine", error.reason)
+            call.decisions.add_step("engine", error.reason)
             failure = error
 
         stream = await proceed(await self._for_stable(call))
@@ -99,27 +98,24 @@ class Rollout:
 
     async def _for_stable(self, call: Call) -> Call:
         """Return the call for the stable engines, with the tokens of their model."""
-        call.side = Side.STABLE
-        call.is_trial = False
-        call.refused_by.clear()
+        prompt = call.prompt
         model = self._engines.served_model(
             call.request.model, Side.STABLE, call.tenant.rules.models
         )
-        if model.fingerprint != call.prompt.model.fingerprint:
-            call.prompt = await self._prompts.build(
-                model, call.request, call.tenant.name, call.path
-            )
-        call.decision = replace(call.decision, degraded=call.prompt.degraded)
-        call.decision = call.decision.after("stable", "CANARY")
-        return call
+        if model.fingerprint != prompt.model.fingerprint:
+            prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
+        call.decisions.add_step("stable", "CANARY", degraded=prompt.degraded)
+        return replace(call, side=Side.STABLE, prompt=prompt)
 
-    async def observe(self, call: Call, reservation: Reservation, send: Send) -> EngineStream:
+    async def observe(
+        self, call: Call, reservation: Reservation, progress: Progress, send: Send
+    ) -> EngineStream:
         """Send a request to its engine and count the outcome."""
         side = reservation.engine.side
-        call.decision = replace(call.decision, revision=self.canary.revision(side))
+        call.decisions.change(revision=self.canary.revision(side))
         observation = self.outcomes.observe(side)
         try:
-            stream = await send(call, reservation)
+            stream = await send(call, reservation, progress)
         except ServiceError as error:
             observation.on_failure(error)
             raise

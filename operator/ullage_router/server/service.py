@@ -1,7 +1,6 @@
 """The router's parts, put together, and their state."""
 
 import asyncio
-import functools
 import logging
 import socket
 import time
@@ -16,16 +15,15 @@ from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.admission.scale_to_zero import ScaleToZero
-from ullage_router.call import Handler, Stage
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import stopped
 from ullage_router.intake import IntakeThread
 from ullage_router.pipeline.coalesce import Coalescer
-from ullage_router.pipeline.generate import EngineStages
+from ullage_router.pipeline.generate import EngineSender
 from ullage_router.pipeline.idempotency import IdempotencyKeys
-from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
+from ullage_router.pipeline.pipeline import OptionalStages, RequestPipeline, RequestStages
 from ullage_router.pipeline.replace import Replacer
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import CircuitBreaker
@@ -123,22 +121,18 @@ class RouterService:
         self._is_leaving = False
         self._has_served = False
 
-        self.stages, last = self._stages()
-
         identity = {"service.instance.id": socket.gethostname()}
         self.tracer = start_tracing(config.tracing, "ullage-router", identity)
-        self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end, self.tracer)
-        self._watch()
-
-    def _stages(self) -> tuple[list[Stage], Handler]:
-        """Return the stages of features that are on, in their order, and the last handler.
-
-        `pipeline/pipeline.py` explains the order.
-        """
-        config = self.config
-        common = CommonStages(self.config, self.engines, self._prompts)
         rollout = self.rollout if config.rollout_file else None
-        last = EngineStages(
+        self.optional_stages = OptionalStages(
+            self.replacer,
+            self.idempotency,
+            self.cascade,
+            rollout,
+            self.scale_to_zero if self.scale_to_zero.pools else None,
+            self.coalescer,
+        )
+        sender = EngineSender(
             config.streaming,
             config.limits,
             self.admission,
@@ -147,29 +141,9 @@ class RouterService:
             rollout,
             self.metrics.on_resumption,
         )
-        stages: list[Stage] = []
-        if self.replacer:
-            stages.append(self.replacer.replace_earlier)
-        stages.append(common.open)
-        if rollout:
-            stages.append(rollout.refuse_when_stopped)
-        if self.idempotency:
-            stages.append(self.idempotency.repeat)
-        if self.cascade:
-            stages += [common.charge_estimate, self.cascade.run]
-        if self.scale_to_zero.pools:
-            stages.append(self.scale_to_zero.wait_for_model)
-        if rollout:
-            stages.append(rollout.draw_side)
-        stages.append(common.render)
-        if self.scale_to_zero.pools:
-            stages.append(self.scale_to_zero.wait_for_pool)
-        stages.append(common.charge)
-        if self.coalescer is not None:
-            stages.append(self.coalescer.share)
-        if rollout:
-            stages.append(functools.partial(rollout.try_canary, once=last.attempt))
-        return stages, last.generate
+        stages = RequestStages(config, self.engines, self._prompts, sender, self.optional_stages)
+        self.pipeline = RequestPipeline(stages.begin, self._on_end, self.tracer)
+        self._watch()
 
     def _summarizer(self) -> HistorySummarizer | None:
         compress = self.config.prompts.compress

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CoalesceSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
-from ullage_router.call import Call
+from ullage_router.call import Call, PausableDeadline
 from ullage_router.pipeline.coalesce import Coalescer, is_deterministic, key_of
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.policy.decision import Decision
@@ -45,7 +45,7 @@ class Source:
 
     async def start(self, call: Call) -> "Told":
         self.begun.append(call)
-        call.decision = Decision(action="accept")
+        call.decisions.adopt(Decision(action="accept"))
         return Told(self)
 
 
@@ -84,7 +84,8 @@ def call(
     request = Request(request_id=name, text=text, sampling=Sampling(temperature=0))
     session = TenantSession(Account(tenant, UNLIMITED, Quota()))
     record = RequestRecord(name)
-    return Call(request, record, timeout_s, tenant=session, is_streamed=is_streamed)
+    deadline = PausableDeadline(record.arrived, timeout_s)
+    return Call(request, record, deadline, tenant=session, is_streamed=is_streamed)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -153,8 +154,8 @@ def test_all_who_join_get_everything_in_their_own_name() -> None:
         source.feed.put_nowait(last())
         assert await texts(second) == "one two" == await reading
         assert (first.accepted.request_id, second.accepted.request_id) == ("a", "b")
-        assert (later.decision.coalesced_with, second.output_tokens) == ("a", 2)
-        assert later.decision.action == "accept"
+        assert (later.decisions.latest.coalesced_with, second.output_tokens) == ("a", 2)
+        assert later.decisions.latest.action == "accept"
         assert (len(source.begun), source.closed, shared.joined, len(shared)) == (1, 1, 1, 0)
 
     asyncio.run(scenario())
@@ -181,7 +182,7 @@ def test_a_stream_and_a_whole_answer_do_not_share() -> None:
         calls = [call(str(n), is_streamed=n < 2) for n in range(4)]
         answers = [await shared.share(c, source.start) for c in calls]
         assert [begun.is_streamed for begun in source.begun] == [True, False]
-        assert [c.decision.coalesced_with for c in calls] == ["", "0", "", "2"]
+        assert [c.decisions.latest.coalesced_with for c in calls] == ["", "0", "", "2"]
         for answer in answers:
             answer.close()
 

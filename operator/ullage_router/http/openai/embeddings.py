@@ -20,7 +20,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS, MAX_REQUEST_ID_BYTES
 from ullage_common.wire.validation import invalid_value
-from ullage_router.call import Call
+from ullage_router.call import Call, deadline_of
 from ullage_router.errors import deadline, http_status, internal, vectors_full
 from ullage_router.http.limits import BodyRoom
 from ullage_router.http.messages import Body, Reply, Request
@@ -183,7 +183,10 @@ class _Run:
         self._deadline = time.monotonic() + self._limits.total_timeout
         self._waiting = deque(range(len(asked)))
         """Indices of the inputs that are still to be served."""
-        self._running: dict[int, Call] = {}
+        self._running: set[int] = set()
+        """Indices of the inputs that are being served."""
+        self._failure: ServiceError | None = None
+        """The error that ends all inputs."""
         self._vectors = [b""] * len(asked)
         """Vectors as little-endian float32, by index; empty until computed."""
         self._num_tokens = 0
@@ -218,6 +221,8 @@ class _Run:
             # which is rare.
             errors.__traceback__ = None
             return errors.exceptions[0]
+        finally:
+            self._failure = None  # its frames refer to this object: a reference cycle
         return None
 
     def close(self) -> None:
@@ -252,7 +257,7 @@ class _Run:
     async def _time_out(self) -> None:
         await asyncio.sleep(self._deadline - time.monotonic())
         error = deadline(self._limits.total_timeout)
-        self._end_others(error)
+        self._failure = error
         raise error
 
     async def _work(self) -> None:
@@ -271,7 +276,7 @@ class _Run:
                 wait_s = error.retry_after_s or UNKNOWN_RETRY_AFTER_S
                 may_wait = self._num_done and time.monotonic() + wait_s < self._deadline
                 if not (is_shortage and (self._running or may_wait)):
-                    self._end_others(error)
+                    self._failure = error
                     # The frames below refer to this task, which will refer to the error: a cycle.
                     raise error.with_traceback(None) from None
 
@@ -280,16 +285,13 @@ class _Run:
                     return
                 await asyncio.sleep(wait_s)
 
-    def _end_others(self, error: ServiceError) -> None:
-        """Record this error for the inputs that it cancels, not the disconnect of a client."""
-        for call in self._running.values():
-            call.ended_by = error
-
     async def _embed(self, index: int) -> None:
-        call = self._running[index] = self._call(index)
+        call = self._call(index)
         vector = b""
+        self._running.add(index)
         try:
-            async with self._pipeline.serve(call) as stream:
+            # Inputs that another one's failure cancels have that error, not a client's disconnect.
+            async with self._pipeline.serve(call, lambda: self._failure) as stream:
                 async for event in stream.events():
                     vector += event.delta.embedding
                     self._num_tokens += event.finished.usage.prompt_tokens
@@ -301,10 +303,10 @@ class _Run:
             _name_field(error, _name(index, len(self._asked)))
             raise
         finally:
-            del self._running[index]
+            self._running.discard(index)
 
         self._take_room(len(vector))
-        self._model = call.adapter or self._model
+        self._model = call.request.model or self._model
         self._vectors[index] = vector
         self._num_done += 1
 
@@ -338,17 +340,14 @@ class _Run:
         if not index:
             self.record = record
 
-        total_s = self._limits.total_timeout
-        stall_s = self._limits.request_timeout
+        limits = self._limits
         request = self._asked[index]
-        tenant = self._tenant.new_session()
         return Call(
             request,
             record,
-            total_s,
-            stall_s,
+            deadline_of(request, record, limits.total_timeout, limits.request_timeout),
             self._trace,
-            tenant,
+            self._tenant.new_session(),
             is_streamed=False,
             release_body=self._end_turn,
             end_turn=self._end_turn,

@@ -15,7 +15,7 @@ import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
-from ullage_router.call import Call, ResponseStream
+from ullage_router.call import Call, ResponseStream, deadline_of
 from ullage_router.errors import http_status, internal
 from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
@@ -246,11 +246,12 @@ class GenerateEndpoint:
 
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
+        limits = self._limits
+        deadline = deadline_of(parsed.request, record, limits.total_timeout, limits.request_timeout)
         call = Call(
             parsed.request,
             record,
-            self._limits.total_timeout,
-            self._limits.request_timeout,
+            deadline,
             trace_context(headers),
             tenant,
             prompt_cache_key=parsed.prompt_cache_key,
@@ -287,14 +288,14 @@ class GenerateEndpoint:
     def _response_options(self, call: Call, asked: Parsed) -> ResponseOptions:
         return ResponseOptions(
             id=call.record.request_id,
-            model=call.adapter or self._model,
+            model=call.request.model or self._model,
             created=int(time.time()),
             logprobs=call.request.output.HasField("top_logprobs"),
             token_ids=call.request.output.return_token_ids,
             usage=asked.wants_usage,
             n=asked.n,
             tools=call.request.messages.HasField("tools"),
-            lowered_limit=call.decision.lowered_limit,
+            lowered_limit=call.record.decision.lowered_limit,
         )
 
 

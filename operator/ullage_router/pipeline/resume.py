@@ -1,0 +1,262 @@
+"""Another engine goes on with an answer that has lost its engine.
+
+The client sees a pause: another engine goes on with the tokens received so far, or the stream waits
+for an engine for as long as it may be without a token.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import grpc
+from msgspec.structs import replace
+
+from ullage_common.wire.continuation import BREAKAGES, Losses, Progress
+from ullage_common.wire.errors import ServiceError
+from ullage_router import errors
+from ullage_router.admission.admission import Admission
+from ullage_router.admission.prefill_window import Reservation
+from ullage_router.call import Call, DecisionLog, EngineStream
+from ullage_router.policy.facts import Side
+from ullage_router.rollout.stages import Send
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+ANOTHER_ENGINE_MAY = frozenset(
+    {
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+        *errors.OF_THE_ROUTER,
+    }
+)
+"""Failures that another engine may not have. All other failures are caused by the request."""
+_ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
+"""The same while an answer is resumed: an engine may not know continuations."""
+
+log = logging.getLogger(__name__)
+
+OnResumption = Callable[[str, str], None]
+"""Called with the cause of an engine's loss after the first token, and the outcome for the answer:
+`resumed` or `lost`."""
+
+
+class Resumer:
+    """The parts of the router with which all answers find other engines.
+
+    Args:
+        admission: reserves a place on an engine.
+        send: sends a request to its engine.
+        on_resumption: called whenever an answer has lost its engine.
+    """
+
+    def __init__(self, admission: Admission, send: Send, on_resumption: OnResumption) -> None:
+        self.admission = admission
+        self.send = send
+        self.on_resumption = on_resumption
+        self._suspected: set[str] = set()
+        """Keys of engines that run a suspect: a request that may break engines, until its next
+        token. An engine has at most one suspect, so that no other suspect is blamed for it."""
+
+    @contextlib.contextmanager
+    def alone(self, reservation: Reservation) -> Iterator[None]:
+        """Keep other suspects from the engine within the block.
+
+        Raises:
+            _SuspectThere: the engine has a suspect; the reservation was given back.
+        """
+        engine = reservation.engine
+        if engine.key in self._suspected:
+            engine.release(reservation.credit)
+            raise _SuspectThere
+        self._suspected.add(engine.key)
+        try:
+            yield
+        finally:
+            self._suspected.discard(engine.key)
+
+
+class Takeover:
+    """The search for another engine, each time that one answer has lost its engine.
+
+    Args:
+        resumer: the parts of the router.
+        call: the request, with the prompt that its first engine got.
+        progress: the received part of the answer.
+    """
+
+    def __init__(self, resumer: Resumer, call: Call, progress: Progress) -> None:
+        self._resumer = resumer
+        self._admission = resumer.admission
+        # The request's own decision stays that of its first engine.
+        self._call = replace(call, decisions=DecisionLog(call.decisions.latest))
+        self._progress = progress
+        self._losses = Losses()
+        self._refused_by: dict[str, int] = {}
+        """Engines that refused or lost the answer, as in `AdmissionRequest`."""
+
+    async def resume(
+        self, lost: Reservation, error: ServiceError
+    ) -> tuple[Reservation, EngineStream]:
+        """Go on with the answer on another engine, as soon as one can take it.
+
+        Args:
+            lost: the reservation on the lost engine; its credit was given back.
+            error: the error with which the answer broke off.
+
+        Raises:
+            ServiceError: the answer is given up; this is the last error of an engine.
+        """
+        if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
+            raise error  # the request is at fault
+
+        cause = _cause_of(error)
+        began = time.monotonic()
+        deadline = self._call.deadline.after_loss()
+        self._call = replace(self._call, deadline=deadline)
+        try:
+            async with (
+                asyncio.timeout(max(0.0, deadline.remaining_s)),
+                asyncio.timeout(max(0.0, deadline.first_token_remaining_s)) as timeout,
+            ):
+                with deadline.pauses(timeout):
+                    taken = await self._take_over(lost, error)
+        except (ServiceError, TimeoutError) as failure:
+            self._resumer.on_resumption(cause, "lost")
+            self._log(logging.WARNING, "answer lost", cause, lost.engine.id)
+            if isinstance(failure, TimeoutError):
+                raise errors.not_resumed(lost.engine.id, deadline.token_timeout_s, error) from error
+            raise
+
+        self._resumer.on_resumption(cause, "resumed")
+        engines = f"{lost.engine.id} -> {taken[0].engine.id}"
+        paused_s = time.monotonic() - began
+        inexact = {"inexact": True} if self._progress.goes_on_inexactly else {}
+        self._call.record.note("resumed", paused_s, engines=engines, reason=cause, **inexact)
+        self._log(logging.INFO, "answer resumed", cause, engines, paused_s)
+        return taken
+
+    async def _take_over(
+        self, lost: Reservation, error: ServiceError
+    ) -> tuple[Reservation, EngineStream]:
+        """Try engines until one has taken over; raise ServiceError after too many losses."""
+        progress = self._progress
+        while True:
+            self._losses.add(error, progress)
+            is_given_up = self._losses.are_too_many or not progress.is_whole
+            if is_given_up or error.code not in _ANOTHER_MAY_GO_ON:
+                raise error
+
+            progress.on_loss()
+            if self._admission.has_stable_engine(self._call):
+                # A canary does not get an answer back that it has lost.
+                self._call = replace(self._call, side=Side.STABLE)
+            self._refused_by[lost.engine.key] = lost.engine.reports
+            try:
+                return await self._on_next_engine()
+            except _EngineLost as another:
+                lost = another.reservation
+                error = another.error
+
+    async def _on_next_engine(self) -> tuple[Reservation, EngineStream]:
+        """Wait for an engine that takes the rest of the answer.
+
+        A suspect goes only to an engine without another one. Pauses for that do not count as time
+        without a token.
+
+        Raises:
+            _EngineLost: an engine failed before it sent a token.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            is_occupied = False
+            try:
+                if taken := await self._try_once():
+                    return taken
+            except _SuspectThere:
+                is_occupied = True
+
+            with self._call.deadline.paused() if is_occupied else nullcontext():
+                await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try_once(self) -> tuple[Reservation, EngineStream] | None:
+        """Send the rest of the answer to one engine; return None where none takes it now.
+
+        Raises:
+            _SuspectThere: the engine has another suspect.
+            _EngineLost: the engine failed before it sent a token.
+        """
+        if not self._admission.has_engine:
+            return None
+        call = self._call
+        progress = self._progress
+        try:
+            reservation = await self._admission.admit(call, progress, self._refused_by)
+        except ServiceError:
+            # No refusal is final here: the request could be served before.
+            return None
+
+        engine = reservation.engine
+        resumer = self._resumer
+        try:
+            with resumer.alone(reservation) if self._losses.is_suspect else nullcontext():
+                return reservation, await resumer.send(call, reservation, progress)
+        except _SuspectThere:
+            self._refused_by[engine.key] = engine.reports
+            raise
+        except ServiceError as error:
+            if not _is_refusal(error):
+                raise _EngineLost(reservation, error) from error
+            self._refused_by[engine.key] = engine.reports
+            return None
+
+    def _log(
+        self, level: int, message: str, cause: str, engine: str, paused_s: float | None = None
+    ) -> None:
+        extra: dict[str, object] = {
+            "request_id": self._call.record.request_id,
+            "event": "resumed" if paused_s is not None else "lost",
+            "reason": cause,
+            "engine": engine,
+            "output_tokens": self._progress.num_tokens,
+        }
+        if paused_s is not None:
+            extra["seconds"] = round(paused_s, 3)
+            extra["inexact"] = self._progress.goes_on_inexactly
+        log.log(level, message, extra=extra)
+
+
+class _SuspectThere(Exception):
+    """The engine has another request that may break engines."""
+
+
+class _EngineLost(Exception):
+    """An engine that was to go on with an answer failed before it sent a token."""
+
+    def __init__(self, reservation: Reservation, error: ServiceError) -> None:
+        super().__init__(error.message)
+        self.reservation = reservation
+        self.error = error
+
+
+def _is_refusal(error: ServiceError) -> bool:
+    """Return whether the engine takes no request now, without a failure."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
+
+
+def _cause_of(error: ServiceError) -> str:
+    """Return the cause of an engine's loss, as a label of metrics."""
+    if error.reason in BREAKAGES:
+        return "worker"
+    if error.reason in errors.LEAVING:
+        return "leaving"
+    if error.reason == errors.ENGINE_SILENT:
+        return "silent"
+    return "connection" if error.code is grpc.StatusCode.UNAVAILABLE else "error"
