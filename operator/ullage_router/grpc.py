@@ -21,7 +21,7 @@ from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord
-from ullage_router.telemetry.trace_context import trace_context
+from ullage_router.telemetry.spans import trace_context
 from ullage_router.tenants.registry import Tenants
 from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.issuer import TicketIssuer

@@ -5,7 +5,8 @@ except those of calls to engines, are made from the record's timeline when the r
 span contains prompts or answers.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.process import tracing
@@ -13,8 +14,26 @@ from ullage_common.process.tracing import Span, Tracer, Value, known_values
 from ullage_router.telemetry.record import Moment, RequestRecord
 
 PROVIDER = "ullage"
+MAX_TRACESTATE = 512
+"""Characters of a tracestate that the specification asks every participant to pass on."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_PRINTABLE = re.compile(r"[ -~]+")
 _SPANS = {"tokenised": "tokenise", "decided": "decide", "queued": "queue", "resumed": "resume"}
 """Names of spans by the event of the timeline. All other events have no span of their own."""
+
+
+def trace_context(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return a caller's traceparent and tracestate as gRPC metadata, without malformed ones.
+
+    The format is https://www.w3.org/TR/trace-context/.
+    """
+    parent = headers.get("traceparent", "")
+    state = headers.get("tracestate", "")
+    if not _TRACEPARENT.fullmatch(parent):
+        return ()
+    if len(state) > MAX_TRACESTATE or not _PRINTABLE.fullmatch(state):
+        return (("traceparent", parent),)
+    return (("traceparent", parent), ("tracestate", state))
 
 
 def begin_span(

@@ -1,6 +1,6 @@
 import pytest
 
-from ullage_router.telemetry.trace_context import MAX_TRACESTATE, trace_context
+from ullage_router.telemetry.spans import MAX_TRACESTATE, trace_context
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -32,7 +32,7 @@ from ullage_router.http.openai.schemas import Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
-from ullage_router.telemetry.trace_context import trace_context
+from ullage_router.telemetry.spans import trace_context
 from ullage_router.tenants.session import TenantSession
 
 MAX_INPUTS = 2048

@@ -39,7 +39,7 @@ from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.telemetry.trace_context import trace_context
+from ullage_router.telemetry.spans import trace_context
 
 KEEPALIVE = b": keepalive\n\n"
 DONE = b"data: [DONE]\n\n"
