@@ -22,7 +22,6 @@ COUNTED_AT_ONCE = 64 << 10
 
 _LETTERS = (string.ascii_letters + string.digits).encode()
 _MARKS = string.punctuation.encode()
-_GRAPHIC = _LETTERS + _MARKS
 
 Json = Mapping[str, Any]
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import grpc
 
 from ullage_common.config.router import IdempotencySection
-from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.errors import ServiceError
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.errors import KEY_REUSED
 from ullage_router.pipeline.coalesce import SharedGeneration, key_of
+from ullage_router.pipeline.replace import checked_key
 
-MAX_KEY_CHARACTERS = 256
 HEADER = "idempotency-key"
 
 _Name = tuple[str, str]
@@ -78,7 +78,7 @@ class IdempotencyKeys:
         """
         if not call.idempotency_key:
             return await proceed(call)
-        name = (call.tenant.name, _checked(call.idempotency_key))
+        name = (call.tenant.name, checked_key(HEADER, call.idempotency_key))
         generation = self._find(name, call, proceed)
         if generation.leader is not call:
             call.end_turn()
@@ -129,13 +129,6 @@ class IdempotencyKeys:
     def _drop_oldest(self) -> None:
         _, entry = self._finished.popitem(last=False)
         self._size -= entry.size
-
-
-def _checked(key: str) -> str:
-    if len(key) > MAX_KEY_CHARACTERS:
-        message = f"{HEADER} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
-        raise invalid(HEADER, message)
-    return key
 
 
 def _reused(key: str) -> ServiceError:

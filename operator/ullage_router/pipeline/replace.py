@@ -40,7 +40,7 @@ class Replacer:
         """
         if not call.replace_key:
             return await proceed(call)
-        name = (call.tenant.name, _checked(call.replace_key))
+        name = (call.tenant.name, checked_key(HEADER, call.replace_key))
         earlier = self._holders.get(name)
         holder = _Holder(call.replace_key)
         self._holders[name] = holder
@@ -150,8 +150,9 @@ class _ReplaceableStream:
         self._on_close()
 
 
-def _checked(key: str) -> str:
+def checked_key(header: str, key: str) -> str:
+    """Return the key of a header after a check of its length."""
     if len(key) > MAX_KEY_CHARACTERS:
-        message = f"{HEADER} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
-        raise invalid(HEADER, message)
+        message = f"{header} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
+        raise invalid(header, message)
     return key
