@@ -18,7 +18,8 @@ import uvloop
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PoolSection, RouterConfig
-from ullage_router.call import Call, PausableDeadline
+from ullage_router.admission.admission import AdmissionRequest
+from ullage_router.call import Call, deadline_of
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
@@ -61,7 +62,7 @@ async def median_us(service: RouterService) -> float:
         calls = [new_call(Prompt(model, prompt_tokens())) for _ in range(BATCH)]
         started = time.thread_time()
         for call in calls:
-            reservation = await service.admission.admit(call)
+            reservation = await service.admission.admit(AdmissionRequest(call))
             reservation.engine.release(reservation.credit)
         took.append((time.thread_time() - started) / BATCH)
     return 1e6 * statistics.median(took)
@@ -73,9 +74,10 @@ def prompt_tokens() -> list[int]:
 
 def new_call(prompt: Prompt) -> Call:
     stop = inference_pb2.StopConditions(max_tokens=MAX_TOKENS)
+    request = inference_pb2.GenerateRequest(stop=stop)
     record = RequestRecord("decision")
-    deadline = PausableDeadline(record.arrived, REQUEST_TIMEOUT_S)
-    return Call(inference_pb2.GenerateRequest(stop=stop), record, deadline, prompt=prompt)
+    deadline = deadline_of(request, record, REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S)
+    return Call(request, record, deadline, prompt=prompt)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol, cast
@@ -29,20 +28,18 @@ class PausableDeadline:
     """The times by which an answer must have begun and ended, paused while the request is held.
 
     Args:
-        arrived: the request's arrival, on the monotonic clock.
-        timeout_s: seconds from the arrival to the last token.
-        stall_s: longest time in seconds without a token, from the arrival to the first token or
-            between two.
+        at: time by which the last token must have come, on the monotonic clock.
+        first_token_at: time by which the first token must have come, on the same clock.
+        token_timeout_s: longest time in seconds to the first token, and between two tokens.
 
     held_s
         seconds for which the deadline was paused so far
     """
 
-    def __init__(self, arrived: float, timeout_s: float, stall_s: float = math.inf) -> None:
-        self._timeout_s = timeout_s
-        self._stall_s = stall_s
-        self._at = arrived + timeout_s
-        self._first_token_at = min(self._at, arrived + stall_s)
+    def __init__(self, at: float, first_token_at: float, token_timeout_s: float) -> None:
+        self._at = at
+        self._first_token_at = min(at, first_token_at)
+        self.token_timeout_s = token_timeout_s
         self.held_s = 0.0
         self._timeouts: list[asyncio.Timeout] = []
 
@@ -57,31 +54,12 @@ class PausableDeadline:
         return self._first_token_at + self.held_s
 
     @property
-    def token_timeout_s(self) -> float:
-        """Return the longest time in seconds to the first token, and between two tokens."""
-        return min(self._timeout_s, self._stall_s)
-
-    @property
     def remaining_s(self) -> float:
         return self.at - time.monotonic()
 
     @property
     def first_token_remaining_s(self) -> float:
         return self.first_token_at - time.monotonic()
-
-    def later(self, by_s: float) -> "PausableDeadline":
-        """Return a deadline of its own, with all times later by some seconds."""
-        return self._moved(self.at + by_s, self.first_token_at + by_s)
-
-    def after_loss(self) -> "PausableDeadline":
-        """Return a deadline of its own, by which the next token must come in time from now on."""
-        return self._moved(self.at, time.monotonic() + self._stall_s)
-
-    def _moved(self, at: float, first_token_at: float) -> "PausableDeadline":
-        moved = PausableDeadline(0.0, self._timeout_s, self._stall_s)
-        moved._at = at
-        moved._first_token_at = min(at, first_token_at)
-        return moved
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
@@ -123,7 +101,9 @@ def deadline_of(
         stall_s: longest time in seconds without a token.
     """
     is_bounded = request.embed or is_growing(request)
-    return PausableDeadline(record.arrived, timeout_s, stall_s if is_bounded else math.inf)
+    token_timeout_s = min(timeout_s, stall_s) if is_bounded else timeout_s
+    arrived = record.arrived
+    return PausableDeadline(arrived + timeout_s, arrived + token_timeout_s, token_timeout_s)
 
 
 class DecisionLog:

@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 EMPTY: Mapping[str, int] = MappingProxyType({})
 NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
-NO_CACHE_KEY = CacheKey("", ())
 
 
 class NotOnCanary(Exception):
@@ -58,8 +57,6 @@ class AdmissionRequest:
     """A request during its admission."""
 
     call: Call
-    prompt: Prompt
-    """The prompt, without the turns that were dropped."""
     progress: Progress = NO_PROGRESS
     """The received part of the answer."""
     refused_by: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +65,9 @@ class AdmissionRequest:
     is_trial: bool = False
     """Whether the request runs only on a canary with room for it now. Otherwise stable engines
     serve it."""
-    cache_key: CacheKey = NO_CACHE_KEY
+    prompt: Prompt = field(init=False)
+    """The prompt, without the turns that were dropped."""
+    cache_key: CacheKey = field(init=False)
     preferred: Preferred = NO_PREFERENCE
     """The engine with the prompt's beginning in its caches."""
     entry: QueueEntry | None = None
@@ -76,6 +75,9 @@ class AdmissionRequest:
     queue_state: QueueState = QueueState.OPEN
     deciding_s: float = 0.0
     """Seconds that the latest decision took."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.call.prompt
 
     def leave_queue(self) -> None:
         """Give up the place in the queue, if there is one."""
@@ -126,28 +128,14 @@ class Admission:
         self._balancer = balancer
         self._deferrals = DeferralBook()
 
-    async def admit(
-        self,
-        call: Call,
-        progress: Progress = NO_PROGRESS,
-        refused_by: Mapping[str, int] = EMPTY,
-        *,
-        is_trial: bool = False,
-    ) -> Reservation:
+    async def admit(self, request: AdmissionRequest) -> Reservation:
         """Go down the ladder until memory for the request is reserved on an engine.
-
-        Args:
-            call: the request with its prompt.
-            progress: the received part of the answer.
-            refused_by: engines that refused or failed the request, as in `AdmissionRequest`.
-            is_trial: whether only a canary with room for the request now may take it.
 
         Raises:
             ServiceError: the request can never fit, does not fit now, or no engine is ready.
             NotOnCanary: a stable engine should take the request.
         """
-        cache_key = self._cache_key(call, call.prompt)
-        request = AdmissionRequest(call, call.prompt, progress, refused_by, is_trial, cache_key)
+        request.cache_key = self._cache_key(request)
         try:
             while True:
                 match self._decide(request):
@@ -304,9 +292,11 @@ class Admission:
         engines = ((self._engines.get(key), then) for key, then in request.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
-    def _cache_key(self, call: Call, prompt: Prompt) -> CacheKey:
+    def _cache_key(self, request: AdmissionRequest) -> CacheKey:
+        call = request.call
         name = call.request.session_id or call.prompt_cache_key
-        return self._balancer.cache_key(name, prompt.token_ids, call.tenant.name, call.adapter)
+        token_ids = request.prompt.token_ids
+        return self._balancer.cache_key(name, token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserve the memory, leave the queue, and enter the prefill window if it helps."""
@@ -354,7 +344,7 @@ class Admission:
         if is_short and len(result.token_ids) >= shrink.fewest:
             turns = tuple(result.turns)
             request.prompt = replace(request.prompt, token_ids=result.token_ids, turns=turns)
-            request.cache_key = self._cache_key(call, request.prompt)
+            request.cache_key = self._cache_key(request)
             degraded = (*call.decisions.latest.degraded, *result.degraded)
             call.decisions.add_step("shrinkContext", shrink.reason, degraded=degraded)
         _log_decision(request)

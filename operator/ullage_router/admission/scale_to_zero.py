@@ -291,7 +291,7 @@ class ScaleToZero:
         was_held = False
         policy = self._admission.policy
         while empty := self.scaled_to_zero:
-            facts = self._admission.facts(AdmissionRequest(call, call.prompt))
+            facts = self._admission.facts(AdmissionRequest(call))
             model = call.prompt.model
             running = [view for view in self._engines.views(model) if view.pool not in empty]
             views = [*running, *self._remembered(empty)]

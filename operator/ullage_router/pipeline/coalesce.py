@@ -22,6 +22,7 @@ from ullage_router.call import (
     DecisionLog,
     Event,
     Handler,
+    PausableDeadline,
     ResponseStream,
     timed_out,
 )
@@ -130,11 +131,16 @@ class SharedGeneration:
         self.is_finished = False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
-        # The generation outlasts all requests that join with the same limit. Each of them keeps its
-        # own deadline.
-        deadline = call.deadline if keeps_all else call.deadline.later(self._longest_s)
-        decisions = DecisionLog(call.decisions.latest)
-        self.call = replace(call, deadline=deadline, decisions=decisions)
+        self.call = replace(call, decisions=DecisionLog(call.decisions.latest))
+        if not keeps_all:
+            # The generation outlasts all requests that join with the same limit. Each of them
+            # keeps its own deadline.
+            own = call.deadline
+            later_s = self._longest_s
+            deadline = PausableDeadline(
+                own.at + later_s, own.first_token_at + later_s, own.token_timeout_s
+            )
+            self.call = replace(self.call, deadline=deadline)
         self.leader = call
         self.accepted: inference_pb2.Accepted | None = None
         self.error: BaseException | None = None

@@ -23,7 +23,7 @@ from ullage_common.wire.continuation import BREAKAGES, MAX_BREAKAGES, Progress, 
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import is_growing
 from ullage_router import errors
-from ullage_router.admission.admission import Admission
+from ullage_router.admission.admission import Admission, AdmissionRequest
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.prefill_window import Reservation
 from ullage_router.call import Call, EngineStream, Event, ResponseStream, timed_out
@@ -95,7 +95,8 @@ class EngineSender:
         failures: list[ServiceError] = []
         while True:
             progress = Progress(call.request)
-            reservation = await self._admission.admit(call, progress, refused_by)
+            request = AdmissionRequest(call, progress, refused_by)
+            reservation = await self._admission.admit(request)
             try:
                 return await self._begin(call, reservation, progress)
             except ServiceError as refusal:
@@ -119,7 +120,8 @@ class EngineSender:
             NotOnCanary: the stable engines should serve the request.
         """
         progress = Progress(call.request)
-        reservation = await self._admission.admit(call, progress, is_trial=True)
+        request = AdmissionRequest(call, progress, is_trial=True)
+        reservation = await self._admission.admit(request)
         return await self._begin(call, reservation, progress)
 
     async def _begin(

@@ -7,9 +7,9 @@ checked. Stages of features that are off are not on the way.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -74,8 +74,12 @@ class RequestStages:
         self._config = config
         self._engines = engines
         self._prompts = prompts
-        self._sender = sender
         self._optional = optional
+        self._generate: Handler = sender.generate
+        if rollout := optional.rollout:
+            self._generate = partial(
+                rollout.try_canary, proceed=sender.generate, once=sender.try_once
+            )
 
     async def begin(self, call: Call) -> ResponseStream:
         """Return the answer with its first token.
@@ -132,15 +136,10 @@ class RequestStages:
     async def _charged(self, call: Call) -> ResponseStream:
         """Charge the tenant, and share a generation or begin one."""
         call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
-        generate = self._on_either_side if self._optional.rollout else self._sender.generate
-        if self._optional.coalescer is not None:
-            return await self._optional.coalescer.share(call, generate)
-        return await generate(call)
-
-    async def _on_either_side(self, call: Call) -> ResponseStream:
-        assert self._optional.rollout
-        sender = self._sender
-        return await self._optional.rollout.try_canary(call, sender.generate, sender.try_once)
+        coalescer = self._optional.coalescer
+        if coalescer is not None:
+            return await coalescer.share(call, self._generate)
+        return await self._generate(call)
 
     def _open(self, call: Call) -> str:
         """Check the request and count it in its tenant's quota.
@@ -222,9 +221,10 @@ class RequestPipeline:
         """Refuse new requests; those that have begun go on."""
         self.is_draining = True
 
-    def serve(
+    @asynccontextmanager
+    async def serve(
         self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
-    ) -> AbstractAsyncContextManager[ResponseStream]:
+    ) -> AsyncIterator[ResponseStream]:
         """Open an answer that has its first token; leaving the block ends it.
 
         Args:
@@ -234,10 +234,31 @@ class RequestPipeline:
         Raises:
             ServiceError: the request is refused or failed before the first token.
         """
+        record = call.record
+        record.tenant = call.tenant.name
         if self._tracer:
-            span = begin_span(self._tracer, call.record, call.metadata, call.request)
+            span = begin_span(self._tracer, record, call.metadata, call.request)
             call = replace(call, span=span, metadata=span.metadata)
-        return _Serving(self, self._handler, self._on_end, call, cancelled_by)
+
+        stream: ResponseStream | None = None
+        self.inflight += 1
+        try:
+            if self.is_draining:
+                raise errors.draining()
+            stream = await self._handler(call)
+            record.ttft_s = time.monotonic() - record.arrived
+            record.note("first_token")
+            record.cached = cached_tokens(stream.accepted)
+            _copy_decision(call)
+            yield stream
+            record.status = 200
+        except BaseException as error:
+            _copy_decision(call)
+            record.is_cancelled = isinstance(error, _CANCELLED)
+            _copy_error(record, (record.is_cancelled and cancelled_by()) or error)
+            raise
+        finally:
+            self._end(call, stream)
 
     def refuse(
         self,
@@ -262,69 +283,15 @@ class RequestPipeline:
             end_span(begin_span(self._tracer, record, trace), record)
         self._on_end(record)
 
-
-class _Serving:
-    """One request while it is served, from its beginning to the end of its answer."""
-
-    def __init__(
-        self,
-        pipeline: RequestPipeline,
-        handler: Handler,
-        on_end: Callable[[RequestRecord], None],
-        call: Call,
-        cancelled_by: Callable[[], ServiceError | None],
-    ) -> None:
-        self._pipeline = pipeline
-        self._handler = handler
-        self._on_end = on_end
-        self._call = call
-        self._cancelled_by = cancelled_by
-        self._stream: ResponseStream | None = None
-
-    async def __aenter__(self) -> ResponseStream:
-        call = self._call
-        pipeline = self._pipeline
+    def _end(self, call: Call, stream: ResponseStream | None) -> None:
+        """Close the answer, count the request out, and hand its record on."""
         record = call.record
-        record.tenant = call.tenant.name
-        pipeline.inflight += 1
-        try:
-            if pipeline.is_draining:
-                raise errors.draining()
-            stream = self._stream = await self._handler(call)
-            record.ttft_s = time.monotonic() - record.arrived
-            record.note("first_token")
-            record.cached = cached_tokens(stream.accepted)
-            _copy_decision(call)
-        except BaseException as error:
-            self._end(error)
-            raise
-        return stream
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
-        call = self._call
-        stream = self._stream
-        record = call.record
-        if error is None:
-            record.status = 200
-        else:
-            _copy_decision(call)
-            record.is_cancelled = isinstance(error, _CANCELLED)
-            _copy_error(record, (record.is_cancelled and self._cancelled_by()) or error)
-
         try:
             if stream:
                 record.output_tokens = stream.output_tokens
                 stream.close()
         finally:
-            self._pipeline.inflight -= 1
+            self.inflight -= 1
             record.ended = time.monotonic()
             call.tenant.close_request(record)
             # Observers run after the answer's last bytes, which leave at the end of this turn.

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import grpc
 from msgspec.structs import replace
@@ -17,9 +18,9 @@ from msgspec.structs import replace
 from ullage_common.wire.continuation import BREAKAGES, Losses, Progress
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
-from ullage_router.admission.admission import Admission
+from ullage_router.admission.admission import Admission, AdmissionRequest
 from ullage_router.admission.prefill_window import Reservation
-from ullage_router.call import Call, DecisionLog, EngineStream
+from ullage_router.call import Call, DecisionLog, EngineStream, PausableDeadline
 from ullage_router.policy.facts import Side
 from ullage_router.rollout.stages import Send
 
@@ -47,22 +48,16 @@ OnResumption = Callable[[str, str], None]
 `resumed` or `lost`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The parts of the router with which all answers find other engines.
+    """The parts of the router with which all answers find other engines."""
 
-    Args:
-        admission: reserves a place on an engine.
-        send: sends a request to its engine.
-        on_resumption: called whenever an answer has lost its engine.
-    """
-
-    def __init__(self, admission: Admission, send: Send, on_resumption: OnResumption) -> None:
-        self.admission = admission
-        self.send = send
-        self.on_resumption = on_resumption
-        self._suspected: set[str] = set()
-        """Keys of engines that run a suspect: a request that may break engines, until its next
-        token. An engine has at most one suspect, so that no other suspect is blamed for it."""
+    admission: Admission
+    send: Send
+    on_resumption: OnResumption
+    _suspected: set[str] = field(default_factory=set)
+    """Keys of engines that run a suspect: a request that may break engines, until its next token.
+    An engine has at most one suspect, so that no other suspect is blamed for it."""
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
@@ -118,7 +113,9 @@ class Takeover:
 
         cause = _cause_of(error)
         began = time.monotonic()
-        deadline = self._call.deadline.after_loss()
+        before = self._call.deadline
+        next_token_at = began + before.token_timeout_s
+        deadline = PausableDeadline(before.at, next_token_at, before.token_timeout_s)
         self._call = replace(self._call, deadline=deadline)
         try:
             async with (
@@ -198,7 +195,8 @@ class Takeover:
         call = self._call
         progress = self._progress
         try:
-            reservation = await self._admission.admit(call, progress, self._refused_by)
+            request = AdmissionRequest(call, progress, self._refused_by)
+            reservation = await self._admission.admit(request)
         except ServiceError:
             # No refusal is final here: the request could be served before.
             return None

@@ -8,7 +8,7 @@ import pytest
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CascadeSection, ConfidenceSection, StepSection
-from ullage_router.call import Call, Event, Handler, PausableDeadline
+from ullage_router.call import Call, Event, Handler, deadline_of
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.telemetry.record import RequestRecord
@@ -74,7 +74,7 @@ def test_a_client_that_goes_leaves_no_answer_open(logprob: float) -> None:
             steps = Steps(logprob)
             request = inference_pb2.GenerateRequest(text="Hi")
             record = RequestRecord("r")
-            call = Call(request, record, PausableDeadline(record.arrived, 30.0))
+            call = Call(request, record, deadline_of(request, record, 30.0, 30.0))
             begun = asyncio.create_task(steps.run(call, own))
             if logprob == SURE:  # the answer is there, and what lost is being ended
                 await steps.is_leaving.wait()

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RouterConfig
-from ullage_router.call import Call, Handler, PausableDeadline
+from ullage_router.call import Call, Handler, deadline_of
 from ullage_router.pipeline.pipeline import OptionalStages, RequestStages
 from ullage_router.policy.facts import Side
 from ullage_router.server.service import RouterService
@@ -113,13 +113,13 @@ class Way:
         stages = RequestStages(config, engines, prompts, sender, optional)
         request = inference_pb2.GenerateRequest(text="Hello")
         record = RequestRecord("r")
-        deadline = PausableDeadline(record.arrived, 30.0)
+        deadline = deadline_of(request, record, 30.0, 30.0)
         call = Call(request, record, deadline, tenant=cast(Any, self.tenant))
         assert asyncio.run(cast(Any, stages.begin(call))) is ANSWER
         return self.passed
 
     def _handing_on(self, name: str) -> Any:
-        async def stage(call: Call, proceed: Handler, *_: Any) -> Any:
+        async def stage(call: Call, proceed: Handler, **_: Any) -> Any:
             self.passed.append(name)
             return await proceed(call)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CoalesceSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
-from ullage_router.call import Call, PausableDeadline
+from ullage_router.call import Call, deadline_of
 from ullage_router.pipeline.coalesce import Coalescer, is_deterministic, key_of
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.policy.decision import Decision
@@ -84,7 +84,7 @@ def call(
     request = Request(request_id=name, text=text, sampling=Sampling(temperature=0))
     session = TenantSession(Account(tenant, UNLIMITED, Quota()))
     record = RequestRecord(name)
-    deadline = PausableDeadline(record.arrived, timeout_s)
+    deadline = deadline_of(request, record, timeout_s, timeout_s)
     return Call(request, record, deadline, tenant=session, is_streamed=is_streamed)
 
 
