@@ -180,8 +180,18 @@ class PeerRouter:
             stream.cancel()
             raise
 
-        _adopt_decision(call, first.accepted)
-        return _PeerStream(stream, first.accepted)
+        accepted = first.accepted
+        call.decisions.change(
+            prompt_tokens=accepted.prompt_tokens,
+            predicted_bytes=accepted.predicted_bytes,
+            action=accepted.action,
+            route=accepted.route,
+            reason="CASCADE",
+            engine=accepted.engine,
+            model=accepted.model,
+            degraded=tuple(accepted.degraded),
+        )
+        return _PeerStream(stream, accepted)
 
 
 class _PeerStream:
@@ -237,20 +247,6 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
     request.request_id = call.record.request_id
     request.priority = min(0, call.request.priority)
     return request
-
-
-def _adopt_decision(call: Call, accepted: inference_pb2.Accepted) -> None:
-    """Make the other router's decision this router's decision."""
-    call.decisions.change(
-        prompt_tokens=accepted.prompt_tokens,
-        predicted_bytes=accepted.predicted_bytes,
-        action=accepted.action,
-        route=accepted.route,
-        reason="CASCADE",
-        engine=accepted.engine,
-        model=accepted.model,
-        degraded=tuple(accepted.degraded),
-    )
 
 
 async def _read(stream: EventStream) -> Event | None:

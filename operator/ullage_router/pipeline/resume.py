@@ -50,7 +50,7 @@ OnResumption = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The parts of the router with which all answers find other engines."""
+    """The parts of the router that every takeover uses."""
 
     admission: Admission
     send: Send
@@ -81,7 +81,7 @@ class Takeover:
     """The search for another engine, each time that one answer has lost its engine.
 
     Args:
-        resumer: the parts of the router.
+        resumer: the parts of the router that it uses.
         call: the request, with the prompt that its first engine got.
         progress: the received part of the answer.
     """

@@ -171,7 +171,7 @@ class _Run:
         self._pipeline = service.pipeline
         self._limits = service.config.limits
         self._max_queued = service.config.routing.queue.max_requests
-        self._model = service.config.model
+        self._model = asked[0].model or service.config.model
         self._name = name
         self._tenant = tenant
         self._trace = trace
@@ -183,8 +183,7 @@ class _Run:
         self._deadline = time.monotonic() + self._limits.total_timeout
         self._waiting = deque(range(len(asked)))
         """Indices of the inputs that are still to be served."""
-        self._running: set[int] = set()
-        """Indices of the inputs that are being served."""
+        self._num_running = 0
         self._failure: ServiceError | None = None
         """The error that ends all inputs."""
         self._vectors = [b""] * len(asked)
@@ -275,20 +274,20 @@ class _Run:
                 is_shortage = http_status(error) == HTTPStatus.TOO_MANY_REQUESTS
                 wait_s = error.retry_after_s or UNKNOWN_RETRY_AFTER_S
                 may_wait = self._num_done and time.monotonic() + wait_s < self._deadline
-                if not (is_shortage and (self._running or may_wait)):
+                if not (is_shortage and (self._num_running or may_wait)):
                     self._failure = error
                     # The frames below refer to this task, which will refer to the error: a cycle.
                     raise error.with_traceback(None) from None
 
                 self._waiting.appendleft(index)
-                if self._running:
+                if self._num_running:
                     return
                 await asyncio.sleep(wait_s)
 
     async def _embed(self, index: int) -> None:
         call = self._call(index)
         vector = b""
-        self._running.add(index)
+        self._num_running += 1
         try:
             # Inputs that another one's failure cancels have that error, not a client's disconnect.
             async with self._pipeline.serve(call, lambda: self._failure) as stream:
@@ -303,10 +302,9 @@ class _Run:
             _name_field(error, _name(index, len(self._asked)))
             raise
         finally:
-            self._running.discard(index)
+            self._num_running -= 1
 
         self._take_room(len(vector))
-        self._model = call.request.model or self._model
         self._vectors[index] = vector
         self._num_done += 1
 

@@ -15,6 +15,7 @@ import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import num_answers
 from ullage_router.call import Call, ResponseStream, deadline_of
 from ullage_router.errors import http_status, internal
 from ullage_router.http.messages import Body, Headers, Reply, Request
@@ -55,7 +56,6 @@ class Parsed(NamedTuple):
     request: inference_pb2.GenerateRequest
     is_streamed: bool
     wants_usage: bool
-    n: int
     prompt_cache_key: str
 
 
@@ -64,7 +64,6 @@ def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
         request,
         is_streamed=bool(body.stream),
         wants_usage=body.wants_usage,
-        n=body.n or 1,
         prompt_cache_key=body.prompt_cache_key or "",
     )
 
@@ -216,37 +215,32 @@ class GenerateEndpoint:
     """
 
     def __init__(self, service: RouterService, dialect: Dialect) -> None:
-        config = service.config
-        self._pipeline = service.pipeline
-        self._tenants = service.tenants
-        self._intake = service.intake
-        self._model = config.model
-        self._limits = config.limits
-        self._keepalive_s = config.streaming.keepalive
+        self._service = service
         self._dialect = dialect
 
     async def __call__(self, request: Request, reply: Reply) -> None:
+        service = self._service
         headers = request.headers
         record_id = request_id(headers)
 
         try:
-            tenant = self._tenants.open_session(headers.get("authorization"))
+            tenant = service.tenants.open_session(headers.get("authorization"))
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # the clock starts when the whole body is there
             parse = functools.partial(self._dialect.parse, body)
-            parsed = await self._intake.run(body.num_bytes, tenant.name, parse)
+            parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
             # The traceback holds the body, and this frame would hold the error: a reference cycle.
             refusal = as_service_error(error, record).with_traceback(None)
-            self._pipeline.refuse(record, refusal, trace=trace_context(headers))
+            service.pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
 
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
-        limits = self._limits
+        limits = service.config.limits
         deadline = deadline_of(parsed.request, record, limits.total_timeout, limits.request_timeout)
         call = Call(
             parsed.request,
@@ -262,39 +256,41 @@ class GenerateEndpoint:
             release_body=request.release,
             end_turn=request.end_turn,
         )
-        await self._answer(call, parsed, self._writer(reply, record))
+        await self._answer(call, parsed.wants_usage, self._writer(reply, record))
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
-        return Writer(reply, record, self._dialect.input_field, self._keepalive_s)
+        keepalive_s = self._service.config.streaming.keepalive
+        return Writer(reply, record, self._dialect.input_field, keepalive_s)
 
-    async def _answer(self, call: Call, asked: Parsed, writer: Writer) -> None:
-        if asked.is_streamed:
+    async def _answer(self, call: Call, wants_usage: bool, writer: Writer) -> None:
+        if call.is_streamed:
             writer.wait_for_stream()
 
         try:
-            async with self._pipeline.serve(call) as stream:
-                options = self._response_options(call, asked)
+            async with self._service.pipeline.serve(call) as stream:
+                options = self._response_options(call, wants_usage)
                 form = self._dialect.format(options)
-                if asked.is_streamed:
+                if call.is_streamed:
                     await _stream(stream, Chunks(form, options), writer)
                 else:
-                    await _whole(stream, form, writer, asked.n)
+                    await _whole(stream, form, writer, options.n)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()
 
-    def _response_options(self, call: Call, asked: Parsed) -> ResponseOptions:
+    def _response_options(self, call: Call, wants_usage: bool) -> ResponseOptions:
+        request = call.request
         return ResponseOptions(
             id=call.record.request_id,
-            model=call.request.model or self._model,
+            model=request.model or self._service.config.model,
             created=int(time.time()),
-            logprobs=call.request.output.HasField("top_logprobs"),
-            token_ids=call.request.output.return_token_ids,
-            usage=asked.wants_usage,
-            n=asked.n,
-            tools=call.request.messages.HasField("tools"),
+            logprobs=request.output.HasField("top_logprobs"),
+            token_ids=request.output.return_token_ids,
+            usage=wants_usage,
+            n=num_answers(request.samples),
+            tools=request.messages.HasField("tools"),
             lowered_limit=call.record.decision.lowered_limit,
         )
 
