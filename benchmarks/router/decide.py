@@ -23,6 +23,8 @@ from ullage_router.call import Call, deadline_of
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants.account import shared_account
+from ullage_router.tenants.session import TenantSession
 
 READY_S = 60.0
 BATCHES = 100
@@ -77,7 +79,7 @@ def new_call(prompt: Prompt) -> Call:
     request = inference_pb2.GenerateRequest(stop=stop)
     record = RequestRecord("decision")
     deadline = deadline_of(request, record, REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S)
-    return Call(request, record, deadline, prompt=prompt)
+    return Call(request, record, TenantSession(shared_account()), deadline, prompt=prompt)
 
 
 if __name__ == "__main__":

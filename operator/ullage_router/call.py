@@ -17,7 +17,7 @@ from ullage_router.policy.decision import UNDECIDED, Decision
 from ullage_router.policy.facts import Side
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants.session import TenantSession, anonymous_session
+from ullage_router.tenants.session import TenantSession
 
 Event = inference_pb2.GenerateResponse
 NOT_RENDERED = cast(Prompt, None)
@@ -131,7 +131,7 @@ class DecisionLog:
 
     def adopt(self, decision: Decision, **changes: object) -> None:
         """Take another decision in place of the latest, with changed fields."""
-        self.latest = replace(decision, **changes)
+        self.latest = replace(decision, **changes) if changes else decision
 
 
 def _nothing() -> None:
@@ -144,11 +144,11 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     request: inference_pb2.GenerateRequest
     record: RequestRecord
     """The log record; only the pipeline writes it."""
+    tenant: TenantSession
+    """The tenant's session, which holds the request's part of the quota."""
     deadline: PausableDeadline
     metadata: tuple[tuple[str, str], ...] = ()
     """Metadata that is passed on to the engine: the trace."""
-    tenant: TenantSession = msgspec.field(default_factory=anonymous_session)
-    """The tenant's session, which holds the request's part of the quota."""
     authorization: str | None = None
     """The client's credentials, for routers of other services."""
     is_streamed: bool = True

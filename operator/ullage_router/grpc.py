@@ -105,9 +105,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         call = Call(
             request,
             record,
+            tenant,
             deadline_of(request, record, self._limit_s(context), self._limits.request_timeout),
             trace_context(metadata),
-            tenant,
             replace_key=metadata.get(HEADER, ""),
             idempotency_key=metadata.get(idempotency.HEADER, ""),
             authorization=metadata.get("authorization"),

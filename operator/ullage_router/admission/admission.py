@@ -317,8 +317,7 @@ class Admission:
                 available = reservation.engine.available + reservation.credit.size
 
         self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
-        decision = _accepted(request.call, run, reservation)
-        request.call.decisions.adopt(decision, available_bytes=available)
+        request.call.decisions.adopt(_accepted(request.call, run, reservation, available))
         _log_decision(request)
         return reservation
 
@@ -455,8 +454,12 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
     )
 
 
-def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
-    """Return the decision after a reservation. Its action is the furthest step of the ladder."""
+def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
+    """Return the decision after a reservation. Its action is the furthest step of the ladder.
+
+    Args:
+        available: bytes that were available on the engine.
+    """
     before = call.decisions.latest
     asked = asked_tokens(call.request)
     degraded = before.degraded
@@ -474,6 +477,7 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
         side=reservation.engine.side.value,
         prompt_tokens=reservation.credit.tokens,
         predicted_bytes=reservation.credit.size,
+        available_bytes=available,
         degraded=degraded,
         trail=before.next_trail(run.step, run.reason),
     )

@@ -13,7 +13,7 @@ from ullage_router import errors
 from ullage_router.policy.quota import MINUTE_S, Quota, Shortage
 from ullage_router.telemetry.metrics import TenantMetrics
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants.account import Account, shared_account
+from ullage_router.tenants.account import Account
 from ullage_router.tenants.billing import AdvanceBilling, Billing, DeferredBilling
 
 
@@ -268,8 +268,3 @@ def duration(seconds: float) -> str:
     whole = math.ceil(seconds)
     minutes, rest = divmod(whole, int(MINUTE_S))
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
-
-
-def anonymous_session() -> TenantSession:
-    """Return the session of a request where no tenants are configured."""
-    return TenantSession(shared_account())

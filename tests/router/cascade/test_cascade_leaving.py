@@ -12,6 +12,8 @@ from ullage_router.call import Call, Event, Handler, deadline_of
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants.account import shared_account
+from ullage_router.tenants.session import TenantSession
 
 SURE = -0.1
 UNSURE = -9.0
@@ -74,7 +76,8 @@ def test_a_client_that_goes_leaves_no_answer_open(logprob: float) -> None:
             steps = Steps(logprob)
             request = inference_pb2.GenerateRequest(text="Hi")
             record = RequestRecord("r")
-            call = Call(request, record, deadline_of(request, record, 30.0, 30.0))
+            session = TenantSession(shared_account())
+            call = Call(request, record, session, deadline_of(request, record, 30.0, 30.0))
             begun = asyncio.create_task(steps.run(call, own))
             if logprob == SURE:  # the answer is there, and what lost is being ended
                 await steps.is_leaving.wait()

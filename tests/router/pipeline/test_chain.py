@@ -114,7 +114,7 @@ class Way:
         request = inference_pb2.GenerateRequest(text="Hello")
         record = RequestRecord("r")
         deadline = deadline_of(request, record, 30.0, 30.0)
-        call = Call(request, record, deadline, tenant=cast(Any, self.tenant))
+        call = Call(request, record, cast(Any, self.tenant), deadline)
         assert asyncio.run(cast(Any, stages.begin(call))) is ANSWER
         return self.passed
 

@@ -85,7 +85,7 @@ def call(
     session = TenantSession(Account(tenant, UNLIMITED, Quota()))
     record = RequestRecord(name)
     deadline = deadline_of(request, record, timeout_s, timeout_s)
-    return Call(request, record, deadline, tenant=session, is_streamed=is_streamed)
+    return Call(request, record, session, deadline, is_streamed=is_streamed)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -10,6 +10,8 @@ from ullage_common.config.router import CoalesceSection
 from ullage_router.call import Call, Event, deadline_of
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants.account import shared_account
+from ullage_router.tenants.session import TenantSession
 
 
 class Told:
@@ -27,7 +29,8 @@ def call(name: str, timeout_s: float) -> Call:
     sampling = inference_pb2.SamplingParams(temperature=0)
     request = inference_pb2.GenerateRequest(request_id=name, text="Hi", sampling=sampling)
     record = RequestRecord(name)
-    return Call(request, record, deadline_of(request, record, timeout_s, timeout_s))
+    session = TenantSession(shared_account())
+    return Call(request, record, session, deadline_of(request, record, timeout_s, timeout_s))
 
 
 @pytest.mark.parametrize(("first_s", "second_s", "joined"), [(30, 30, 1), (60, 30, 1), (30, 60, 0)])

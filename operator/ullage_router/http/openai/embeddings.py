@@ -343,9 +343,9 @@ class _Run:
         return Call(
             request,
             record,
+            self._tenant.new_session(),
             deadline_of(request, record, limits.total_timeout, limits.request_timeout),
             self._trace,
-            self._tenant.new_session(),
             is_streamed=False,
             release_body=self._end_turn,
             end_turn=self._end_turn,

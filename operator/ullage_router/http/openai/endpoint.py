@@ -245,9 +245,9 @@ class GenerateEndpoint:
         call = Call(
             parsed.request,
             record,
+            tenant,
             deadline,
             trace_context(headers),
-            tenant,
             prompt_cache_key=parsed.prompt_cache_key,
             replace_key=headers.get(HEADER, ""),
             idempotency_key=headers.get(idempotency.HEADER, ""),
