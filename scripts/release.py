@@ -198,7 +198,8 @@ def is_committed(release: Release) -> bool:
     """
     if not git("tag", "--list", release.tag):
         return False
-    tagged, head = git("rev-list", "--max-count=1", release.tag), git("rev-parse", "HEAD")
+    tagged = git("rev-list", "--max-count=1", release.tag)
+    head = git("rev-parse", "HEAD")
     if tagged != head or current_version() != release.version:
         raise ReleaseError(
             f"tag {release.tag} is at {tagged[:8]} and HEAD at {head[:8]}; use a higher version, "

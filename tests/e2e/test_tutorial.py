@@ -57,7 +57,8 @@ PATTERNS = {
 
 def pattern_of(shown: str) -> str:
     """Return a pattern that matches the output that the page shows, with other numbers."""
-    pattern, end_of_last = "", 0
+    pattern = ""
+    end_of_last = 0
     for match in VARIABLE.finditer(shown):
         pattern += re.escape(shown[end_of_last : match.start()])
         pattern += PATTERNS.get(match.lastgroup or "", match[0])
