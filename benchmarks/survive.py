@@ -37,6 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ async def crowd(scene: Scene) -> str:
         for number in range(CROWD)
     ]
     statuses = Counter(await asyncio.gather(*requests))
-    return ", ".join(f"{status} for {count}" for status, count in sorted(statuses.items()))
+    return ", ".join(f"{count} of {CROWD}: {status}" for status, count in sorted(statuses.items()))
 
 
 async def kill(scene: Scene) -> str:
@@ -245,8 +246,7 @@ async def seconds_to_answer(scene: Scene) -> float | None:
 async def play(server: Server, case: str, scene: Scene) -> Outcome:
     """Let a case happen in the middle of three answers."""
     expected = [Stream() for _ in STORIES]
-    for story, stream in zip(STORIES, expected, strict=True):
-        await follow(scene, story, stream)
+    await asyncio.gather(*map(partial(follow, scene), STORIES, expected))
 
     seen = [Stream() for _ in STORIES]
     followers = [

@@ -71,7 +71,7 @@ def stand_in(tmp_path: Path, how: str) -> Server:
     ("how", "case", "cells"),
     [
         ("serves", "too-long", ["400", "3 whole, pause", "answers after"]),
-        ("serves", "crowd", ["200 for 60", "3 whole, pause", "answers after"]),
+        ("serves", "crowd", ["60 of 60: 200", "3 whole, pause", "answers after"]),
         ("serves", "logprobs", ["400", "3 whole, pause", "answers after"]),
         ("changes", "too-long", ["400", "0 whole, 3 with other words", "answers after"]),
         ("serves", "kill", ["-", "0 whole, 3 broken", "dead"]),
