@@ -1,0 +1,153 @@
+"""The control plane: certificates, etcd, API server, controller manager and scheduler."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ullage_local_cluster.processes import run, start, wait_until
+from ullage_local_cluster.settings import Settings
+
+DAYS = "365"
+ADMIN = "/O=system:masters/CN=admin"
+USERS = {
+    "admin": ADMIN,
+    "controllers": "/CN=system:kube-controller-manager",
+    "scheduler": "/CN=system:kube-scheduler",
+}
+"""The subject of each user's certificate."""
+API_SERVER_MAY = ("system:kubelet-api-admin", "--user=kube-apiserver")
+NODES_MAY = ("system:node", "--group=system:nodes")
+
+
+def make_credentials(settings: Settings) -> None:
+    """Make an authority of the cluster's own, certificates and kubeconfigs, unless they are there."""
+    pki = settings.home / "pki"
+    if (pki / "complete").exists():
+        return
+    shutil.rmtree(pki, ignore_errors=True)
+    pki.mkdir(mode=0o700)
+
+    ca = ("-keyout", pki / "ca.key", "-out", pki / "ca.crt", "-subj", f"/CN={settings.name}-ca")
+    run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", DAYS, *ca)
+    run("openssl", "genrsa", "-out", pki / "accounts.key", "2048")
+    run("openssl", "rsa", "-in", pki / "accounts.key", "-pubout", "-out", pki / "accounts.pub")
+
+    dns = [f"kubernetes{suffix}" for suffix in ("", ".default", ".default.svc")]
+    addresses = ["127.0.0.1", settings.address, settings.first_service]
+    names = [*(f"DNS:{name}" for name in dns), *(f"IP:{address}" for address in addresses)]
+    sign(pki, "apiserver", "/CN=kube-apiserver", ",".join(names))
+
+    users = {**USERS, "kubelet": f"/O=system:nodes/CN=system:node:{settings.node}"}
+    for user, subject in users.items():
+        sign(pki, user, subject, "DNS:localhost")
+        write_kubeconfig(settings, user)
+    (pki / "complete").touch()
+
+
+def sign(pki: Path, name: str, subject: str, names: str) -> None:
+    """Sign a certificate for a server and client."""
+    key = pki / f"{name}.key"
+    request = pki / f"{name}.csr"
+    run("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", request,
+        "-subj", subject)  # fmt: skip
+    with tempfile.NamedTemporaryFile("w", suffix=".cnf") as extensions:
+        extensions.write(f"subjectAltName={names}\nextendedKeyUsage=clientAuth,serverAuth\n")
+        extensions.flush()
+        run("openssl", "x509", "-req", "-in", request, "-CA", pki / "ca.crt", "-CAkey",
+            pki / "ca.key", "-CAcreateserial", "-out", pki / f"{name}.crt", "-days", DAYS,
+            "-extfile", extensions.name)  # fmt: skip
+
+
+def write_kubeconfig(settings: Settings, user: str) -> None:
+    pki = settings.home / "pki"
+    cluster = {"server": settings.api_url, "certificate-authority": str(pki / "ca.crt")}
+    files = {"client-certificate": str(pki / f"{user}.crt"), "client-key": str(pki / f"{user}.key")}
+    # JSON is YAML.
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": settings.name, "cluster": cluster}],
+        "users": [{"name": user, "user": files}],
+        "contexts": [{"name": "it", "context": {"cluster": settings.name, "user": user}}],
+        "current-context": "it",
+    }
+    (settings.home / f"{user}.conf").write_text(json.dumps(config, indent=1))
+
+
+def kubectl(settings: Settings, *words: str | Path, check: bool = True) -> str:
+    return run("kubectl", f"--kubeconfig={settings.kubeconfig}", *words, check=check)
+
+
+def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> None:
+    """Start the programs with an empty store, and wait until they are ready."""
+    home = settings.home
+    shutil.rmtree(home / "etcd", ignore_errors=True)
+    clients = f"http://127.0.0.1:{settings.etcd_port}"
+    peers = f"http://127.0.0.1:{settings.port(2)}"
+    etcd = [
+        "etcd",
+        f"--data-dir={home}/etcd",
+        f"--listen-client-urls={clients}",
+        f"--advertise-client-urls={clients}",
+        f"--listen-peer-urls={peers}",
+        f"--initial-advertise-peer-urls={peers}",
+        f"--initial-cluster=default={peers}",
+        "--unsafe-no-fsync",
+    ]
+    start("etcd", etcd, home)
+
+    pki = home / "pki"
+    server = [
+        programs["kube-apiserver"],
+        f"--etcd-servers={clients}",
+        f"--bind-address={settings.address}",
+        f"--advertise-address={settings.address}",
+        f"--secure-port={settings.api_port}",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        f"--kubelet-client-certificate={pki}/apiserver.crt",
+        f"--kubelet-client-key={pki}/apiserver.key",
+        # No name of the node has to be in this machine's /etc/hosts.
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--service-account-key-file={pki}/accounts.pub",
+        f"--service-account-signing-key-file={pki}/accounts.key",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-cluster-ip-range={settings.service_range}",
+        "--authorization-mode=RBAC",
+        "--allow-privileged=true",
+    ]
+    start("apiserver", server, home)
+    log = home / "log" / "apiserver.log"
+    wait_until(lambda: "ok" in kubectl(settings, "get", "--raw", "/readyz", check=False),
+               "the API server is ready", log)  # fmt: skip
+
+    controllers = [
+        f"--service-account-private-key-file={pki}/accounts.key",
+        f"--root-ca-file={pki}/ca.crt",
+        "--use-service-account-credentials",
+    ]
+    start_client(settings, programs["kube-controller-manager"], "controllers", 3, *controllers)
+    start_client(settings, programs["kube-scheduler"], "scheduler", 4)
+
+    for role, subject in (API_SERVER_MAY, NODES_MAY):
+        binding = f"local-{role.replace(':', '-')}"
+        kubectl(settings, "create", "clusterrolebinding", binding, f"--clusterrole={role}", subject)
+
+
+def start_client(settings: Settings, program: Path, user: str, port: int, *more: str) -> None:
+    """Start a part of the control plane that is a client of the API server."""
+    config = settings.home / f"{user}.conf"
+    command = [
+        program,
+        f"--kubeconfig={config}",
+        f"--authentication-kubeconfig={config}",
+        f"--authorization-kubeconfig={config}",
+        "--leader-elect=false",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={settings.port(port)}",
+        *more,
+    ]
+    start(user, command, settings.home)
