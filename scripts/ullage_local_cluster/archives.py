@@ -38,9 +38,7 @@ def write_archive(archive: Path, image: str, file: Path, inside: str, *entrypoin
         "config": {"Entrypoint": list(entrypoint)},
         "rootfs": {"type": "layers", "diff_ids": [digest]},
     }
-    layers = [
-        {"mediaType": f"{_OCI}.layer.v1.tar", "digest": digest, "size": layer.stat().st_size}
-    ]
+    layers = [{"mediaType": f"{_OCI}.layer.v1.tar", "digest": digest, "size": layer.stat().st_size}]
     blobs: dict[str, bytes] = {}
     manifest = {
         "schemaVersion": 2,

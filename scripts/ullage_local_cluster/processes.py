@@ -17,26 +17,25 @@ PACKAGES = {
     "runc": "runc",
     "ip": "iproute2",
     "iptables-restore": "iptables",
+    "iptables-save": "iptables",
     "openssl": "openssl",
     "kubectl": "kubernetes-client",
-    "gcc": "gcc libc6-dev",
-    "buildah": "buildah",
-    "debootstrap": "debootstrap",
+    "gcc": "gcc",
 }
-"""Debian's packages of the programs."""
+"""Debian's packages of the programs that a cluster needs."""
 GRACE_S = 15
 SHOWN_LINES = 15
 REPORT_S = 20
-"""How often a long command says that it still runs."""
+"""Time between two reports that a long command still runs."""
 
 
-def need(programs: Iterable[str]) -> None:
-    """Check that programs are on PATH.
+def check_programs() -> None:
+    """Check that all programs are on PATH.
 
     Raises:
         ClusterError: Programs are missing; the message has the command that installs them.
     """
-    missing = [program for program in programs if not shutil.which(program)]
+    missing = [program for program in PACKAGES if not shutil.which(program)]
     if missing:
         packages = sorted({PACKAGES[program] for program in missing})
         raise ClusterError(
@@ -97,32 +96,35 @@ def wait_until(is_true: Callable[[], object], title: str, log: Path, seconds: fl
     """Wait for a state of the cluster.
 
     Raises:
-        ClusterError: It has not come in time; the message ends with the last lines of the log.
+        ClusterError: The state has not come in time; the message ends with the log's last lines.
     """
-    began = time.monotonic()
-    reported = began
+    deadline = time.monotonic() + seconds
     while not is_true():
-        now = time.monotonic()
-        if now > began + seconds:
+        if time.monotonic() > deadline:
             raise ClusterError(f"{title}: not within {seconds:.0f} s; {log} ends:\n{tail(log)}")
-        if now > reported + REPORT_S:
-            print(f"  {title}: {now - began:.0f} s", flush=True)
-            reported = now
         time.sleep(0.3)
 
 
-def start(name: str, command: Sequence[str | Path], home: Path) -> None:
+def start(
+    name: str, command: Sequence[str | Path], home: Path, env: Mapping[str, str] | None = None
+) -> None:
     """Start a program whose process id and log are files of the cluster's folder."""
-    with (home / "log" / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    (home / f"{name}.pid").write_text(f"{process.pid} {start_time(process.pid)}")
+    words = [str(word) for word in command]
+    log = str(home / "log" / f"{name}.log")
+    pid = os.posix_spawnp(
+        words[0],
+        words,
+        {**os.environ, **(env or {})},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        # Ctrl-C ends the suite first, and the cluster after it.
+        setsid=True,
+        setsigdef=[signal.SIGPIPE],
+    )
+    (home / f"{name}.pid").write_text(f"{pid} {start_time(pid)}")
 
 
 def start_time(pid: int) -> str:
@@ -147,27 +149,32 @@ def running_pid(file: Path) -> int | None:
     return int(pid) if start_time(int(pid)) == started else None
 
 
-def stop(name: str, home: Path) -> None:
-    """End a program of the cluster."""
-    file = home / f"{name}.pid"
+def stop(file: Path) -> None:
+    """End the process that a file names, by SIGKILL if it does not end in time."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        if pid := running_pid(file):
+            os.kill(pid, number)
+        while running_pid(file) and time.monotonic() < deadline:
+            time.sleep(0.05)
     if pid := running_pid(file):
-        end([pid])
+        raise ClusterError(f"process {pid} of {file} does not end; look at its state with ps")
     file.unlink(missing_ok=True)
 
 
-def end(pids: Iterable[int]) -> None:
-    """Send SIGTERM, and SIGKILL to the processes that do not end in time."""
-    alive = {pid: start_time(pid) for pid in pids}
-    for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        for pid in alive:
+def kill_all(find: Callable[[], Iterable[int]]) -> None:
+    """Send SIGKILL to processes until none is found.
+
+    Raises:
+        ClusterError: Processes are left.
+    """
+    deadline = time.monotonic() + GRACE_S
+    while pids := {pid for pid in find() if start_time(pid)}:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"processes {sorted(pids)} do not end; look at their state with ps")
+        for pid in pids:
             try:
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        deadline = time.monotonic() + seconds
-        while alive and time.monotonic() < deadline:
-            alive = {pid: at for pid, at in alive.items() if at and start_time(pid) == at}
-            time.sleep(0.05)
-        if not alive:
-            return
-    raise ClusterError(f"processes {sorted(alive)} do not end; look at their state with ps")
+        time.sleep(0.1)

@@ -4,11 +4,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+PORTS = ("api", "etcd", "etcd-peers", "controllers", "scheduler", "kubelet", "kubelet-health")
+FIRST_PORT = 20000
+"""A hundred clusters of a hundred ports each stay below the kernel's ephemeral ports."""
+LONGEST_SOCKET = 90
+"""Most characters of containerd's socket, with room for the suffixes that it adds."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,7}")
 
 
 class ClusterError(Exception):
-    """The cluster cannot go on; the message names what is missing, and the remedy."""
+    """The cluster cannot go on; the message names the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +21,12 @@ class Settings:
     """The choices that keep clusters on one machine apart.
 
     Attributes:
-        home: Folder of everything that the cluster writes.
+        folder: The folder of all clusters' files, and of the programs that they share.
         name: Beginning of the names of links, iptables chains and control groups.
         number: 0 to 99; the third byte of addresses, and hundreds of ports.
     """
 
-    home: Path
+    folder: Path
     name: str = "ullage"
     number: int = 0
 
@@ -33,10 +38,15 @@ class Settings:
             )
         if not 0 <= self.number <= 99:
             raise ClusterError(f"--number {self.number} is out of range; use 0 to 99")
-        if len(str(self.socket)) > 90:
+        if len(str(self.socket)) > LONGEST_SOCKET:
             raise ClusterError(
-                f"{self.home}: the path is too long for sockets; give a shorter --folder"
+                f"{self.socket}: the path is too long for a socket; give a shorter --folder"
             )
+
+    @property
+    def home(self) -> Path:
+        """The folder of this cluster's files."""
+        return self.folder / self.name
 
     @property
     def node(self) -> str:
@@ -64,25 +74,12 @@ class Settings:
         """The address of the Service `kubernetes`."""
         return f"10.251.{self.number}.1"
 
-    def port(self, index: int) -> int:
-        """Return one of the cluster's hundred ports, below the kernel's ephemeral ones."""
-        return 20000 + 100 * self.number + index
-
-    @property
-    def api_port(self) -> int:
-        return self.port(0)
-
-    @property
-    def etcd_port(self) -> int:
-        return self.port(1)
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        return tuple(self.port(index) for index in range(7))
+    def port(self, purpose: str) -> int:
+        return FIRST_PORT + 100 * self.number + PORTS.index(purpose)
 
     @property
     def api_url(self) -> str:
-        return f"https://{self.address}:{self.api_port}"
+        return f"https://{self.address}:{self.port('api')}"
 
     @property
     def kubeconfig(self) -> Path:
@@ -90,5 +87,8 @@ class Settings:
 
     @property
     def socket(self) -> Path:
-        """containerd's socket."""
+        """The socket of containerd."""
         return self.home / "containerd.sock"
+
+    def log(self, program: str) -> Path:
+        return self.home / "log" / f"{program}.log"

@@ -1,0 +1,235 @@
+"""Run a real Kubernetes of one node on this machine, without a virtual machine.
+
+`up` starts etcd, Kubernetes's control plane, containerd and kubelet, with a small network of its
+own, and imports the images of `make images`. `down` ends and removes all of them, also after a
+crash. `test` does both, and between them runs scripts/e2e.sh with the given arguments of pytest.
+
+Kubernetes's programs come from a source tree, which is built once, or from a folder. Without
+either, those that were built last are used. The cluster needs root, and Debian's packages
+etcd-server, containerd, runc, containernetworking-plugins, kubernetes-client, iptables and gcc.
+
+examples:
+  python scripts/local_cluster.py test --source ~/kubernetes   build it, and run the suite
+  python scripts/local_cluster.py test -- -k drain             one lane, with the last build
+  python scripts/local_cluster.py up --programs /opt/k8s/bin   start, and print how to use it
+  python scripts/local_cluster.py up --name two --number 2     a second cluster
+  python scripts/local_cluster.py down
+
+exit status: 0 done, 1 tests failed, 2 the cluster cannot run, 130 interrupted
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ullage_local_cluster.cleanup import links, started_mark, take_down
+from ullage_local_cluster.containerd import (
+    SECOND_TAG,
+    cni_folder,
+    import_model,
+    import_product,
+    start_containerd,
+)
+from ullage_local_cluster.control_plane import make_credentials, start_control_plane
+from ullage_local_cluster.kubernetes_build import build, newest, programs
+from ullage_local_cluster.node import (
+    STORAGE_CLASS,
+    add_bridge,
+    add_volume,
+    check_kernel,
+    start_kubelet,
+    start_proxy,
+)
+from ullage_local_cluster.processes import check_programs, running_pid
+from ullage_local_cluster.settings import ClusterError, Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "dist" / "images"
+BUILDS = "kubernetes"
+"""The folder of built programs; no cluster's name is so long."""
+NO_CLUSTER = 2
+INTERRUPTED = 130
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command and return its exit status."""
+    # argparse would drop the `--` that separates pytest's options from these.
+    own, pytest_arguments = split(words)
+    options = parser().parse_args(own)
+    if pytest_arguments and options.command != "test":
+        parser().error("only test takes arguments of pytest")
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        settings = Settings(options.folder.resolve(), options.name, options.number)
+        if os.geteuid() != 0:
+            raise ClusterError("containers need root; run this with sudo")
+        if options.command == "down":
+            down(settings)
+            return 0
+        folder = options.programs or find_programs(options.source, settings.folder / BUILDS)
+        if options.command == "up":
+            up(settings, folder)
+            return 0
+        return test(settings, folder, pytest_arguments)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NO_CLUSTER
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first `--`."""
+    at = words.index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def find_programs(source: Path | None, builds: Path) -> Path:
+    return build(source, builds) if source else newest(builds)
+
+
+def up(settings: Settings, folder: Path) -> dict[str, str]:
+    """Start the cluster and return the suite's variables; leave nothing if the start fails."""
+    found = programs(folder)
+    check_programs()
+    check_kernel()
+    cni_folder()
+    check_free(settings)
+
+    began = time.monotonic()
+    make_home(settings)
+    try:
+        print(f"starting Kubernetes from {folder} in {settings.home}", flush=True)
+        make_credentials(settings)
+        add_bridge(settings)
+        start_control_plane(settings, found)
+        start_containerd(settings)
+        start_proxy(settings)
+        start_kubelet(settings, found["kubelet"])
+        import_product(settings, IMAGES)
+        add_volume(settings)
+        variables = {
+            "KUBECONFIG": str(settings.kubeconfig),
+            "ULLAGE_E2E_RWX": STORAGE_CLASS,
+            "ULLAGE_E2E_TAG": SECOND_TAG,
+        }
+        if model := import_model(settings):
+            variables["ULLAGE_E2E_MODEL"] = model
+    except BaseException:
+        down(settings)
+        raise
+
+    print(f"{settings.node} is ready after {time.monotonic() - began:.0f} s:", flush=True)
+    for name, value in variables.items():
+        print(f"export {name}={value}", flush=True)
+    return variables
+
+
+def check_free(settings: Settings) -> None:
+    """Take down a cluster of this folder and name that crashed.
+
+    Raises:
+        ClusterError: The cluster runs, or another folder's cluster has its name.
+    """
+    if any(running_pid(file) for file in settings.home.glob("*.pid")):
+        raise ClusterError(f"{settings.home} has a running cluster; end it with down")
+    if started_mark(settings).exists():
+        down(settings)
+    if taken := links(settings):
+        raise ClusterError(
+            f"the link {taken[0]} exists; take down the other folder's cluster of this name, or "
+            "give another --name and --number"
+        )
+
+
+def make_home(settings: Settings) -> None:
+    """Make the cluster's folder, with a mark that `down` may remove everything in it."""
+    home = settings.home
+    if home.exists() and any(path.name != "log" for path in home.iterdir()):
+        raise ClusterError(f"{home} has files of others; give another --folder")
+    shutil.rmtree(home / "log", ignore_errors=True)
+    (home / "log").mkdir(parents=True)
+    started_mark(settings).touch()
+
+
+def down(settings: Settings) -> None:
+    """End the cluster and remove everything but its logs. Ctrl-C does not interrupt this."""
+    if not started_mark(settings).exists():
+        print(f"no cluster in {settings.home}", flush=True)
+        return
+    print(f"taking down {settings.node} (logs: {settings.home}/log)", flush=True)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        take_down(settings)
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def test(settings: Settings, folder: Path, arguments: Sequence[str]) -> int:
+    """Run the suite in a cluster of its own, and return its exit status."""
+    variables = up(settings, folder)
+    try:
+        return run_suite(variables, arguments)
+    finally:
+        down(settings)
+
+
+def run_suite(variables: dict[str, str], arguments: Sequence[str]) -> int:
+    """Run scripts/e2e.sh and print its result. The first Ctrl-C lets the suite end properly."""
+    began = time.monotonic()
+    suite = subprocess.Popen(
+        [ROOT / "scripts" / "e2e.sh", sys.executable, *arguments],
+        env={**os.environ, **variables},
+        # Ctrl-C comes to this process alone, which forwards it once.
+        start_new_session=True,
+    )
+    try:
+        status = suite.wait()
+    except KeyboardInterrupt:
+        print("interrupted: the suite ends; again: it is left behind", flush=True)
+        suite.send_signal(signal.SIGINT)
+        suite.wait()
+        raise
+    result = "passed" if status == 0 else f"failed with {status}"
+    print(f"the suite {result} after {time.monotonic() - began:.0f} s", flush=True)
+    return 1 if status else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    made = argparse.ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("command", choices=("up", "down", "test"))
+    made.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        default=ROOT / ".cluster",
+        help="of everything that is written; default: .cluster",
+    )
+    made.add_argument(
+        "--name", default="ullage", help="of links, iptables chains and control groups (ullage)"
+    )
+    made.add_argument("--number", type=int, default=0, help="0 to 99, of addresses and ports (0)")
+    made.add_argument(
+        "--source", type=Path, metavar="TREE", help="source of Kubernetes, or one that vendors it"
+    )
+    made.add_argument(
+        "--programs", type=Path, metavar="DIR", help="with kube-apiserver, kubelet, ..., ready-made"
+    )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

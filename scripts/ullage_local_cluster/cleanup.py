@@ -1,0 +1,115 @@
+"""The end of a cluster: its processes, mounts, links, iptables chains and control groups.
+
+Nothing here asks the cluster's own programs, so a cluster that crashed is taken down as well.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ullage_local_cluster.processes import kill_all, run, stop
+from ullage_local_cluster.proxy import remove_chains
+from ullage_local_cluster.settings import Settings
+
+CGROUPS = Path("/sys/fs/cgroup")
+KUBELET_LINKS = Path("/var/log/containers")
+"""Kubelet links the logs of containers here, wherever its other files are."""
+CNI_RESULTS = Path("/var/lib/cni/results")
+"""libcni notes each pod's network here."""
+
+
+def take_down(settings: Settings) -> None:
+    """Stop and remove everything but the logs."""
+    home = settings.home
+    for first in ("kubelet", "proxy"):
+        stop(home / f"{first}.pid")
+    for file in home.glob("*.pid"):
+        stop(file)
+    kill_all(lambda: container_processes(settings))
+
+    for point in mounts(home):
+        run("umount", "--lazy", point)
+    for link in links(settings):
+        # The end of a pod's network ends its link, too.
+        run("ip", "link", "delete", link, check=False)
+    remove_chains(settings)
+    for group in control_groups(settings):
+        remove_group(group)
+    remove_files(settings)
+
+
+def control_groups(settings: Settings) -> list[Path]:
+    """Return the cluster's control group in each hierarchy of this machine."""
+    if (CGROUPS / "cgroup.controllers").exists():
+        return [CGROUPS / settings.name]
+    return [
+        folder / settings.name for folder in CGROUPS.iterdir() if (folder / "cgroup.procs").exists()
+    ]
+
+
+def container_processes(settings: Settings) -> set[int]:
+    """Return the processes of the cluster's control groups, and the shims of its containerd."""
+    pids = set()
+    for group in control_groups(settings):
+        for file in group.rglob("cgroup.procs"):
+            with contextlib.suppress(OSError):
+                pids |= {int(word) for word in file.read_text().split()}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_shim = Path(os.fsdecode(words[0])).name.startswith("containerd-shim")
+            if is_shim and os.fsencode(settings.socket) in words:
+                pids.add(int(folder.name))
+    return pids
+
+
+def mounts(folder: Path) -> list[str]:
+    """Return the mount points in a folder, the deepest first."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [line.split()[4].replace("\\040", " ") for line in lines]
+    return [point for point in reversed(points) if Path(point).is_relative_to(folder)]
+
+
+def links(settings: Settings) -> list[str]:
+    """Return the cluster's links: the bridge and its ports."""
+    shown: list[Mapping[str, object]] = json.loads(run("ip", "-json", "link", "show") or "[]")
+    return [
+        str(link["ifname"])
+        for link in shown
+        if settings.bridge in (link["ifname"], link.get("master"))
+    ]
+
+
+def remove_group(group: Path) -> None:
+    """Remove a control group with the groups inside it."""
+    folders = [*sorted(group.rglob("*/"), reverse=True), group] if group.exists() else []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def remove_files(settings: Settings) -> None:
+    """Remove the cluster's files but its logs."""
+    logs = settings.home / "log"
+    for link in KUBELET_LINKS.glob("*.log"):
+        if link.is_symlink() and link.readlink().is_relative_to(logs):
+            link.unlink()
+    for result in CNI_RESULTS.glob(f"{settings.name}-*"):
+        result.unlink()
+
+    # The mark goes last: until then, taking down goes on where it was interrupted.
+    mark = started_mark(settings)
+    for path in settings.home.iterdir():
+        if path.is_dir() and path != logs:
+            shutil.rmtree(path)
+        elif path.is_file() and path != mark:
+            path.unlink()
+    mark.unlink(missing_ok=True)
+
+
+def started_mark(settings: Settings) -> Path:
+    """Return the file that is there from the start of a cluster until its end."""
+    return settings.home / "started"

@@ -1,0 +1,113 @@
+"""Services: the rules that lead their packets to pods, and their names in DNS."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+Object = Mapping[str, Any]
+"""An object as the API server writes it in JSON."""
+Backend = tuple[str, int]
+"""Address and port of a pod."""
+DOMAIN = "svc.cluster.local"
+SERVICE_LABEL = "kubernetes.io/service-name"
+
+
+def services_with_slices(
+    services: Iterable[Object], slices: Iterable[Object]
+) -> Iterator[tuple[Object, list[Object]]]:
+    """Yield each service with its EndpointSlices of IPv4 addresses."""
+    by_service: dict[tuple[str, str], list[Object]] = {}
+    for each in slices:
+        if each["addressType"] == "IPv4":
+            metadata = each["metadata"]
+            key = (metadata["namespace"], metadata.get("labels", {}).get(SERVICE_LABEL, ""))
+            by_service.setdefault(key, []).append(each)
+
+    for service in services:
+        metadata = service["metadata"]
+        yield service, by_service.get((metadata["namespace"], metadata["name"]), [])
+
+
+def has_cluster_ip(service: Object) -> bool:
+    return str(service["spec"].get("clusterIP", "None")) != "None"
+
+
+def backends(slices: Iterable[Object], port_name: str) -> list[Backend]:
+    """Return the pods that get the packets of a port.
+
+    Without a ready pod these are the pods that terminate and still serve, as for kube-proxy.
+    """
+    ready: set[Backend] = set()
+    terminating: set[Backend] = set()
+    for each in slices:
+        ports = [port["port"] for port in each["ports"] or () if port.get("name", "") == port_name]
+        for endpoint in each["endpoints"] or ():
+            found = {(address, port) for address in endpoint["addresses"] for port in ports}
+            conditions = endpoint.get("conditions", {})
+            if is_ready(endpoint):
+                ready |= found
+            elif conditions.get("serving") and conditions.get("terminating"):
+                terminating |= found
+    return sorted(ready or terminating)
+
+
+def is_ready(endpoint: Object) -> bool:
+    """Return the condition; an unknown one counts as ready."""
+    return endpoint.get("conditions", {}).get("ready") is not False
+
+
+def service_rules(
+    services: Iterable[Object], slices: Iterable[Object]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return rules without their chains.
+
+    Returns:
+        The rules that replace a service's address by a pod's, those that reject packets to services
+        without pods, and those that masquerade packets from a pod to itself.
+    """
+    translating: list[str] = []
+    rejecting: list[str] = []
+    addresses: set[str] = set()
+    for service, own_slices in services_with_slices(services, slices):
+        if not has_cluster_ip(service):
+            continue
+        for port in service["spec"].get("ports", ()):
+            protocol = port["protocol"].lower()
+            to_port = f"-d {service['spec']['clusterIP']}/32 -p {protocol} --dport {port['port']}"
+            found = backends(own_slices, port.get("name", ""))
+            if not found:
+                rejecting.append(f"{to_port} -j REJECT")
+            translating += translations(to_port, found)
+            addresses |= {address for address, _ in found}
+
+    loops = [f"-s {address}/32 -d {address}/32 -j MASQUERADE" for address in sorted(addresses)]
+    return translating, rejecting, loops
+
+
+def translations(to_port: str, found: list[Backend]) -> Iterator[str]:
+    """Yield a rule for each pod, all with the same chance: 1/n, then 1/(n-1) of the rest, ..."""
+    for index, (address, port) in enumerate(found):
+        rest = len(found) - index
+        chance = f" -m statistic --mode random --probability {1 / rest:.6f}" if rest > 1 else ""
+        yield f"{to_port}{chance} -j DNAT --to-destination {address}:{port}"
+
+
+def dns_records(services: Iterable[Object], slices: Iterable[Object]) -> dict[str, list[str]]:
+    """Return the addresses of each name of the cluster.
+
+    A headless service has the addresses of its ready pods, and a name for each pod's hostname.
+    """
+    records: dict[str, list[str]] = {}
+    for service, own_slices in services_with_slices(services, slices):
+        metadata = service["metadata"]
+        name = f"{metadata['name']}.{metadata['namespace']}.{DOMAIN}"
+        if has_cluster_ip(service):
+            records[name] = [service["spec"]["clusterIP"]]
+            continue
+
+        endpoints = [endpoint for each in own_slices for endpoint in each["endpoints"] or ()]
+        ready = [endpoint for endpoint in endpoints if is_ready(endpoint)]
+        records[name] = sorted({address for each in ready for address in each["addresses"]})
+        for endpoint in ready:
+            if hostname := endpoint.get("hostname"):
+                records[f"{hostname}.{name}"] = list(endpoint["addresses"])
+    return records
