@@ -9,7 +9,7 @@ override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint nightly faults bench gpu gpu-bundle gpu-rehearsal images e2e clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint nightly faults bench gpu gpu-bundle gpu-rehearsal images e2e e2e-local clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -158,6 +158,14 @@ ifdef LOAD
 	$(LOAD) dist/images/engine.tar
 endif
 	scripts/e2e.sh $(BIN)/python $(ARGS)
+
+LOCAL_CLUSTER := $(BIN)/python scripts/local_cluster.py $(if $(K8S_SOURCE),--source $(K8S_SOURCE)) \
+    $(if $(K8S_PROGRAMS),--programs $(K8S_PROGRAMS))
+
+e2e-local: install-dev      ## the same on a Kubernetes made here of K8S_SOURCE or K8S_PROGRAMS, as root
+	$(LOCAL_CLUSTER) check
+	$(MAKE) images ARGS=
+	$(LOCAL_CLUSTER) test -- $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(MOTO) $(PEERS) .run dist

@@ -3,6 +3,7 @@
 `up` starts etcd, Kubernetes's control plane, containerd and kubelet, with a small network of its
 own, and imports the images of `make images`. `down` ends and removes all of them, also after a
 crash. `test` does both, and between them runs scripts/e2e.sh with the given arguments of pytest.
+`check` builds Kubernetes if need be, looks whether this machine has the rest, and starts nothing.
 
 Kubernetes's programs come from a source tree, which is built once, or from a folder. Without
 either, those that were built last are used. The cluster needs root, and Debian's packages
@@ -25,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ullage_local_cluster.cleanup import links, started_mark, take_down
@@ -75,10 +76,13 @@ def main(words: Sequence[str]) -> int:
             down(settings)
             return 0
         folder = options.programs or find_programs(options.source, settings.folder / BUILDS)
+        found = programs(folder)
+        check_machine()
+        if options.command == "test":
+            return test(settings, found, pytest_arguments)
         if options.command == "up":
-            up(settings, folder)
-            return 0
-        return test(settings, folder, pytest_arguments)
+            up(settings, found)
+        return 0
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return NO_CLUSTER
@@ -96,18 +100,20 @@ def find_programs(source: Path | None, builds: Path) -> Path:
     return build(source, builds) if source else newest(builds)
 
 
-def up(settings: Settings, folder: Path) -> dict[str, str]:
-    """Start the cluster and return the suite's variables; leave nothing if the start fails."""
-    found = programs(folder)
+def check_machine() -> None:
+    """Check that this machine has all that a cluster needs but Kubernetes."""
     check_programs()
     check_kernel()
     cni_folder()
-    check_free(settings)
 
+
+def up(settings: Settings, found: Mapping[str, Path]) -> dict[str, str]:
+    """Start the cluster and return the suite's variables; leave nothing if the start fails."""
+    check_free(settings)
     began = time.monotonic()
     make_home(settings)
     try:
-        print(f"starting Kubernetes from {folder} in {settings.home}", flush=True)
+        print(f"starting {found['kubelet'].parent} in {settings.home}", flush=True)
         make_credentials(settings)
         add_bridge(settings)
         start_control_plane(settings, found)
@@ -175,9 +181,9 @@ def down(settings: Settings) -> None:
             signal.signal(number, handler)
 
 
-def test(settings: Settings, folder: Path, arguments: Sequence[str]) -> int:
+def test(settings: Settings, found: Mapping[str, Path], arguments: Sequence[str]) -> int:
     """Run the suite in a cluster of its own, and return its exit status."""
-    variables = up(settings, folder)
+    variables = up(settings, found)
     try:
         return run_suite(variables, arguments)
     finally:
@@ -210,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("command", choices=("up", "down", "test"))
+    made.add_argument("command", choices=("up", "down", "test", "check"))
     made.add_argument(
         "--folder",
         type=Path,
