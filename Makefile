@@ -160,7 +160,7 @@ endif
 	scripts/e2e.sh $(BIN)/python $(ARGS)
 
 LOCAL_CLUSTER := $(BIN)/python scripts/local_cluster.py $(if $(K8S_SOURCE),--source $(K8S_SOURCE)) \
-    $(if $(K8S_PROGRAMS),--programs $(K8S_PROGRAMS))
+    $(if $(K8S_PROGRAMS),--programs $(K8S_PROGRAMS)) $(if $(K8S_MANIFESTS),--manifests $(K8S_MANIFESTS))
 
 e2e-local: install-dev      ## the same on a Kubernetes made here of K8S_SOURCE or K8S_PROGRAMS, as root
 	$(LOCAL_CLUSTER) check

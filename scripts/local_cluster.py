@@ -37,7 +37,7 @@ from ullage_local_cluster.containerd import (
     import_product,
     start_containerd,
 )
-from ullage_local_cluster.control_plane import make_credentials, start_control_plane
+from ullage_local_cluster.control_plane import kubectl, make_credentials, start_control_plane
 from ullage_local_cluster.kubernetes_build import build, newest, programs
 from ullage_local_cluster.node import (
     STORAGE_CLASS,
@@ -79,9 +79,9 @@ def main(words: Sequence[str]) -> int:
         found = programs(folder)
         check_machine()
         if options.command == "test":
-            return test(settings, found, pytest_arguments)
+            return test(settings, found, options.manifests, pytest_arguments)
         if options.command == "up":
-            up(settings, found)
+            up(settings, found, options.manifests)
         return 0
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -107,7 +107,7 @@ def check_machine() -> None:
     cni_folder()
 
 
-def up(settings: Settings, found: Mapping[str, Path]) -> dict[str, str]:
+def up(settings: Settings, found: Mapping[str, Path], manifests: str | None) -> dict[str, str]:
     """Start the cluster and return the suite's variables; leave nothing if the start fails."""
     check_free(settings)
     began = time.monotonic()
@@ -122,6 +122,8 @@ def up(settings: Settings, found: Mapping[str, Path]) -> dict[str, str]:
         start_kubelet(settings, found["kubelet"])
         import_product(settings, IMAGES)
         add_volume(settings)
+        if manifests:
+            kubectl(settings, "apply", "--server-side", "--filename", manifests)
         variables = {
             "KUBECONFIG": str(settings.kubeconfig),
             "ULLAGE_E2E_RWX": STORAGE_CLASS,
@@ -181,9 +183,11 @@ def down(settings: Settings) -> None:
             signal.signal(number, handler)
 
 
-def test(settings: Settings, found: Mapping[str, Path], arguments: Sequence[str]) -> int:
+def test(
+    settings: Settings, found: Mapping[str, Path], manifests: str | None, arguments: Sequence[str]
+) -> int:
     """Run the suite in a cluster of its own, and return its exit status."""
-    variables = up(settings, found)
+    variables = up(settings, found, manifests)
     try:
         return run_suite(variables, arguments)
     finally:
@@ -233,6 +237,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--programs", type=Path, metavar="DIR", help="with kube-apiserver, kubelet, ..., ready-made"
+    )
+    made.add_argument(
+        "--manifests", metavar="DIR", help="to apply, such as definitions of Gateway API and KEDA"
     )
     return made
 
