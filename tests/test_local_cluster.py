@@ -92,7 +92,11 @@ def test_packets_to_a_service_without_pods_are_rejected() -> None:
     empty = {**slice_of("web"), "ports": None, "endpoints": None}
     for slices in ([], [empty], [slice_of("web", endpoint("10.0.0.3", FAILED), http=1)]):
         found = service_rules([service("web", "10.9.0.5", http=80)], slices)
-        assert found == ([], ["-d 10.9.0.5/32 -p tcp --dport 80 -j REJECT"], [])
+        assert found == (
+            [],
+            ["-d 10.9.0.5/32 -p tcp --dport 80 -j REJECT --reject-with tcp-reset"],
+            [],
+        )
 
 
 def test_names_of_services_and_of_the_pods_of_headless_ones() -> None:
@@ -313,7 +317,7 @@ def test_rules_are_in_the_clusters_own_chains() -> None:
         ":TWO-REJECT - [0:0]",
         ":TWO-EGRESS - [0:0]",
         ":TWO-INGRESS - [0:0]",
-        "-A TWO-REJECT -d 10.9.0.6/32 -p tcp --dport 1 -j REJECT",
+        "-A TWO-REJECT -d 10.9.0.6/32 -p tcp --dport 1 -j REJECT --reject-with tcp-reset",
         "COMMIT",
     ]
 
@@ -462,6 +466,7 @@ def test_a_folder_with_files_of_others_is_refused_and_logs_stay(tmp_path: Path) 
     local_cluster.make_home(settings)
     assert started_mark(settings).exists()
     settings.log("etcd").touch()
+    os.mkfifo(settings.socket)
     (settings.home / "etcd" / "member").mkdir(parents=True)
     remove_files(settings)
     assert [path.name for path in settings.home.rglob("*")] == ["log", "etcd.log"]

@@ -97,15 +97,19 @@ def remove_files(settings: Settings) -> None:
     for link in KUBELET_LINKS.glob("*.log"):
         if link.is_symlink() and link.readlink().is_relative_to(logs):
             link.unlink()
-    for result in CNI_RESULTS.glob(f"{settings.name}-*"):
+    for result in CNI_RESULTS.glob(f"{settings.name}-*-eth0"):
+        sandbox = result.name.removeprefix(f"{settings.name}-").removesuffix("-eth0")
+        (CNI_RESULTS / f"cni-loopback-{sandbox}-lo").unlink(missing_ok=True)
         result.unlink()
 
     # The mark goes last: until then, taking down goes on where it was interrupted.
     mark = started_mark(settings)
     for path in settings.home.iterdir():
-        if path.is_dir() and path != logs:
+        if path in (logs, mark):
+            continue
+        if path.is_dir():
             shutil.rmtree(path)
-        elif path.is_file() and path != mark:
+        else:
             path.unlink()
     mark.unlink(missing_ok=True)
 

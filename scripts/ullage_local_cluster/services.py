@@ -75,7 +75,9 @@ def service_rules(
             to_port = f"-d {service['spec']['clusterIP']}/32 -p {protocol} --dport {port['port']}"
             found = backends(own_slices, port.get("name", ""))
             if not found:
-                rejecting.append(f"{to_port} -j REJECT")
+                # The kernel limits ICMP's rate by client, and would leave some clients waiting.
+                reset = " --reject-with tcp-reset" if protocol == "tcp" else ""
+                rejecting.append(f"{to_port} -j REJECT{reset}")
             translating += translations(to_port, found)
             addresses |= {address for address, _ in found}
 
