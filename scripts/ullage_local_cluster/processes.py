@@ -43,10 +43,10 @@ def check_programs() -> None:
         )
 
 
-def run(*command: str | Path, check: bool = True, env: Mapping[str, str] | None = None) -> str:
+def run(*command: str | Path, check: bool = True, env: Mapping[str, str] = {}) -> str:
     """Run a short command and return its output."""
     words = [str(word) for word in command]
-    environment = {**os.environ, **(env or {})}
+    environment = {**os.environ, **env}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     if check and done.returncode:
         said = (done.stderr or done.stdout).strip()
@@ -55,7 +55,7 @@ def run(*command: str | Path, check: bool = True, env: Mapping[str, str] | None 
 
 
 def run_long(
-    title: str, command: Sequence[str | Path], log: Path, folder: Path, env: Mapping[str, str]
+    title: str, command: Sequence[str | Path], log: Path, folder: Path, env: Mapping[str, str] = {}
 ) -> None:
     """Run a command of minutes, and print from time to time that it still runs."""
     began = time.monotonic()
@@ -106,7 +106,7 @@ def wait_until(is_true: Callable[[], object], title: str, log: Path, seconds: fl
 
 
 def start(
-    name: str, command: Sequence[str | Path], home: Path, env: Mapping[str, str] | None = None
+    name: str, command: Sequence[str | Path], home: Path, env: Mapping[str, str] = {}
 ) -> None:
     """Start a program whose process id and log are files of the cluster's folder."""
     words = [str(word) for word in command]
@@ -114,7 +114,7 @@ def start(
     pid = os.posix_spawnp(
         words[0],
         words,
-        {**os.environ, **(env or {})},
+        {**os.environ, **env},
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
