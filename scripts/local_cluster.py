@@ -75,9 +75,8 @@ def main(words: Sequence[str]) -> int:
         if options.command == "down":
             down(settings)
             return 0
-        folder = options.programs or find_programs(options.source, settings.folder / BUILDS)
-        found = programs(folder)
         check_machine()
+        found = find_programs(options.programs, options.source, settings.folder / BUILDS)
         if options.command == "test":
             return test(settings, found, options.manifests, pytest_arguments)
         if options.command == "up":
@@ -96,15 +95,18 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at + 1 :])
 
 
-def find_programs(source: Path | None, builds: Path) -> Path:
-    return build(source, builds) if source else newest(builds)
-
-
 def check_machine() -> None:
     """Check that this machine has all that a cluster needs but Kubernetes."""
     check_programs()
     check_kernel()
     cni_folder()
+
+
+def find_programs(ready: Path | None, source: Path | None, builds: Path) -> dict[str, Path]:
+    """Return Kubernetes's programs: the ready ones, those of the source, or the last build."""
+    if not ready:
+        ready = build(source, builds) if source else newest(builds)
+    return programs(ready)
 
 
 def up(settings: Settings, found: Mapping[str, Path], manifests: str | None) -> dict[str, str]:
