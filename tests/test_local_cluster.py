@@ -25,7 +25,14 @@ from ullage_local_cluster.policies import (
     pod_network,
     policy_rules,
 )
-from ullage_local_cluster.processes import PACKAGES, check_programs, running_pid, start, stop
+from ullage_local_cluster.processes import (
+    PACKAGES,
+    check_programs,
+    running_pid,
+    start,
+    stop,
+    wait_until,
+)
 from ullage_local_cluster.services import dns_records, service_rules
 from ullage_local_cluster.settings import PORTS, ClusterError, Settings
 
@@ -454,6 +461,13 @@ def test_a_started_program_is_found_and_stopped_by_its_file(tmp_path: Path) -> N
     os.waitpid(pid, 0)
 
 
+def test_a_program_that_ends_instead_of_being_ready_shows_its_log(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    start("etcd", [sys.executable, "-c", "print('port taken')"], tmp_path)
+    with pytest.raises(ClusterError, match=r"etcd has ended; (?s:.*)port taken"):
+        wait_until(lambda: False, "etcd", tmp_path)
+
+
 def test_a_folder_with_files_of_others_is_refused_and_logs_stay(tmp_path: Path) -> None:
     settings = Settings(tmp_path)
     foreign = settings.home / "thesis.txt"
@@ -465,7 +479,7 @@ def test_a_folder_with_files_of_others_is_refused_and_logs_stay(tmp_path: Path) 
 
     local_cluster.make_home(settings)
     assert started_mark(settings).exists()
-    settings.log("etcd").touch()
+    (settings.home / "log" / "etcd.log").touch()
     os.mkfifo(settings.socket)
     (settings.home / "etcd" / "member").mkdir(parents=True)
     remove_files(settings)

@@ -82,8 +82,7 @@ def start_containerd(settings: Settings) -> None:
     (home / "containerd.toml").write_text(config)
 
     start("containerd", ["containerd", "--config", home / "containerd.toml"], home)
-    log = settings.log("containerd")
-    wait_until(lambda: ctr(settings, "version", check=False), "containerd answers", log)
+    wait_until(lambda: ctr(settings, "version", check=False), "containerd", home)
 
     pause = home / "pause"
     run("gcc", "-static", "-O2", "-o", pause, Path(__file__).parent / "pause.c")

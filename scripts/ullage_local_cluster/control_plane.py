@@ -1,8 +1,11 @@
 """The control plane: certificates, etcd, API server, controller manager and scheduler."""
 
 import json
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
+
+import httpx
 
 from ullage_local_cluster.processes import run, start, wait_until
 from ullage_local_cluster.settings import Settings
@@ -73,6 +76,14 @@ def kubectl(settings: Settings, *words: str | Path, check: bool = True) -> str:
     return run("kubectl", f"--kubeconfig={settings.kubeconfig}", *words, check=check)
 
 
+def api_client(settings: Settings) -> httpx.Client:
+    """Return a client of the API server with all rights."""
+    pki = settings.home / "pki"
+    context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
+    context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
+    return httpx.Client(base_url=settings.api_url, verify=context, trust_env=False, timeout=10)
+
+
 def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> None:
     """Start the programs, and wait until the API server is ready."""
     home = settings.home
@@ -114,8 +125,8 @@ def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> Non
     start("apiserver", server, home)
     wait_until(
         lambda: "ok" in kubectl(settings, "get", "--raw", "/readyz", check=False),
-        "the API server is ready",
-        settings.log("apiserver"),
+        "apiserver",
+        home,
     )
 
     controllers = [

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ullage_local_cluster.cleanup import CGROUPS, control_groups
-from ullage_local_cluster.control_plane import kubectl
+from ullage_local_cluster.control_plane import api_client, kubectl
 from ullage_local_cluster.processes import run, start, wait_until
 from ullage_local_cluster.settings import ClusterError, Settings
 
@@ -94,12 +94,19 @@ def start_kubelet(settings: Settings, program: Path) -> None:
     ready = ("get", "node", settings.node, "--output", "jsonpath={.status.conditions}")
     wait_until(
         lambda: '"reason":"KubeletReady","status":"True"' in kubectl(settings, *ready, check=False),
-        "the node is ready",
-        settings.log("kubelet"),
+        "kubelet",
+        home,
     )
+
+    # Debian 12's kubectl knows no subresources.
     patch = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": str(GPUS)}]
-    status = ("--subresource=status", "--type=json", f"--patch={json.dumps(patch)}")
-    kubectl(settings, "patch", "node", settings.node, *status)
+    with api_client(settings) as client:
+        status = client.patch(
+            f"/api/v1/nodes/{settings.node}/status",
+            headers={"Content-Type": "application/json-patch+json"},
+            content=json.dumps(patch),
+        )
+        status.raise_for_status()
 
 
 def make_control_groups(settings: Settings) -> None:

@@ -24,6 +24,7 @@ PACKAGES = {
 }
 """Debian's packages of the programs that a cluster needs."""
 GRACE_S = 15
+READY_S = 120
 SHOWN_LINES = 15
 REPORT_S = 20
 """Time between two reports that a long command still runs."""
@@ -92,16 +93,22 @@ def tail(log: Path) -> str:
     return "\n".join(lines[-SHOWN_LINES:])
 
 
-def wait_until(is_true: Callable[[], object], title: str, log: Path, seconds: float = 120) -> None:
-    """Wait for a state of the cluster.
+def wait_until(is_true: Callable[[], object], program: str, home: Path) -> None:
+    """Wait until a started program is ready.
 
     Raises:
-        ClusterError: The state has not come in time; the message ends with the log's last lines.
+        ClusterError: The program has ended, or is not ready in time; the message ends with the
+            last lines of its log.
     """
-    deadline = time.monotonic() + seconds
+    log = home / "log" / f"{program}.log"
+    deadline = time.monotonic() + READY_S
     while not is_true():
+        if not running_pid(home / f"{program}.pid"):
+            raise ClusterError(f"{program} has ended; {log} ends:\n{tail(log)}")
         if time.monotonic() > deadline:
-            raise ClusterError(f"{title}: not within {seconds:.0f} s; {log} ends:\n{tail(log)}")
+            raise ClusterError(
+                f"{program} is not ready after {READY_S} s; {log} ends:\n{tail(log)}"
+            )
         time.sleep(0.3)
 
 

@@ -5,7 +5,6 @@ lists the objects, and rewrites the iptables chains of this cluster if their rul
 Policies hold between pods. The node itself, with API server, kubelet and DNS, is always reachable.
 """
 
-import ssl
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from ullage_local_cluster import dns
+from ullage_local_cluster.control_plane import api_client
 from ullage_local_cluster.policies import EGRESS, INGRESS, pod_network, policy_rules
 from ullage_local_cluster.processes import run
 from ullage_local_cluster.services import Object, dns_records, service_rules
@@ -119,11 +119,7 @@ def remove_chains(settings: Settings) -> None:
 
 def main(settings: Settings) -> None:
     """Keep DNS and iptables like the objects, until the process is ended."""
-    pki = settings.home / "pki"
-    context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
-    context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
-    client = httpx.Client(base_url=settings.api_url, verify=context, trust_env=False, timeout=10)
-
+    client = api_client(settings)
     remove_chains(settings)
     restore(hooks(settings))
     records: dns.Records = {}

@@ -89,6 +89,3 @@ class Settings:
     def socket(self) -> Path:
         """The socket of containerd."""
         return self.home / "containerd.sock"
-
-    def log(self, program: str) -> Path:
-        return self.home / "log" / f"{program}.log"
