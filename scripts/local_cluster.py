@@ -47,7 +47,7 @@ from ullage_local_cluster.node import (
     start_kubelet,
     start_proxy,
 )
-from ullage_local_cluster.processes import check_programs, running_pid
+from ullage_local_cluster.processes import check_programs, kill_all, running_pid, session
 from ullage_local_cluster.settings import ClusterError, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,27 +191,27 @@ def test(
     """Run the suite in a cluster of its own, and return its exit status."""
     variables = up(settings, found, manifests)
     try:
-        return run_suite(variables, arguments)
+        return run_suite(settings, variables, arguments)
     finally:
         down(settings)
 
 
-def run_suite(variables: dict[str, str], arguments: Sequence[str]) -> int:
-    """Run scripts/e2e.sh and print its result. The first Ctrl-C lets the suite end properly."""
+def run_suite(settings: Settings, variables: dict[str, str], arguments: Sequence[str]) -> int:
+    """Run scripts/e2e.sh and print its result."""
+    temporary = settings.home / "tmp"
+    temporary.mkdir()
     began = time.monotonic()
     suite = subprocess.Popen(
         [ROOT / "scripts" / "e2e.sh", sys.executable, *arguments],
-        env={**os.environ, **variables},
-        # Ctrl-C comes to this process alone, which forwards it once.
+        env={**os.environ, **variables, "TMPDIR": str(temporary)},
         start_new_session=True,
     )
     try:
         status = suite.wait()
-    except KeyboardInterrupt:
-        print("interrupted: the suite ends; again: it is left behind", flush=True)
-        suite.send_signal(signal.SIGINT)
+    finally:
+        # An interrupted suite would uninstall the chart for minutes; the cluster goes anyway.
+        kill_all(lambda: session(suite.pid))
         suite.wait()
-        raise
     result = "passed" if status == 0 else f"failed with {status}"
     print(f"the suite {result} after {time.monotonic() - began:.0f} s", flush=True)
     return 1 if status else 0

@@ -28,9 +28,11 @@ from ullage_local_cluster.policies import (
 from ullage_local_cluster.processes import (
     PACKAGES,
     check_programs,
+    kill_all,
     running_pid,
+    session,
     start,
-    stop,
+    start_time,
     wait_until,
 )
 from ullage_local_cluster.services import dns_records, service_rules
@@ -445,7 +447,7 @@ def test_missing_programs_are_named_with_their_packages(
     )
 
 
-def test_a_started_program_is_found_and_stopped_by_its_file(tmp_path: Path) -> None:
+def test_a_started_program_is_found_and_killed_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     file = tmp_path / "sleeper.pid"
     start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
@@ -456,9 +458,21 @@ def test_a_started_program_is_found_and_stopped_by_its_file(tmp_path: Path) -> N
     other.write_text(f"{pid} 1")
     assert running_pid(other) is None
 
-    stop(file)
-    assert not file.exists()
+    kill_all(lambda: filter(None, [running_pid(file)]))
+    assert running_pid(file) is None
     os.waitpid(pid, 0)
+
+
+def test_a_session_ends_with_the_jobs_of_its_shell() -> None:
+    # As the suite's lanes, the job has a process group of its own.
+    script = "set -m; sleep 600 & echo started; wait"
+    shell = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    with shell:
+        assert shell.stdout
+        assert shell.stdout.readline() == b"started\n"
+        assert len(session(shell.pid)) == 2
+        kill_all(lambda: session(shell.pid))
+    assert not any(start_time(pid) for pid in session(shell.pid))
 
 
 def test_a_program_that_ends_instead_of_being_ready_shows_its_log(tmp_path: Path) -> None:

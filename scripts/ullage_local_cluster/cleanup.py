@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from ullage_local_cluster.processes import kill_all, run, stop
+from ullage_local_cluster.processes import kill_all, run, running_pid
 from ullage_local_cluster.proxy import remove_chains
 from ullage_local_cluster.settings import Settings
 
@@ -22,15 +22,9 @@ CNI_RESULTS = Path("/var/lib/cni/results")
 
 
 def take_down(settings: Settings) -> None:
-    """Stop and remove everything but the logs."""
-    home = settings.home
-    for first in ("kubelet", "proxy"):
-        stop(home / f"{first}.pid")
-    for file in home.glob("*.pid"):
-        stop(file)
-    kill_all(lambda: container_processes(settings))
-
-    for point in mounts(home):
+    """End and remove everything but the logs. No program has to save anything."""
+    kill_all(lambda: cluster_processes(settings))
+    for point in mounts(settings.home):
         run("umount", "--lazy", point)
     for link in links(settings):
         # The end of a pod's network ends its link, too.
@@ -50,9 +44,9 @@ def control_groups(settings: Settings) -> list[Path]:
     ]
 
 
-def container_processes(settings: Settings) -> set[int]:
-    """Return the processes of the cluster's control groups, and the shims of its containerd."""
-    pids = set()
+def cluster_processes(settings: Settings) -> set[int]:
+    """Return the started programs, the shims of containerd, and the processes of containers."""
+    pids = set(filter(None, map(running_pid, settings.home.glob("*.pid"))))
     for group in control_groups(settings):
         for file in group.rglob("cgroup.procs"):
             with contextlib.suppress(OSError):

@@ -1,5 +1,6 @@
 """Programs: found, run to their end, or started to run until the cluster stops."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ PACKAGES = {
     "gcc": "gcc",
 }
 """Debian's packages of the programs that a cluster needs."""
-GRACE_S = 15
+KILL_S = 15
 READY_S = 120
 SHOWN_LINES = 15
 REPORT_S = 20
@@ -156,17 +157,15 @@ def running_pid(file: Path) -> int | None:
     return int(pid) if start_time(int(pid)) == started else None
 
 
-def stop(file: Path) -> None:
-    """End the process that a file names, by SIGKILL if it does not end in time."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + GRACE_S
-        if pid := running_pid(file):
-            os.kill(pid, number)
-        while running_pid(file) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    if pid := running_pid(file):
-        raise ClusterError(f"process {pid} of {file} does not end; look at its state with ps")
-    file.unlink(missing_ok=True)
+def session(leader: int) -> set[int]:
+    """Return the processes of a session: all that descend from its leader, unless they left it."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, _, its_session, *_ = file.read_text().rpartition(")")[2].split()
+            if int(its_session) == leader:
+                found.add(int(file.parent.name))
+    return found
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> None:
@@ -175,13 +174,11 @@ def kill_all(find: Callable[[], Iterable[int]]) -> None:
     Raises:
         ClusterError: Processes are left.
     """
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + KILL_S
     while pids := {pid for pid in find() if start_time(pid)}:
         if time.monotonic() > deadline:
             raise ClusterError(f"processes {sorted(pids)} do not end; look at their state with ps")
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.1)
