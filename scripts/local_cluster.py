@@ -3,7 +3,7 @@
 `up` starts etcd, Kubernetes's control plane, containerd and kubelet, with a small network of its
 own, and imports the images of `make images`. `down` ends and removes all of them, also after a
 crash. `test` does both, and between them runs scripts/e2e.sh with the given arguments of pytest.
-`check` builds Kubernetes if need be, looks whether this machine has the rest, and starts nothing.
+`check` checks this machine and builds Kubernetes if needed, and starts nothing.
 
 Kubernetes's programs come from a source tree, which is built once, or from a folder. Without
 either, those that were built last are used. The cluster needs root, and Debian's packages
@@ -48,7 +48,7 @@ from ullage_local_cluster.node import (
     start_proxy,
 )
 from ullage_local_cluster.processes import check_programs, kill_all, running_pid, session
-from ullage_local_cluster.settings import ClusterError, Settings
+from ullage_local_cluster.settings import ClusterError, ClusterSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "dist" / "images"
@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        settings = Settings(options.folder.resolve(), options.name, options.number)
+        settings = ClusterSettings(options.folder.resolve(), options.name, options.number)
         if os.geteuid() != 0:
             raise ClusterError("containers need root; run this with sudo")
         if options.command == "down":
@@ -109,7 +109,9 @@ def find_programs(ready: Path | None, source: Path | None, builds: Path) -> dict
     return programs(ready)
 
 
-def up(settings: Settings, found: Mapping[str, Path], manifests: str | None) -> dict[str, str]:
+def up(
+    settings: ClusterSettings, found: Mapping[str, Path], manifests: str | None
+) -> dict[str, str]:
     """Start the cluster and return the suite's variables; leave nothing if the start fails."""
     check_free(settings)
     began = time.monotonic()
@@ -143,7 +145,7 @@ def up(settings: Settings, found: Mapping[str, Path], manifests: str | None) -> 
     return variables
 
 
-def check_free(settings: Settings) -> None:
+def check_free(settings: ClusterSettings) -> None:
     """Take down a cluster of this folder and name that crashed.
 
     Raises:
@@ -160,7 +162,7 @@ def check_free(settings: Settings) -> None:
         )
 
 
-def make_home(settings: Settings) -> None:
+def make_home(settings: ClusterSettings) -> None:
     """Make the cluster's folder, with a mark that `down` may remove everything in it."""
     home = settings.home
     if home.exists() and any(path.name != "log" for path in home.iterdir()):
@@ -170,7 +172,7 @@ def make_home(settings: Settings) -> None:
     started_mark(settings).touch()
 
 
-def down(settings: Settings) -> None:
+def down(settings: ClusterSettings) -> None:
     """End the cluster and remove everything but its logs. Ctrl-C does not interrupt this."""
     if not started_mark(settings).exists():
         print(f"no cluster in {settings.home}", flush=True)
@@ -186,7 +188,10 @@ def down(settings: Settings) -> None:
 
 
 def test(
-    settings: Settings, found: Mapping[str, Path], manifests: str | None, arguments: Sequence[str]
+    settings: ClusterSettings,
+    found: Mapping[str, Path],
+    manifests: str | None,
+    arguments: Sequence[str],
 ) -> int:
     """Run the suite in a cluster of its own, and return its exit status."""
     variables = up(settings, found, manifests)
@@ -196,7 +201,9 @@ def test(
         down(settings)
 
 
-def run_suite(settings: Settings, variables: dict[str, str], arguments: Sequence[str]) -> int:
+def run_suite(
+    settings: ClusterSettings, variables: dict[str, str], arguments: Sequence[str]
+) -> int:
     """Run scripts/e2e.sh and print its result."""
     temporary = settings.home / "tmp"
     temporary.mkdir()

@@ -36,7 +36,7 @@ from ullage_local_cluster.processes import (
     wait_until,
 )
 from ullage_local_cluster.services import dns_records, service_rules
-from ullage_local_cluster.settings import PORTS, ClusterError, Settings
+from ullage_local_cluster.settings import PORTS, ClusterError, ClusterSettings
 
 Object = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -357,8 +357,8 @@ COMMIT
 
 
 def test_clusters_of_two_numbers_share_nothing(tmp_path: Path) -> None:
-    one = Settings(tmp_path)
-    two = Settings(tmp_path, "two", 2)
+    one = ClusterSettings(tmp_path)
+    two = ClusterSettings(tmp_path, "two", 2)
     for field in ("home", "node", "bridge", "address", "pod_range", "service_range", "socket"):
         assert getattr(one, field) != getattr(two, field)
     assert not {one.port(it) for it in PORTS} & {two.port(it) for it in PORTS}
@@ -373,7 +373,7 @@ def test_settings_that_do_not_fit_are_refused(subtests: pytest.Subtests, tmp_pat
     ]
     for given, message in cases:
         with subtests.test(message), pytest.raises(ClusterError, match=message):
-            Settings(**{"folder": Path("/c"), **given})
+            ClusterSettings(**{"folder": Path("/c"), **given})
 
 
 def test_an_archive_holds_one_file(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_a_program_that_ends_instead_of_being_ready_shows_its_log(tmp_path: Path
 
 
 def test_a_folder_with_files_of_others_is_refused_and_logs_stay(tmp_path: Path) -> None:
-    settings = Settings(tmp_path)
+    settings = ClusterSettings(tmp_path)
     foreign = settings.home / "thesis.txt"
     foreign.parent.mkdir()
     foreign.touch()

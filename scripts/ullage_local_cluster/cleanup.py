@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ullage_local_cluster.processes import kill_all, run, running_pid
 from ullage_local_cluster.proxy import remove_chains
-from ullage_local_cluster.settings import Settings
+from ullage_local_cluster.settings import ClusterSettings
 
 CGROUPS = Path("/sys/fs/cgroup")
 KUBELET_LINKS = Path("/var/log/containers")
@@ -21,7 +21,7 @@ CNI_RESULTS = Path("/var/lib/cni/results")
 """libcni notes each pod's network here."""
 
 
-def take_down(settings: Settings) -> None:
+def take_down(settings: ClusterSettings) -> None:
     """End and remove everything but the logs. No program has to save anything."""
     kill_all(lambda: cluster_processes(settings))
     for point in mounts(settings.home):
@@ -35,7 +35,7 @@ def take_down(settings: Settings) -> None:
     remove_files(settings)
 
 
-def control_groups(settings: Settings) -> list[Path]:
+def control_groups(settings: ClusterSettings) -> list[Path]:
     """Return the cluster's control group in each hierarchy of this machine."""
     if (CGROUPS / "cgroup.controllers").exists():
         return [CGROUPS / settings.name]
@@ -44,7 +44,7 @@ def control_groups(settings: Settings) -> list[Path]:
     ]
 
 
-def cluster_processes(settings: Settings) -> set[int]:
+def cluster_processes(settings: ClusterSettings) -> set[int]:
     """Return the started programs, the shims of containerd, and the processes of containers."""
     pids = set(filter(None, map(running_pid, settings.home.glob("*.pid"))))
     for group in control_groups(settings):
@@ -67,7 +67,7 @@ def mounts(folder: Path) -> list[str]:
     return [point for point in reversed(points) if Path(point).is_relative_to(folder)]
 
 
-def links(settings: Settings) -> list[str]:
+def links(settings: ClusterSettings) -> list[str]:
     """Return the cluster's links: the bridge and its ports."""
     shown: list[Mapping[str, object]] = json.loads(run("ip", "-json", "link", "show") or "[]")
     return [
@@ -85,7 +85,7 @@ def remove_group(group: Path) -> None:
             folder.rmdir()
 
 
-def remove_files(settings: Settings) -> None:
+def remove_files(settings: ClusterSettings) -> None:
     """Remove the cluster's files but its logs."""
     logs = settings.home / "log"
     for link in KUBELET_LINKS.glob("*.log"):
@@ -108,6 +108,6 @@ def remove_files(settings: Settings) -> None:
     mark.unlink(missing_ok=True)
 
 
-def started_mark(settings: Settings) -> Path:
+def started_mark(settings: ClusterSettings) -> Path:
     """Return the file that is there from the start of a cluster until its end."""
     return settings.home / "started"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ullage_local_cluster.archives import write_archive
 from ullage_local_cluster.processes import run, start, wait_until
-from ullage_local_cluster.settings import ClusterError, Settings
+from ullage_local_cluster.settings import ClusterError, ClusterSettings
 
 PAUSE = "localhost/ullage-cluster/pause:1"
 MODEL = "localhost/ullage/e2e-model:1"
@@ -55,7 +55,7 @@ def cni_folder() -> Path:
     )
 
 
-def start_containerd(settings: Settings) -> None:
+def start_containerd(settings: ClusterSettings) -> None:
     """Start containerd with the image of the pods' first process."""
     home = settings.home
     network = {
@@ -91,15 +91,15 @@ def start_containerd(settings: Settings) -> None:
     import_image(settings, archive)
 
 
-def ctr(settings: Settings, *words: str | Path, check: bool = True) -> str:
+def ctr(settings: ClusterSettings, *words: str | Path, check: bool = True) -> str:
     return run("ctr", "--address", settings.socket, "--namespace", "k8s.io", *words, check=check)
 
 
-def import_image(settings: Settings, archive: Path) -> None:
+def import_image(settings: ClusterSettings, archive: Path) -> None:
     ctr(settings, "images", "import", archive)
 
 
-def import_product(settings: Settings, images: Path) -> None:
+def import_product(settings: ClusterSettings, images: Path) -> None:
     """Import the images of `make images`, and give them the tag that upgrades go to."""
     for name in PRODUCT_IMAGES:
         archive = images / f"{name}.tar"
@@ -115,7 +115,7 @@ def import_product(settings: Settings, images: Path) -> None:
             ctr(settings, "images", "tag", image, f"{repository}:{SECOND_TAG}")
 
 
-def import_model(settings: Settings) -> str | None:
+def import_model(settings: ClusterSettings) -> str | None:
     """Import an image with the demo's model.
 
     Returns:

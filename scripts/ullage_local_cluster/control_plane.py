@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from ullage_local_cluster.processes import run, start, wait_until
-from ullage_local_cluster.settings import Settings
+from ullage_local_cluster.settings import ClusterSettings
 
 DAYS = "365"
 USERS = {
@@ -21,7 +21,7 @@ API_SERVER_MAY = ("system:kubelet-api-admin", "--user=kube-apiserver")
 NODES_MAY = ("system:node", "--group=system:nodes")
 
 
-def make_credentials(settings: Settings) -> None:
+def make_credentials(settings: ClusterSettings) -> None:
     """Make an authority of the cluster's own, certificates and kubeconfigs."""
     pki = settings.home / "pki"
     pki.mkdir(mode=0o700)
@@ -56,7 +56,7 @@ def sign(pki: Path, name: str, subject: str, names: str) -> None:
     run("openssl", "x509", "-req", "-in", request, *authority, *signed)
 
 
-def write_kubeconfig(settings: Settings, user: str) -> None:
+def write_kubeconfig(settings: ClusterSettings, user: str) -> None:
     pki = settings.home / "pki"
     cluster = {"server": settings.api_url, "certificate-authority": str(pki / "ca.crt")}
     files = {"client-certificate": str(pki / f"{user}.crt"), "client-key": str(pki / f"{user}.key")}
@@ -72,11 +72,11 @@ def write_kubeconfig(settings: Settings, user: str) -> None:
     (settings.home / f"{user}.conf").write_text(json.dumps(config, indent=1))
 
 
-def kubectl(settings: Settings, *words: str | Path, check: bool = True) -> str:
+def kubectl(settings: ClusterSettings, *words: str | Path, check: bool = True) -> str:
     return run("kubectl", f"--kubeconfig={settings.kubeconfig}", *words, check=check)
 
 
-def api_client(settings: Settings) -> httpx.Client:
+def api_client(settings: ClusterSettings) -> httpx.Client:
     """Return a client of the API server with all rights."""
     pki = settings.home / "pki"
     context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
@@ -84,7 +84,7 @@ def api_client(settings: Settings) -> httpx.Client:
     return httpx.Client(base_url=settings.api_url, verify=context, trust_env=False, timeout=10)
 
 
-def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> None:
+def start_control_plane(settings: ClusterSettings, programs: Mapping[str, Path]) -> None:
     """Start the programs, and wait until the API server is ready."""
     home = settings.home
     clients = f"http://127.0.0.1:{settings.port('etcd')}"
@@ -142,7 +142,7 @@ def start_control_plane(settings: Settings, programs: Mapping[str, Path]) -> Non
         kubectl(settings, "create", "clusterrolebinding", binding, f"--clusterrole={role}", subject)
 
 
-def start_client(settings: Settings, program: Path, user: str, *more: str) -> None:
+def start_client(settings: ClusterSettings, program: Path, user: str, *more: str) -> None:
     """Start a part of the control plane that is a client of the API server."""
     config = settings.home / f"{user}.conf"
     command: list[str | Path] = [

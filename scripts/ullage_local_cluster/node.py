@@ -1,4 +1,4 @@
-"""The node: a bridge, kubelet, and GPUs that only their count pretends."""
+"""The node: a bridge, kubelet, and GPUs that exist as a number only."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from ullage_local_cluster.cleanup import CGROUPS, control_groups
 from ullage_local_cluster.control_plane import api_client, kubectl
 from ullage_local_cluster.processes import run, start, wait_until
-from ullage_local_cluster.settings import ClusterError, Settings
+from ullage_local_cluster.settings import ClusterError, ClusterSettings
 
 GPUS = 8
 STORAGE_CLASS = "rwx"
@@ -27,7 +27,7 @@ def check_kernel() -> None:
         raise ClusterError("the kernel forwards no packets; run sysctl -w net.ipv4.ip_forward=1")
 
 
-def add_bridge(settings: Settings) -> None:
+def add_bridge(settings: ClusterSettings) -> None:
     """Add the bridge that has the node's address. The API server listens there."""
     run("ip", "link", "add", settings.bridge, "type", "bridge")
     run("ip", "address", "add", f"{settings.address}/24", "dev", settings.bridge)
@@ -36,7 +36,7 @@ def add_bridge(settings: Settings) -> None:
     run("ip", "route", "add", settings.service_range, "dev", settings.bridge)
 
 
-def start_proxy(settings: Settings) -> None:
+def start_proxy(settings: ClusterSettings) -> None:
     """Start the program that makes services, policies and DNS."""
     module = (sys.executable, "-m", "ullage_local_cluster.proxy")
     arguments = (str(settings.folder), settings.name, str(settings.number))
@@ -44,7 +44,7 @@ def start_proxy(settings: Settings) -> None:
     start("proxy", [*module, *arguments], settings.home, {"PYTHONPATH": str(scripts)})
 
 
-def start_kubelet(settings: Settings, program: Path) -> None:
+def start_kubelet(settings: ClusterSettings, program: Path) -> None:
     """Start kubelet, wait for the node, and give the node GPUs."""
     home = settings.home
     make_control_groups(settings)
@@ -109,7 +109,7 @@ def start_kubelet(settings: Settings, program: Path) -> None:
         status.raise_for_status()
 
 
-def make_control_groups(settings: Settings) -> None:
+def make_control_groups(settings: ClusterSettings) -> None:
     controllers = CGROUPS / "cgroup.controllers"
     if controllers.exists():
         for name in controllers.read_text().split():
@@ -120,7 +120,7 @@ def make_control_groups(settings: Settings) -> None:
         group.mkdir(exist_ok=True)
 
 
-def add_volume(settings: Settings) -> None:
+def add_volume(settings: ClusterSettings) -> None:
     """Add a storage class with one volume that several pods may mount."""
     folder = settings.home / "shared-volume"
     folder.mkdir()

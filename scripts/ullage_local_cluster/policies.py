@@ -29,7 +29,7 @@ EGRESS = Direction("Egress", "to", "-s", "-d")
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PolicyPeer:
     """The other side of allowed packets."""
 
     network: str
@@ -123,14 +123,14 @@ def allowances(
             yield " ".join(filter(None, (own, direction.other, peer.network, ports, "-j RETURN")))
 
 
-def peers(entries: Sequence[Object], namespace: str, network: PodNetwork) -> Iterator[Peer]:
+def peers(entries: Sequence[Object], namespace: str, network: PodNetwork) -> Iterator[PolicyPeer]:
     """Yield the other sides that a policy's rule names; none named means all."""
     if not entries:
-        yield Peer(EVERYWHERE)
+        yield PolicyPeer(EVERYWHERE)
     for entry in entries:
         if block := entry.get("ipBlock"):
             for part in networks_without(block["cidr"], block.get("except", ())):
-                yield Peer(part)
+                yield PolicyPeer(part)
             continue
 
         for pod in network.pods:
@@ -141,7 +141,7 @@ def peers(entries: Sequence[Object], namespace: str, network: PodNetwork) -> Ite
             else:
                 is_of_namespace = its_namespace == namespace
             if is_of_namespace and matches(entry.get("podSelector", {}), labels(pod)):
-                yield Peer(f"{pod['status']['podIP']}/32", pod)
+                yield PolicyPeer(f"{pod['status']['podIP']}/32", pod)
 
 
 def networks_without(network: str, excluded: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from ullage_local_cluster.control_plane import api_client
 from ullage_local_cluster.policies import EGRESS, INGRESS, pod_network, policy_rules
 from ullage_local_cluster.processes import run
 from ullage_local_cluster.services import Object, dns_records, service_rules
-from ullage_local_cluster.settings import Settings
+from ullage_local_cluster.settings import ClusterSettings
 
 PERIOD_S = 0.4
 SERVICES = "/api/v1/services"
@@ -55,7 +55,7 @@ def table(name: str, kind: str, chains: dict[str, list[str]], more: Iterable[str
     return "\n".join([*lines, *more, "COMMIT", ""])
 
 
-def hooks(settings: Settings) -> str:
+def hooks(settings: ClusterSettings) -> str:
     """Return the rules that lead packets of this cluster into its chains.
 
     An ACCEPT ends the forwarding of its packets, whatever policy the machine has for others.
@@ -113,12 +113,12 @@ def restore(rules: str) -> None:
     subprocess.run(["iptables-restore", "--noflush"], input=rules, text=True, check=True)
 
 
-def remove_chains(settings: Settings) -> None:
+def remove_chains(settings: ClusterSettings) -> None:
     restore(removal(settings.name, run("iptables-save")))
 
 
-def main(settings: Settings) -> None:
-    """Keep DNS and iptables like the objects, until the process is ended."""
+def main(settings: ClusterSettings) -> None:
+    """Keep DNS and iptables in step with the objects, until the process is killed."""
     client = api_client(settings)
     remove_chains(settings)
     restore(hooks(settings))
@@ -148,4 +148,4 @@ def list_objects(client: httpx.Client, path: str) -> list[Object]:
 
 
 if __name__ == "__main__":
-    main(Settings(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    main(ClusterSettings(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -17,7 +17,7 @@ class ClusterError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ClusterSettings:
     """The choices that keep clusters on one machine apart.
 
     Attributes:
