@@ -1,5 +1,5 @@
-"""The process that never loads the model: gRPC services, the request journal, and the supervisor of
-workers.
+"""The server process: gRPC services, the request journal, and the supervisor of workers.
 
-It never imports torch and knows workers only through the messages of protocol.
+It never loads the model or imports torch, and it knows workers only by the messages of
+`ullage_engine.protocol`.
 """

@@ -1,13 +1,13 @@
-"""LoRA adapters that come and go while the engine serves.
+"""LoRA adapters, which are loaded and removed while the engine serves.
 
-The wanted ones stand in the configuration, or in a file that is read again when it changes. Each is
-found, and downloaded where it has to be, in a thread of the server; then the worker loads it, and
-only then requests may name it. One that cannot be had is reported by its name, and costs nobody
-else anything.
+The wanted adapters are listed in the configuration, or in a file that is read again when it
+changes. A thread of the server finds the files of each adapter and downloads them if necessary.
+Then the worker loads the adapter, and from then on requests may name it. An adapter that is not
+available is reported by its name, and does not affect the others.
 
-An adapter's key, which the worker knows it by, is of its name and its content. So KV that was
-computed with one version is never another's, and requests that run go on with the version that they
-began with while new ones get the next.
+The worker knows an adapter by a key of its name and content. So KV of one version is never used
+for another. Running requests keep the version that they began with, and new requests get the next
+version.
 """
 
 import asyncio
@@ -40,12 +40,15 @@ log = logging.getLogger("ullage.engine.adapters")
 
 FIRST_RETRY_S = 30.0
 MAX_RETRY_S = 300.0
-"""Seconds after which an unavailable adapter is tried again, doubling up to the last value."""
+"""Longest pause before another try, in seconds. The first pause is `FIRST_RETRY_S`, and it doubles
+with each try."""
 FIRST_ADAPTERS_S = 30.0
-"""Most seconds from the worker's start in which missing adapters keep the engine from being ready.
-After that a slow download no longer holds up requests that need no adapter."""
+"""Seconds from the worker's start after which missing adapters no longer delay readiness.
+
+A slow download must not hold up requests that need no adapter."""
 _MAX_WORKERS_LOST = 2
-"""Workers that may end while they load an adapter, until it is given up until its next edit."""
+"""Workers that may end while they load an adapter. Then the adapter is given up until its next
+edit."""
 _FILES = (".json", ".safetensors", ".bin")
 
 
@@ -54,30 +57,29 @@ class WorkerEndedError(Exception):
 
 
 class AdapterWorker(Protocol):
-    """The worker's commands about adapters."""
+    """The commands to the worker about adapters."""
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Have the ready worker load an adapter; return the reason if it cannot, else an empty
-        string.
+        """Make the ready worker load an adapter, and return its error, empty on success.
 
         Raises:
-            WorkerEndedError: it ended before it answered.
+            WorkerEndedError: the worker ended before it answered.
         """
 
     def remove_adapter(self, name: str) -> None:
-        """Have the worker remove an adapter, if a worker runs."""
+        """Make the worker remove an adapter, if a worker runs."""
 
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """One version of an adapter, by the content of its files."""
+    """One version of an adapter, identified by the content of its files."""
 
     section: AdapterSection
     folder: str
     digest: str
-    """Digest of its files' contents, without their names."""
+    """Digest of the files' contents, without their names."""
     num_requests: int = 0
-    """Number of open requests with this version."""
+    """Number of open requests that use this version."""
 
     @property
     def key(self) -> str:
@@ -94,10 +96,10 @@ class _Attempt:
 
 
 def find_adapter(section: AdapterSection, max_rank: int, digests: Digests) -> AdapterVersion:
-    """Find an adapter's files, which may be downloaded, and check all that needs no model.
+    """Find or download an adapter's files, and make the checks that need no model.
 
     Raises:
-        WeightsError: they are not there, are damaged, or do not fit the slots.
+        WeightsError: the files are missing or damaged, or do not fit the slots.
     """
     folder = resolve_adapter(section.source)
     rank = _rank_of(folder / ADAPTER_CONFIG)
@@ -118,12 +120,12 @@ def _rank_of(path: Path) -> int:
         return int(config["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(
-            f"{path} says no rank r of the adapter's matrices; download the adapter again"
+            f"{path} has no rank r of the adapter's matrices; download the adapter again"
         ) from error
 
 
 class AdapterSet:
-    """The configured adapters of an engine, and those that requests may name."""
+    """The configured adapters of an engine, and the loaded ones, which requests may name."""
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class AdapterSet:
         self._attempts: dict[str, _Attempt] = {}
         """Adapters that are being fetched and loaded, or were given up, by name."""
         self._offered: dict[str, AdapterVersion] = {}
-        """Versions that requests get, by name."""
+        """Versions that new requests get, by name."""
         self._retired: list[AdapterVersion] = []
         """Retired versions that open requests still use."""
         self._errors: dict[str, str] = {}
@@ -162,8 +164,9 @@ class AdapterSet:
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Keep the present version of an adapter loaded during the body of a with statement. Names
-        of no adapter have no effect.
+        """Keep the current version of an adapter loaded while the context is open.
+
+        A name without an adapter has no effect.
         """
         version = self._offered.get(name)
         if version is None:
@@ -186,7 +189,7 @@ class AdapterSet:
     # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Hold back readiness until the adapters that the engine starts with are loaded."""
+        """Hold back readiness until the adapters that are configured at the start are loaded."""
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:
@@ -223,7 +226,7 @@ class AdapterSet:
         self.set_wanted(self._read())
 
     def set_wanted(self, sections: Iterable[AdapterSection]) -> None:
-        """Load these adapters, and retire all others."""
+        """Load these adapters and retire all others."""
         self._wanted = {section.name: section for section in sections}
 
         for name, attempt in list(self._attempts.items()):
@@ -231,7 +234,7 @@ class AdapterSet:
                 attempt.task.cancel()
                 del self._attempts[name]
         for name in [name for name in self._offered if name not in self._wanted]:
-            log.info("adapter %s is not wanted any more", name)
+            log.info("adapter %s is no longer configured", name)
             self._retired.append(self._offered.pop(name))
         self._errors = {name: e for name, e in self._errors.items() if name in self._attempts}
 
@@ -245,7 +248,7 @@ class AdapterSet:
         self._publish()
 
     async def _bring(self, section: AdapterSection) -> None:
-        """Find and load one adapter; retry while it is wanted and another try may help."""
+        """Find and load one adapter. Retry as long as another try may help."""
         retry_s = FIRST_RETRY_S
         while True:
             error, may_retry = await self._try(section)
@@ -260,8 +263,9 @@ class AdapterSet:
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _try(self, section: AdapterSection) -> tuple[str, bool]:
-        """Return the error that keeps an adapter from being offered, and whether to try again. The
-        error is empty on success.
+        """Try to offer an adapter. Return the error and whether another try may help.
+
+        The error is empty on success.
         """
         try:
             version = await in_daemon(
@@ -271,7 +275,7 @@ class AdapterSet:
         except WeightsError as error:
             return str(error), True
         except Exception as error:
-            log.exception("adapter %s cannot be looked at", section.name)
+            log.exception("adapter %s cannot be read", section.name)
             return f"its files cannot be read: {error!r}", True
 
         loaded = next((each for each in self._known() if each.key == version.key), None)
@@ -286,9 +290,7 @@ class AdapterSet:
         return "", False
 
     async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
-        """Have a worker load a version; return the error and whether to try again, as `_try`
-        does.
-        """
+        """Make a worker load a version. Return the same pair as `_try`."""
         message = AddAdapter(name=version.key, folder=version.folder)
         async with self._loading:
             for _ in range(_MAX_WORKERS_LOST):
@@ -347,7 +349,7 @@ class AdapterSet:
             self._engine_status.set_preparing(False)
 
     async def _end_preparing(self) -> None:
-        """Let the engine become ready without adapters that take long."""
+        """Let the engine become ready without adapters that take too long."""
         while not self._engine_status.serving:
             await self._engine_status.changed(within_s=60.0)
         await asyncio.sleep(FIRST_ADAPTERS_S)

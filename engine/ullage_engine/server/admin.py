@@ -1,4 +1,4 @@
-"""`AdminService`: drains the engine, injects faults and profiles the worker."""
+"""The admin service: drains the engine, injects faults and profiles the worker."""
 
 import asyncio
 import itertools
@@ -18,15 +18,15 @@ from ullage_engine.server.journal import Journal
 from ullage_engine.server.supervisor import WorkerSupervisor
 
 PROFILE_STEPS = 50
-"""Steps of a profile whose client names no number."""
+"""Steps of a profile if the client names no number."""
 MAX_PROFILE_STEPS = 1000
 PROFILE_MS = 60_000
-"""Longest time of a profile whose client names none, in milliseconds."""
+"""Longest time of a profile if the client names none, in milliseconds."""
 MAX_PROFILE_MS = 300_000
 PROFILE_CHUNK_BYTES = 1 << 20
-"""Bytes of a profile in one message."""
+"""Bytes of a profile that one message carries."""
 PROGRESS_S = 1.0
-"""Seconds between two messages of progress."""
+"""Seconds between two progress messages."""
 
 _PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
     admin_pb.PROFILE_KIND_UNSPECIFIED: "operations",
@@ -126,7 +126,7 @@ class AdminService(admin_rpc.AdminServiceServicer):
         finally:
             if not done.done():
                 self._supervisor.stop_profile()
-                # The worker still writes the file, which is removed when that is done.
+                # The worker is still writing the file. Remove it when that is done.
                 done.add_done_callback(lambda _: path.unlink(missing_ok=True))
         with path.open("rb") as file:
             while chunk := await asyncio.to_thread(file.read, PROFILE_CHUNK_BYTES):

@@ -1,7 +1,7 @@
-"""The server process: the order in which its parts start, and how they end.
+"""The server process: the order in which its parts start and end.
 
-gRPC and metrics listen before the model is resolved, so that probes and people see a process that
-is loading rather than none.
+gRPC and metrics listen before the model is resolved, so that probes and people can see that the
+engine is loading.
 """
 
 import asyncio
@@ -73,13 +73,13 @@ _FOR_EVERYBODY = frozenset(
         reflection.SERVICE_NAME,
     }
 )
-"""Services with small requests, which probes and people use."""
+"""Services that everybody may call. Probes and people use them, with small requests."""
 _LAST_MESSAGES_S = 1.0
 """Seconds in which ended requests may send their last message."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
-"""Returns how workers of a model are started, by its files. Raises AppError if no engine serves
-it."""
+"""Returns how to start workers for a model's files. Raises AppError if no engine serves the
+model."""
 _Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
 
@@ -139,7 +139,7 @@ class EngineApp:
         self.listening = asyncio.Event()
 
     def worker_pids(self) -> list[int]:
-        """Return the process ids of a worker that serves and of its other ranks."""
+        """Return the process ids of the ready worker and of its other ranks."""
         return self._supervisor.serving_pids()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
@@ -147,8 +147,8 @@ class EngineApp:
 
         Raises:
             AppError: the configuration or the model cannot be served.
-            EndpointError: no socket for a worker can be made.
-            GaveUpError: workers keep dying, or none can be started.
+            EndpointError: the socket of a worker cannot be created.
+            GaveUpError: workers keep dying, or cannot be started.
         """
         async with self._listening():
             loaded = await self._load(stop)
@@ -178,11 +178,11 @@ class EngineApp:
                         await asyncio.to_thread(kv.close)
 
     def _make_tiers(self) -> KvTiers | None:
-        """Make the tiers of KV outside the device; None: the configuration has none."""
+        """Create the KV tiers outside the device. Return None if none is configured."""
         memory = self._config.memory
         if memory.tiers.host.size == 0 or not memory.prefix_cache:
             return None
-        # A worker that waits for tiers does no step, and must not count as hung.
+        # A worker that waits for tiers finishes no step. It must not count as hung.
         wait_s = self._config.limits.step_deadline / 4
         kv = KvTiers(
             memory.tiers,
@@ -202,7 +202,7 @@ class EngineApp:
         return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Allocate the memory of the host tier for workers that use it; None: there is no tier.
+        """Allocate the host tier. Return None if there is none or workers do not use it.
 
         Raises:
             AppError: the configured memory is not available.
@@ -215,7 +215,7 @@ class EngineApp:
             free = free_bytes()
             size = default_host_tier(config.memory, config.device, config.gpus, free)
             log.info(
-                "memory.tiers.host.size is not set: the host tier takes what there is room for",
+                "memory.tiers.host.size is not set: the host tier takes its default size",
                 extra={"bytes": size, "free_bytes": free},
             )
         if not size:
@@ -324,8 +324,9 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
-        """Serve health and headroom on a port of their own: for the kubelet, whose probes do not
-        speak TLS, and for the operator, which may observe engines but not use them.
+        """Serve health and headroom on a port of their own, without TLS.
+
+        The kubelet's probes do not speak TLS. The operator may observe engines but not use them.
         """
         server = self._config.server
         if server.probe_port is None:
@@ -372,7 +373,7 @@ class EngineApp:
 
     @property
     def _has_admin(self) -> bool:
-        """Whether AdminService is served here: not where clients reach this port with tickets."""
+        """Whether AdminService is served: clients must not reach its port with tickets."""
         tickets = self._config.tickets
         return tickets is None or not tickets.required
 
@@ -388,16 +389,17 @@ class EngineApp:
             ) from error
 
     async def _load(self, stop: asyncio.Event) -> _Loaded | None:
-        """Load the tokenizer and choose the worker in a thread: a large vocabulary takes seconds, a
-        download minutes.
+        """Load the tokenizer and choose the worker in a thread.
+
+        A large vocabulary takes seconds, and a download takes minutes.
 
         Returns:
-            None if the engine stops before it is loaded.
+            None if the engine stops before they are loaded.
         """
 
         def load() -> _Loaded:
             files = resolve_source(self._config.model.source)
-            # vLLM has other ways to find weights, which its own arguments choose.
+            # With load_format vLLM may find weights elsewhere.
             check_files(files, reads_weights="load_format" not in self._config.vllm.args)
             defaults = self._config.model.generation_defaults
             return _load_tokenizer(files.path, defaults), self._choose_launch(files)
@@ -411,7 +413,7 @@ class EngineApp:
         except (WeightsError, TokenizerError, ChatTemplateError) as error:
             raise AppError(str(error)) from error
         except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            # An unforeseen defect of the files, which the next start would meet again.
+            # The files have an unforeseen defect, so the next start would fail as well.
             log.debug("the model's files cannot be read", exc_info=True)
             raise AppError(
                 f"model.source {self._config.model.source!r}: its files cannot be read: "
@@ -419,7 +421,7 @@ class EngineApp:
             ) from error
 
     async def _follow_health(self) -> None:
-        """Publish health. Readiness falls with every worker, liveness if only a new pod helps."""
+        """Publish health: not ready without a worker, not live if only a new pod can help."""
         while True:
             await self._health.set_ready(
                 self._engine_status.is_ready and not self._engine_status.draining
@@ -480,7 +482,7 @@ def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
         guard=guard,
         guarded=GuardedTokenizer(tokenizer.tokenizer, guard.guarded),
     )
-    trim_heap()  # parsing took as much memory again
+    trim_heap()  # parsing needed as much memory again
     return tokenizer_bundle
 
 
@@ -489,7 +491,7 @@ def _make_run_dir(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise AppError(
-            f"server.run_dir: cannot make {path} ({error.strerror}); name a writable directory"
+            f"server.run_dir: cannot create {path} ({error.strerror}); name a writable directory"
         ) from error
 
 
@@ -507,7 +509,8 @@ def _bind(
         bound = 0
     if not bound:
         raise AppError(
-            f"server.{field}: cannot listen on {address}; choose a free port and own host"
+            f"server.{field}: cannot listen on {address}; choose a free port and a host of this "
+            "machine"
         )
     return bound
 
@@ -517,7 +520,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Return when one of the awaitables is done. Tasks go on; bare coroutines are cancelled."""
+    """Wait for the first of the awaitables. Other tasks go on, bare coroutines are cancelled."""
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""Requests on their way to the worker and back, across the worker's deaths.
+"""Dispatch of requests to the worker, and their recovery when the worker dies.
 
-The journal holds every open request. The dispatcher sends requests to the worker that is ready and
-takes their answers. When a worker dies, it finds the requests that may be the cause (suspects),
-sends the rest again, and lets the oldest suspect run alone until a worker has decoded it.
+The journal holds every open request. The dispatcher sends requests to the ready worker and takes
+the answers. When a worker dies, the dispatcher finds the requests that may be the cause (suspects).
+The oldest suspect runs alone until a worker has survived a decode of it, while all others wait.
 """
 
 import logging
@@ -29,9 +29,9 @@ from ullage_engine.server.worker_process import WorkerHandle
 log = logging.getLogger("ullage.engine.supervisor")
 
 _SHORT_RETRY_S = 10.0
-"""Seconds after which other processes may have given back memory that they took."""
+"""Seconds after which other processes may have freed the memory that they took."""
 _SERVER_FAULT = 0.9
-"""Share of the health that remains after the server failed over one request."""
+"""Factor of the health after an error of the server while it handled one request."""
 
 
 class Dispatcher:
@@ -45,7 +45,7 @@ class Dispatcher:
         policy: RestartPolicy,
     ) -> None:
         self.kv: KvTiers | None = None
-        """Tiers of KV that all workers use; None: there are none."""
+        """KV tiers that all workers use, if there are any."""
         self._journal = journal
         self._engine_status = engine_status
         self._metrics = metrics
@@ -55,7 +55,7 @@ class Dispatcher:
 
     @property
     def num_open(self) -> int:
-        """Number of samples that are not finished."""
+        """Number of unfinished samples."""
         return len(self._journal.unfinished())
 
     # to the worker -------------------------------------------------------------------------------
@@ -73,9 +73,7 @@ class Dispatcher:
             worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
 
     def send_waiting(self, worker: WorkerHandle) -> None:
-        """Send the oldest suspect alone, or all requests that the worker lacks if none is
-        suspect.
-        """
+        """Send the oldest suspect alone, or all unsent requests if none is suspect."""
         waiting = list(self._journal.submissions())
         suspects = [each for each in waiting if self._runs_alone(worker, each)]
         self._suspect = suspects[0] if suspects else None
@@ -94,7 +92,7 @@ class Dispatcher:
         return self._policy.runs_alone(deaths, time.monotonic() - worker.ready_at)
 
     def _send(self, worker: WorkerHandle, submission: Submission) -> None:
-        """Send requests to the worker. Requests over which this server fails end."""
+        """Send requests to the worker. If the server fails to build them, they end."""
         for entry in submission.entries:
             entry.submitted = True
 
@@ -103,7 +101,7 @@ class Dispatcher:
             if self.kv is not None:
                 requests = self.kv.with_stored(requests)
         except Exception:
-            log.exception("the server failed over %s", submission.entries[0].request_key)
+            log.exception("the server failed to send %s", submission.entries[0].request_key)
             self._engine_status.fault(_SERVER_FAULT)
             for entry in submission.entries:
                 entry.fail(_internal())
@@ -119,11 +117,11 @@ class Dispatcher:
     ) -> None:
         """Give the answers of a step to their requests."""
         for answer in answers:
-            # One by one: a failure over one must not cost the others their tokens.
+            # One by one, so that an error in one does not cost the others their tokens.
             try:
                 self._take_answer(worker, answer)
             except Exception:
-                log.exception("the server failed over a token of %s", answer.request_id)
+                log.exception("the server failed to handle a token of %s", answer.request_id)
                 self._engine_status.fault(_SERVER_FAULT)
                 self.fail_internally(worker, answer.request_id)
 
@@ -150,13 +148,13 @@ class Dispatcher:
             entry.take()
 
     def rejected(self, rejected: Rejected) -> None:
-        """Fail a new request. One that a worker had admitted waits for memory there instead."""
+        """Fail a new request. The worker never rejects a request that was admitted before."""
         entry = self._journal.get(rejected.request_id)
         if entry is not None:
             entry.fail(rejection_error(rejected))
 
     def request_failed(self, failed: RequestFailed) -> None:
-        """Fail a request that the worker gave up; an invalid one is no fault of the engine."""
+        """Fail a request that the worker gave up. An invalid request does not lower the health."""
         entry = self._journal.get(failed.request_id)
         if entry is not None and failed.field:
             entry.fail(invalid(failed.field, f"{failed.field}: {failed.message}"))
@@ -165,7 +163,7 @@ class Dispatcher:
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 
     def fail_internally(self, worker: WorkerHandle | None, request_id: str) -> None:
-        """End a request over which this server failed, here and in the worker."""
+        """End a request that this server failed to handle, here and in the worker."""
         entry = self._journal.get(request_id)
         if entry is not None:
             entry.fail(_internal())
@@ -174,12 +172,12 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Make requests ready for the next worker; give up those over which too many died.
+        """Prepare requests for the next worker, and give up those that killed too many workers.
 
         Args:
-            worker: the one that has ended.
-            is_short: whether the worker ended because other processes had taken its memory, for
-                which no request is to blame.
+            worker: the worker that has ended.
+            is_short: whether the worker ended because other processes had taken its memory. Then
+                no request is to blame.
         """
         self._suspect = None
         sent = [entry for entry in self._journal.unfinished() if entry.submitted]
@@ -198,12 +196,12 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Mark the open requests, which a worker with another fingerprint goes on with."""
+        """Mark the open requests, since the next worker has another fingerprint."""
         for entry in self._journal.unfinished():
             entry.on_other_fingerprint()
 
     def fail_all(self, reason: str) -> None:
-        """End all requests, since this engine serves nothing any more."""
+        """End all requests, since this engine no longer serves any."""
         self._journal.end_all(lambda entry: entry.fail(_stays_out(reason)))
 
 
@@ -240,7 +238,7 @@ def _memory_short() -> ServiceError:
 
 
 def _stays_out(message: str) -> ServiceError:
-    # As for later requests: the engine is at fault, and no request is suspect.
+    # Later requests get the same error: the engine is at fault, and no request is suspect.
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", message, retry_after_s=_SHORT_RETRY_S
     )
@@ -250,7 +248,7 @@ def _worker_lost(num_deaths: int) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INTERNAL,
         "WORKER_LOST",
-        f"the worker died {num_deaths} times over this request at its first tokens; "
+        f"the worker died {num_deaths} times at the first tokens of this request; "
         "send a shorter one",
     )
 
@@ -259,5 +257,5 @@ def _internal() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INTERNAL,
         "INTERNAL",
-        "the engine's server failed over this request; its log says why",
+        "the engine failed to handle this request; see its log",
     )

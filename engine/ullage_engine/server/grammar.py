@@ -1,7 +1,7 @@
-"""Conversion of a request's grammar to llguidance's form, checked before a worker sees it.
+"""Conversion of a request's grammar to llguidance's form, and its check before a worker gets it.
 
-Errors are ServiceError INVALID_ARGUMENT with the grammar's kind and, for a JSON Schema, the path in
-it.
+Errors are ServiceError INVALID_ARGUMENT with the grammar's kind. For a JSON Schema they name the
+path of the invalid subschema.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_VERDICTS = 64
-"""Number of cached verdicts, each of a grammar of at most 64 KiB."""
+"""Most cached verdicts. Each belongs to a grammar of at most 64 KiB."""
 _MAX_COMPILATIONS = 2
 _COMPILE_TIMEOUT_S = 20.0
-"""Seconds to compile one grammar. The limit of its processor time is lower."""
+"""Seconds that the compilation of one grammar may take. The limit of its CPU time is lower."""
 _TOO_MUCH = "it takes too much time or memory to compile"
 _MAX_SUBSCHEMAS = 256
 """Most subschemas that are compiled to find the invalid one."""
 
 _COMPACT: "JsonCompileOptions" = {
-    # Free white space lets a model at a high temperature write nothing but white space.
+    # With flexible white space a model at a high temperature may write nothing else.
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    # Unknown keywords are refused, never ignored.
+    # Refuse unknown keywords, never ignore them.
     "lenient": False,
     "coerce_one_of": False,
 }
@@ -49,29 +49,30 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
-    """A compilation was ended from outside, so that the grammar has no verdict."""
+    """The compilation was killed from outside, so the grammar has no verdict."""
 
 
 async def compile_apart(text: str) -> str:
-    """Compile a grammar in a separate process; return the error, or an empty string.
+    """Compile a grammar in a separate process. Return the error, empty if there is none.
 
     Raises:
-        Interrupted: the machine lacked the time or the memory for that process.
+        Interrupted: the machine lacked time or memory for that process.
     """
     process = _compiler()
     try:
         output = await asyncio.to_thread(_communicate, process, text.encode())
     except asyncio.CancelledError:
-        process.kill()  # its thread ends with it
+        process.kill()  # ends the thread that waits for it, too
         raise
-    if process.returncode == -signal.SIGKILL:  # its own limits end it by other signals
+    if process.returncode == -signal.SIGKILL:  # the process's own limits send other signals
         raise Interrupted
     return _TOO_MUCH if process.returncode else output.decode()
 
 
 def _compiler() -> "subprocess.Popen[bytes]":
-    """Start a process that reads a grammar, by subprocess, since asyncio may fork: see
-    `ChildProcess`.
+    """Start a process that compiles a grammar.
+
+    It is started by subprocess, since asyncio may fork: see `ChildProcess`.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "ullage_engine.protocol.grammar"],
@@ -82,7 +83,7 @@ def _compiler() -> "subprocess.Popen[bytes]":
 
 
 def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
-    """Return the output of the process for a grammar.
+    """Send a grammar to the process and return its output.
 
     Raises:
         Interrupted: the process took too long.
@@ -96,25 +97,25 @@ def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
 
 
 class GrammarCheck:
-    """Compiles grammars for their errors, in processes that may die of them.
+    """Compiles grammars to find their errors, in separate processes, since they may kill them.
 
     Args:
-        compiled: returns the error of a grammar's compilation; empty: there is none.
+        compiled: compiles a grammar and returns the error, empty if there is none.
     """
 
     def __init__(self, compiled: Callable[[str], Awaitable[str]] = compile_apart) -> None:
         self._compiled = compiled
         self._turns = asyncio.Semaphore(_MAX_COMPILATIONS)
         self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by grammar, held while the grammar is compiled, so that requests with the same
-        grammar wait for one compilation."""
+        """A lock for each grammar that is being compiled. Requests with the same grammar wait for
+        one compilation."""
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
-        """Return a request's grammar, checked and in llguidance's form; empty if it has none.
+        """Return a request's checked grammar in llguidance's form, empty if it has none.
 
         Raises:
-            ServiceError: it is malformed, not supported, or too large.
+            ServiceError: the grammar is malformed, not supported, or too large.
         """
         if not request.HasField("grammar"):
             return ""
@@ -146,8 +147,9 @@ class GrammarCheck:
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
-    """Return the name of the field that is set, and the grammar in llguidance's form, not
-    compiled.
+    """Return the name of the set field, and the grammar in llguidance's form.
+
+    The grammar is not compiled.
     """
     kind = grammar.WhichOneof("kind")
     field = f"grammar.{kind}"
@@ -173,7 +175,7 @@ def _from_choice(field: str, choice: pb.Choice) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression that matches just the text."""
+    """Return a regular expression that matches exactly the text."""
     return "".join("\\" + each if each in _SPECIAL else each for each in text)
 
 
@@ -186,7 +188,7 @@ def _from_schema(field: str, text: str) -> str:
     for path, part in _parts(schema):
         # llguidance accepts these, but finds no next token for a name that both describe.
         if part.get("properties") and part.get("patternProperties"):
-            raise _wrong(field + path, "patternProperties beside properties is not supported")
+            raise _wrong(field + path, "patternProperties with properties is not supported")
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
     except ValueError as error:
@@ -214,10 +216,10 @@ def _depth(value: object) -> int:
 
 
 async def _place(grammar: pb.Grammar, error: str) -> str:
-    """Return where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or
-    unknown.
+    """Return the path of the error in a JSON Schema, like `.properties.name`.
 
-    The deepest part that by itself has the same error.
+    It leads to the deepest subschema that has the same error by itself. It is empty if the error is
+    in the whole schema, or if its place is unknown.
     """
     if not grammar.HasField("json_schema"):
         return ""
@@ -237,7 +239,7 @@ def _place_in(schema: dict[str, object], error: str) -> str:
 
 
 def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield all schemas within a schema with their paths, inner ones first."""
+    """Yield a schema and all its subschemas with their paths, inner ones first."""
     if not isinstance(schema, dict):
         return
     for key in _MAPS:

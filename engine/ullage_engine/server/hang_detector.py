@@ -1,7 +1,7 @@
-"""Detection of hung workers, from their messages and from what /proc says of their processes.
+"""Detection of hung workers, by their messages and by the kernel's figures in /proc.
 
-`HangDetector` is pure, so that every case can be tested without waiting for it. `ProcStats` are the
-kernel's figures of a worker and of the ranks that it started.
+`HangDetector` is pure, so that tests need not wait for its deadlines. `ProcStats` has the kernel's
+figures of a worker and of the ranks that it started.
 """
 
 import os
@@ -13,37 +13,40 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Last steps whose slowest bounds the order of magnitude of the next one."""
+"""Number of last steps whose slowest gives the order of magnitude of the next one."""
 _REMEMBERED_STEPS = 1024
-"""Last steps whose longest bounds the next one. So many hold some with prompts, with a long context
-and with busy neighbours."""
+"""Number of last steps whose longest bounds the next one.
+
+Among so many are some with prompts, some with a long context and some with busy neighbours."""
 
 MAX_TICK_S = 0.5
-"""Most seconds that the time between two ticks counts. When the detector itself could not run,
-since the server was stopped or its container frozen, the worker's messages are still unread."""
+"""Most seconds that are counted between two ticks.
+
+A longer gap means that the detector itself could not run, since the server was stopped or its
+container frozen. The worker's messages are still unread then."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcStats:
-    """The kernel's figures of one process over all its threads, or of several processes."""
+    """The kernel's figures of one process with all its threads, or of several processes."""
 
     is_stopped: bool
-    """Whether a signal has stopped it, so that it waits for SIGCONT."""
+    """Whether a signal has stopped the process, so that it waits for SIGCONT."""
     is_waiting: bool
-    """Whether every thread waits for an event, and none runs or waits for a core or for a disk."""
+    """Whether all threads wait for events. None runs, and none waits for a core or a disk."""
     cpu_ticks: int
-    """Processor time so far, in ticks of the kernel (10 ms), including that of ended children."""
+    """CPU time so far, in kernel ticks of 10 ms, including that of ended children."""
     thread_ticks: Mapping[int, int] = field(default_factory=dict)
-    """Processor time so far of each thread, by its id."""
+    """CPU time so far of each thread in kernel ticks, by thread id."""
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
-    """Return the stats of a process and its children together; None: it is gone.
+    """Return the stats of a process together with its children, None if the process is gone.
 
-    A rank waits for the others most of the time, so a single waiting rank means nothing. A single
-    stopped rank stops them all.
+    A rank often waits for the others, so one waiting rank means nothing. One stopped rank stops
+    them all.
     """
     own = _read(pid)
     if own is None:
@@ -86,17 +89,20 @@ def _children(pid: int) -> list[int]:
 
 
 def _fields(path: Path) -> list[str]:
-    """Return a stat file's fields from the third (the state) on. The second may contain blanks."""
+    """Return the fields of a stat file after the second, which may contain blanks.
+
+    The first of them is the state.
+    """
     return path.read_text().rpartition(")")[2].split()
 
 
 class HangDetector:
     """Measures how long a worker has been silent, idle, busy and without progress, tick by tick.
 
-    The longest known step bounds the next one: the step that a worker measured at its start, or the
-    longest of the last `_REMEMBERED_STEPS` if that is longer. A worker hangs if its busiest thread
-    has computed many times as long, even if neighbours took its cores meanwhile. For a worker
-    without a measured step the deadline holds.
+    The longest known step bounds the next one. It is the step that the worker measured at its
+    start, or the longest of the last `_REMEMBERED_STEPS` if that is longer. A worker hangs if its
+    busiest thread has computed for a multiple of that time. Time in which neighbours had its cores
+    does not count. A worker without a measured step only has the deadline.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -110,26 +116,27 @@ class HangDetector:
         self._waiting_s = 0.0
         self._cpu_ticks: int | None = None
         self._thread_ticks: Mapping[int, int] | None = None
-        """Processor time of each thread when the worker was first checked in its silence."""
+        """CPU time of each thread at the first check of this silence, in kernel ticks."""
         self._busy_s = 0.0
-        """Processor time that the busiest thread has had since."""
+        """CPU time of the busiest thread since then, in seconds."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the worker is silent for longer than healthy ones are, so that /proc is worth
-        reading.
-        """
+        """Whether the worker is silent for longer than a healthy one, so that /proc is read."""
         return self._silent_s > MAX_TICK_S
 
     @property
     def longest_step_s(self) -> float:
-        """Seconds of the longest known step; 0: the worker measured none at its start."""
+        """Seconds of the longest known step, 0 if the worker measured none at its start."""
         if self._measured_step_s <= 0.0:
             return 0.0
         return max(self._measured_step_s, max(self._steps, default=0.0))
 
     def on_ready(self, longest_step_s: float) -> None:
-        """Record the longest step that a worker measured at its start, in seconds; 0: none."""
+        """Record the longest step that the worker measured at its start, in seconds.
+
+        It is 0 if the worker measured none.
+        """
         self._measured_step_s = longest_step_s
         self.on_progress()
 
@@ -140,7 +147,7 @@ class HangDetector:
         self._thread_ticks = None
 
     def on_progress(self) -> None:
-        """Record a finished step or a stage of loading. A heartbeat alone is no progress."""
+        """Record a finished step or a stage of loading. A heartbeat is no progress."""
         self._waiting_s = 0.0
 
     def on_step(self, seconds: float) -> None:
@@ -153,11 +160,11 @@ class HangDetector:
         """Count the time since the last tick."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         self._silent_s += elapsed_s
-        # A worker without work owes no step. Its time counts from the next request on.
+        # A worker without work owes no step. Its time counts from the next request.
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Count the time since the last tick by the kernel's figures of the worker."""
+        """Count the time since the last tick as still or stopped, by the kernel's figures."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks
@@ -171,7 +178,7 @@ class HangDetector:
         self._busy_s = max(spent, default=0) / _TICKS_PER_S
 
     def reason(self, *, is_loading: bool) -> str:
-        """Return why the worker counts as hung; empty while it does not."""
+        """Return why the worker counts as hung, empty while it does not."""
         policy = self._policy
         if self._stopped_s > policy.stopped_after_s:
             return "stopped by a signal"
@@ -185,7 +192,7 @@ class HangDetector:
         recent = list(self._steps)[-_RECENT_STEPS:]
         suspect_s = policy.suspect_after_s(max(recent, default=None), longest_s, num_steps)
         if min(self._waiting_s, self._still_s) > suspect_s:
-            return "asleep in a step"
+            return "idle in a step"
         if longest_s > 0.0 and min(self._waiting_s, self._busy_s) > policy.busy_after_s(
             longest_s, num_steps
         ):

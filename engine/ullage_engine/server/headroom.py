@@ -14,15 +14,15 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.health import EngineStatus
 
 HEARTBEAT_S = 1.0
-"""Most seconds between two pushes of a stream."""
+"""Longest time between two messages of a stream, in seconds."""
 DEFAULT_INTERVAL_S = 0.1
-"""Least seconds between two pushes of a stream whose client names none."""
+"""Shortest time between two messages of a stream if the client names none, in seconds."""
 MAX_RELEASES = 32
-"""Most predicted releases of memory in one push, the soonest ones."""
+"""Most predicted memory releases in one message. The soonest are kept."""
 
 
 class HeadroomService(headroom_rpc.HeadroomServiceServicer):
-    """Streams the engine's free memory; every stream numbers its own pushes."""
+    """Streams the engine's free memory. Every stream numbers its own messages."""
 
     def __init__(self, config: EngineConfig, engine_status: EngineStatus) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""The present condition of the engine, and the wake-up of all that watch it."""
+"""The engine's current status, and the health score that its faults lower."""
 
 import asyncio
 import bisect
@@ -14,13 +14,13 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_kv import TierStats
 
 _OOM_FACTOR = 0.8
-"""Share of the health that remains after a step ran out of memory and was computed by a retry."""
+"""Factor of the health after a step ran out of memory and a retry computed it."""
 
 _NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
 
 
 class HealthScore:
-    """A score from 0 to 1 (healthy): each fault multiplies it, and the loss decays with time."""
+    """A score from 0 to 1 (healthy). A fault multiplies it by a factor, and the loss decays."""
 
     def __init__(self, recovery_s: float = 60.0) -> None:
         self._recovery_s = recovery_s
@@ -44,12 +44,12 @@ class StepTolerances:
 
     @property
     def shortest_s(self) -> float:
-        """The shortest limit of an open request; 0: none has one."""
+        """The shortest limit of an open request in seconds, 0 if none has a limit."""
         return self._ordered[0] if self._ordered else 0.0
 
     @contextlib.contextmanager
     def held(self, limit_s: float) -> Iterator[None]:
-        """Hold a limit during the body of a with statement; 0: there is none."""
+        """Apply a limit while the context is open. 0 means no limit."""
         if limit_s <= 0.0:
             yield
             return
@@ -67,40 +67,37 @@ class AdapterState:
     name: str
     rank: int
     is_served: bool
-    """Whether requests may name it."""
+    """Whether requests may name the adapter."""
     digest: str
-    """Digest of the files that are served; empty: none are."""
+    """Digest of the served files, empty if none are served."""
     error: str
-    """Why the wanted files cannot be served; empty: they are served, or being loaded."""
+    """Why the wanted files cannot be served, empty if they are served or being loaded."""
 
 
 class EngineStatus:
-    """The worker's latest report and the engine's own condition.
-
-    The supervisor and draining write it. Every write wakes all watchers.
-    """
+    """The worker's latest report and the engine's own status. Every change wakes all watchers."""
 
     def __init__(self) -> None:
         self.epoch = time.time_ns()
         self.ready: Ready | None = None
-        """Facts of the loaded model; kept while a worker is being replaced."""
+        """Facts of the loaded model. They are kept while a worker is being replaced."""
         self.state: WorkerState | None = None
         self.serving = False
-        """Whether a worker is loaded and steps."""
+        """Whether a worker is loaded and takes requests."""
         self.is_preparing = False
-        """Whether the adapters that the engine starts with are not loaded yet."""
+        """Whether adapters that are configured at the start are still loading."""
         self.adapters: tuple[AdapterState, ...] = ()
         self.draining = False
         self.worker_restarts = 0
         """Number of workers that ended without being stopped."""
         self.live = True
-        """Whether another worker may help. False: only a new pod can."""
+        """Whether another worker may help. If not, only a new pod can."""
         self.not_ready_reason = ""
-        """Why no worker serves and none will be started; empty while one does or will."""
+        """Why no worker serves and none will be started, empty otherwise."""
         self.created = int(time.time())
         self.step_limits = StepTolerances()
         self.throttle_reasons: frozenset[str] = frozenset()
-        """Why boost is off; empty while it is not."""
+        """Reasons why boost is off, empty while it is on."""
         self.tiers: Callable[[], list[TierStats]] = list
         """Returns the figures of KV tiers outside the device."""
         self._health = HealthScore()
@@ -121,7 +118,7 @@ class EngineStatus:
 
     @property
     def headroom_bytes(self) -> int:
-        """KV bytes that a new request may take; 0 while no worker serves."""
+        """KV bytes that a new request may take, 0 while no worker serves."""
         return self.state.headroom_bytes if self.state and self.serving else 0
 
     def worker_ready(self, ready: Ready) -> None:
@@ -146,7 +143,7 @@ class EngineStatus:
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:
-        """Take a worker's report. Out-of-memory steps since the last report lower the health."""
+        """Record a worker's report. New steps that ran out of memory lower the health."""
         num_survived = state.num_oom_events - (self.state.num_oom_events if self.state else 0)
         self.state = state
         for _ in range(num_survived):
@@ -168,18 +165,18 @@ class EngineStatus:
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Serve no requests from now on. There is no way back."""
+        """Serve no requests from now on. This is final."""
         self.serving = False
         self.not_ready_reason = reason
         self._wake()
 
     def drain(self) -> None:
-        """Refuse new requests from now on. There is no way back."""
+        """Refuse new requests from now on. This is final."""
         self.draining = True
         self._wake()
 
     async def changed(self, within_s: float) -> None:
-        """Wait for the next change, or until the time is up."""
+        """Wait for the next change, at most `within_s` seconds."""
         try:
             async with asyncio.timeout(within_s):
                 await self._changed.wait()

@@ -1,8 +1,8 @@
-"""The journal of open requests, from which a new worker goes on with them.
+"""The journal of open requests, from which a new worker continues them.
 
-An entry holds the request as it was accepted, with its seed, every token received so far, and the
-part that the client has not been sent yet. The unsent part is bounded by the request's max_tokens.
-A client that reads slowly gets it in fewer, larger pieces.
+An entry holds the request as it was accepted, with its seed, all tokens received so far, and the
+part that was not sent to the client yet. The unsent part is bounded by the request's max_tokens.
+A client that reads slowly gets fewer, larger pieces.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Update:
-    """News for the client of one sample since the last update."""
+    """The new output of one sample since the last update."""
 
     sample: int = 0
     text: str = ""
@@ -43,18 +43,17 @@ class Update:
 
 
 class News:
-    """Wakes the sender of a request's samples, at once or when tokens that wait for others may
-    leave.
+    """Wakes the sender of a request's samples, at once or when held tokens may be sent.
 
-    `SendWindow` decides when tokens leave. Entries predict that time by the call's `SendPace`, so
-    that the sender is not woken to make a delta that would wait there.
+    `SendWindow` decides when tokens are sent. Entries predict that time by the call's `SendPace`,
+    so that the sender does not wake up to make a delta that would only wait.
     """
 
     def __init__(self) -> None:
         self._has_come = False
         self._reader: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Wakes the reader for tokens that waited."""
+        """Wakes the reader for held tokens."""
 
     def tell(self) -> None:
         """Wake the reader now."""
@@ -77,9 +76,7 @@ class News:
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Wait for news, at most until a time on the event loop's clock; return whether there is
-        any.
-        """
+        """Wait for news, at most until a time on the event loop's clock. Return whether it came."""
         if not self._has_come:
             await self._woken(until)
         has_come = self._has_come
@@ -103,7 +100,7 @@ class News:
 
 
 class TierHit(NamedTuple):
-    """Prompt tokens of one request whose KV one tier below the device had."""
+    """Prompt tokens of one request whose KV was in one tier below the device."""
 
     tier: str
     """host, remote or file."""
@@ -125,13 +122,15 @@ class JournalEntry:
         prefix: str,
         pace: SendPace = AT_ONCE,
     ) -> None:
-        """Args:
-        job: the accepted request.
-        token_bytes: the spelling of each token.
-        index: number of the sample among the request's.
-        news: woken whenever there is an update to send.
-        prefix: text that begins the answer.
-        pace: how tokens wait for others.
+        """Create the entry of one sample.
+
+        Args:
+            job: the accepted request.
+            token_bytes: the bytes of each token.
+            index: index of the sample in the request.
+            news: wakes the sender whenever there is an update to send.
+            prefix: text that begins the answer.
+            pace: how long tokens wait to be sent together.
         """
         self.job = job
         self.index = index
@@ -139,29 +138,29 @@ class JournalEntry:
         self.num_restored = 0
         """Output tokens that came from another engine."""
         self.total_logprob = 0.0
-        """Sum of log-probabilities over its tokens; 0 unless they are reported."""
+        """Sum of the tokens' log-probabilities, 0 unless they are reported."""
         self.num_cached_tokens = 0
         """Prompt tokens whose KV was on the device when the sample was first computed."""
         self.tier_hits: list[TierHit] = []
-        """Prompt tokens whose KV was loaded from below the device, at most once a tier; complete
-        before the first output."""
+        """Prompt tokens whose KV was loaded from tiers below the device, at most one hit a tier.
+        The list is complete before the first output."""
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False
-        """Whether the present worker has been sent the sample."""
+        """Whether the sample was sent to the present worker."""
         self.admitted = False
-        """Whether a worker, this one or one before, has admitted the sample."""
+        """Whether the present worker or an earlier one has admitted the sample."""
         self.is_taken = False
         """Whether the present worker has admitted the sample."""
         self._num_tokens_here = 0
-        """Output tokens that the present worker has given."""
+        """Output tokens from the present worker."""
         self.resumes = 0
         self.deaths = 0
-        """Workers since the last decode that may have died of the sample."""
+        """Number of workers since the last decode that the sample may have killed."""
         self.lone_deaths = 0
-        """Those of them that had no other request."""
+        """Number of those workers that had no other request."""
         self.is_inexact = False
-        """Whether workers with different fingerprints generated its tokens."""
+        """Whether workers with different fingerprints generated the sample's tokens."""
         self.accepted_at = time.monotonic()
         self.last_token_at: float | None = None
         self._preemptions_before = 0
@@ -171,18 +170,18 @@ class JournalEntry:
         self._news = news
         self._pace = pace
         self._due = 0.0
-        """Time on the event loop's clock at which new tokens leave, however few."""
+        """Time on the event loop's clock at which held tokens are sent, however few."""
         self._num_received = 0
-        """Characters of the coming text that the client has already, from another engine."""
+        """Characters of the coming text that the client already has from another engine."""
 
     @property
     def key(self) -> str:
-        """The sample's request id towards the worker, unique in this process."""
+        """The worker's request id of the sample, unique in this process."""
         return self.job.request.request_id
 
     @property
     def request_key(self) -> str:
-        """The key that all samples of the request share: the first one's."""
+        """The key that all samples of the request share: the key of the first sample."""
         return self.key.removesuffix(f"#{self.index}") if self.index else self.key
 
     @property
@@ -191,15 +190,15 @@ class JournalEntry:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a token has come since it was sent to the newest worker."""
+        """Whether the present worker has generated a token of the sample."""
         return self._num_tokens_here > 0 and len(self.output_ids) > self.num_restored
 
     @property
     def has_decoded(self) -> bool:
         """Whether the present worker has survived a decode of the sample.
 
-        A worker gives the first token for the prompt, with all output so far, which is no proof
-        that it survives the steps of single tokens that follow.
+        The first token comes from the prefill of the prompt and all output so far. It does not
+        prove that the worker survives a decode step.
         """
         return self._num_tokens_here > 1
 
@@ -210,7 +209,7 @@ class JournalEntry:
     def restore(self, answer: PartialAnswer) -> None:
         """Begin with output that the client has from another engine.
 
-        A sample that had ended there has ended here, too. Any other sample is admitted or refused
+        A sample that has ended there is over here, too. Any other sample is admitted or refused
         like a new one.
         """
         prefix = self._update.text
@@ -234,7 +233,7 @@ class JournalEntry:
         )
 
     def add_tier_hits(self, hits: list[TierHit]) -> None:
-        """Record the tiers of the prompt's KV, unless the sample was computed already."""
+        """Record the tiers of the prompt's KV, unless the sample has been computed before."""
         if not self.output_ids and not self.resumes:
             self.tier_hits = hits
             if served := self.job.served:
@@ -242,12 +241,12 @@ class JournalEntry:
                     served.loaded(hit.tier, hit.num_tokens, hit.seconds)
 
     def blame(self, *, was_alone: bool) -> None:
-        """Count the death of the present worker, which may have died of the sample."""
+        """Count the death of the present worker, which the sample may have killed."""
         self.deaths += 1
         self.lone_deaths += was_alone
 
     def resume(self) -> None:
-        """Prepare the sample for the next worker, as new if no worker ever admitted it."""
+        """Prepare the sample for the next worker. It counts as new if no worker has admitted it."""
         self.submitted = False
         self.is_taken = False
         self._num_tokens_here = 0
@@ -259,17 +258,17 @@ class JournalEntry:
         self._preemptions_now = 0
 
     def take(self) -> None:
-        """Note that the present worker has admitted the sample."""
+        """Record that the present worker has admitted the sample."""
         self.admitted = True
         self.is_taken = True
 
     def on_other_fingerprint(self) -> None:
-        """Record that the next worker has another fingerprint than the workers before it."""
-        # Of tokens from another engine, its reader compares the fingerprints.
+        """Record that the next worker's fingerprint differs from the previous one."""
+        # For tokens from another engine, the client compares the fingerprints.
         self.is_inexact |= len(self.output_ids) > self.num_restored
 
     def append_output(self, output: TokenOutput) -> None:
-        """Append a step's output; a stop string may end the request before the worker does."""
+        """Append a step's output. A stop string may end the request before the worker does."""
         self.take()
         self._num_tokens_here += len(output.token_ids)
         if self.has_decoded:
@@ -285,14 +284,14 @@ class JournalEntry:
             self._news.tell_from(self._due)
 
     def set_embedding(self, embedding: Embedding) -> None:
-        """End the request with the embedding that it asked for."""
+        """End the request with its embedding."""
         self.take()
         self.num_cached_tokens = embedding.num_cached_tokens
         self._update.embedding = embedding.vector
         self._finish(Finish("stop"))
 
     def end(self, reason: Reason) -> None:
-        """End the request with its text so far; do nothing if it is over."""
+        """End the request with its text so far, unless it is over."""
         if self.is_over:
             return
         piece = self._detokenizer.flush()
@@ -303,13 +302,13 @@ class JournalEntry:
             self._finish(Finish(reason))
 
     def fail(self, error: ServiceError) -> None:
-        """End the request with an error; do nothing if it is over."""
+        """End the request with an error, unless it is over."""
         if not self.is_over:
             self.failure = error
             self._news.tell()
 
     def pop_update(self) -> Update | None:
-        """Remove and return the update, with the finish if the sample has ended; None: no news."""
+        """Remove and return the update, None without news. It has the finish of an ended sample."""
         if not self._update.token_ids and self.finish is None:
             return None
         update = self._update
@@ -325,7 +324,7 @@ class JournalEntry:
         last = len(token_ids) - 1
         for place, token_id in enumerate(token_ids):
             self._report(logprobs[place : place + 1])
-            # The token that ends the answer is counted, but it is not text.
+            # The token that ends the answer counts, but it has no text.
             self._append_token(token_id, is_text=finish != "stop" or place < last)
             if self.is_over:
                 return
@@ -363,14 +362,15 @@ class Submission(NamedTuple):
 
     entries: list[JournalEntry]
     resumed: bool
-    """Whether a former worker had admitted them."""
+    """Whether an earlier worker had admitted them."""
 
 
 def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
-    """Yield the entries that need a worker and were not sent to the present one.
+    """Yield the entries that need a worker and were not sent to the present worker.
 
-    Samples that no worker has admitted yet go together, and so do the hypotheses of a beam search,
-    which have no output before its end. Other samples have diverged: each goes by itself.
+    Samples that no worker has admitted yet are sent together. So are the hypotheses of a beam
+    search, which have no output before its end. Other samples have diverged, so each is sent by
+    itself.
     """
     waiting = (entry for entry in entries if not (entry.submitted or entry.is_over))
     for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
@@ -383,11 +383,12 @@ def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
 
 
 def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-    """Return the entries that a worker may have died of, oldest first.
+    """Return the entries that may have killed a worker, oldest first.
 
-    A worker takes requests in their order. It has seen none behind the first that it did not admit,
-    except for requests whose grammar was being compiled. Entries that it decoded were harmless so
-    far. If it did die of one of them, the next worker dies of that one at its first decode.
+    A worker admits requests in order, except that a request whose grammar is being compiled may be
+    overtaken. So the worker has not seen requests behind the first one without a grammar that it
+    did not admit. Entries that the worker decoded have been harmless so far. If one of them did
+    kill it, that entry kills the next worker at its first decode.
     """
     suspects: list[JournalEntry] = []
     next_key = ""
@@ -420,17 +421,20 @@ class Journal:
         self._empty.clear()
 
     def close(self, entry: JournalEntry) -> None:
-        """Remove an entry whose client has been sent everything or has gone."""
+        """Remove an entry whose client has received everything or has gone."""
         self._entries.pop(entry.key, None)
         if not self._entries:
             self._empty.set()
 
     def get(self, key: str) -> JournalEntry | None:
-        """Return an open entry; None: it is closed, as after a cancel that crossed its tokens."""
+        """Return an open entry, None if it is closed.
+
+        A worker may send tokens of a closed entry before it reads the cancel.
+        """
         return self._entries.get(key)
 
     def submissions(self) -> Iterator[Submission]:
-        """Yield the entries that the present worker has not been sent, oldest first."""
+        """Yield the entries that were not sent to the present worker, oldest first."""
         return submissions(self._entries.values())
 
     def unfinished(self) -> list[JournalEntry]:
@@ -442,7 +446,7 @@ class Journal:
             end(entry)
 
     async def emptied(self, within_s: float) -> int:
-        """Wait until no entry is open; return the number of open entries when the time is up."""
+        """Wait until no entry is open, at most `within_s` seconds. Return the number still open."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()

@@ -1,7 +1,7 @@
 """Prometheus metrics of an engine: `ullage_*`, and the `vllm:` names that dashboards expect.
 
 The aliases are made from the same samples at every scrape, so nothing is counted twice. A worker
-counts since its own start, and the exported counters go on across workers.
+counts from its own start. The exported counters continue across workers.
 """
 
 import time
@@ -30,11 +30,11 @@ from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic
 
 _SUCCESS = ("stop", "length")
-"""Outcomes of requests whose time counts."""
+"""Outcomes of requests whose latency is measured."""
 
 
 class EngineMetrics:
-    """All metrics of an engine, on a registry of their own."""
+    """All metrics of an engine, in their own registry."""
 
     def __init__(self, model: str) -> None:
         native = self._native = CollectorRegistry()
@@ -71,7 +71,7 @@ class EngineMetrics:
         self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
-        """Go on with a new worker, whose counters start at zero."""
+        """Export the figures of a new worker, whose counters start at zero."""
         for place in ready.ranks:
             fields = msgspec.structs.asdict(place)
             own = (str(fields[name]) for name in names.RANK_LAYERS.labels[len(self._values) :])
@@ -82,7 +82,7 @@ class EngineMetrics:
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:
-        """Export a worker's gauges and counters. Counters go on across workers."""
+        """Export a worker's gauges and counters. Counters continue across workers."""
         self._worker.state = state
         self._blocks.set(state.kv_pool_bytes // self._block_bytes)
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
@@ -96,9 +96,11 @@ class EngineMetrics:
         stats: Callable[[], list[TierStats]],
         not_loaded: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Export the figures of tiers outside the device, read at each scrape.
+        """Export the figures of tiers outside the device, which each scrape reads.
 
-        `not_loaded`: returns the blocks that requests did not begin with, by tier and reason.
+        Args:
+            stats: returns the figures of each tier.
+            not_loaded: returns the number of blocks that were not loaded, by tier and reason.
         """
 
         def collect() -> Iterable[Metric]:
@@ -119,7 +121,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
-        """Export the blocks that other engines read and write here, read at each scrape."""
+        """Export the blocks that other engines read and write here, which each scrape reads."""
 
         def collect() -> Iterable[Metric]:
             return families(names.PEERS.items(), [(self._values, stats())])
@@ -127,7 +129,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_gpus(self, monitor: GpuMonitor) -> None:
-        """Export the driver's latest figures, read at each scrape."""
+        """Export the driver's latest figures, which each scrape reads."""
 
         def collect() -> Iterable[Metric]:
             gpus = [((*self._values, gpu.index, gpu.uuid), gpu) for gpu in monitor.samples]
@@ -159,7 +161,7 @@ class EngineMetrics:
         if entry.last_token_at is None:
             self._count_degraded(entry)
             self._ttft.observe(now - entry.accepted_at)
-            # All samples have one prompt.
+            # The samples share one prompt, so it counts once.
             self._prompt_tokens.inc(0 if entry.index else entry.job.request.num_prompt_tokens)
         else:
             seconds = (now - entry.last_token_at) / num_tokens

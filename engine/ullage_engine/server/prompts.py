@@ -1,4 +1,4 @@
-"""Tokenising of prompts: text, conversations by the chat template, and texts to embed."""
+"""Tokenisation of prompts: text, conversations by the chat template, and texts to embed."""
 
 import asyncio
 import functools
@@ -17,7 +17,7 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Length from which a text is tokenised in a thread. 10 kB take about 1 ms."""
+"""Characters from which a text is tokenised in a thread. 10 kB take about 1 ms."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class TokenizerBundle:
     tokenizer: ModelTokenizer
     token_bytes: TokenBytes
     chat: ChatTemplate | None
-    """The model's chat template; None where it has none."""
+    """The model's chat template, if it has one."""
     guard: SpecialTokenGuard
-    """Keeps texts of clients from becoming special tokens."""
+    """Prevents that clients' texts become special tokens."""
     guarded: GuardedTokenizer
-    """The tokenizer for such texts."""
+    """The tokenizer for guarded texts."""
 
 
 async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:
@@ -43,7 +43,7 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)
     if request.WhichOneof("input") == "text":
-        # A raw prompt is all that the model reads, so special tokens in it count as such.
+        # A raw prompt is the model's whole input, so its special tokens count as such.
         text = request.text
         ids_of = _embedded_ids if request.embed else _text_ids
         encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
@@ -69,7 +69,7 @@ def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
 def _render(
     messages: pb.Messages, tokenizer_bundle: TokenizerBundle
 ) -> tuple[str, Callable[[], list[int]]]:
-    """Return the text of a conversation, and the function that tokenises it."""
+    """Return the text of a conversation and a function that tokenises it."""
     chat = tokenizer_bundle.chat
     tokenizer = tokenizer_bundle.tokenizer
     if chat is None:

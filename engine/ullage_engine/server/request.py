@@ -1,11 +1,12 @@
-"""Turns a Generate call into requests of the engine: every field checked, limits applied.
+"""Validation of a Generate call, and its conversion into an engine request.
 
-Nothing is sent to a worker here. Errors are ServiceError with INVALID_ARGUMENT (the field is named)
-or NOT_FOUND. A call may ask for several samples, each with a seed of its own.
+All fields are checked and the limits applied, but nothing is sent to a worker. Errors are
+ServiceError with INVALID_ARGUMENT (the field is named) or NOT_FOUND. A call may ask for several
+samples, each with its own seed.
 
-Under memory pressure a new request's limits are lowered once, when it is accepted; a request that
-is resumed under a new worker keeps what was granted. The client reads the changes in the router's
-words: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
+Under memory pressure a new request's limits are lowered once, when it is accepted. A request that
+is resumed with a new worker keeps its granted limits. The client reads the changes as the router
+writes them: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
 """
 
 import dataclasses
@@ -41,17 +42,17 @@ _SEEDS = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """How many answers to one prompt are generated and returned."""
+    """Numbers of answers to one prompt that are generated and returned."""
 
     n: int = 1
-    """Number of answers that are returned."""
+    """Number of returned answers."""
     num_generated: int = 1
-    """Number of answers, or of hypotheses of a beam search, that are generated."""
+    """Number of generated answers, or of a beam search's hypotheses."""
     beam: BeamParams | None = None
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that are computed side by side."""
+        """Number of sequences that are computed at the same time."""
         return self.beam.width if self.beam else self.num_generated
 
     @property
@@ -61,15 +62,15 @@ class SamplePlan:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether text is sent while it grows. Otherwise answers are known only at the end."""
+        """Whether text is sent while it grows. If not, the answers are known only at the end."""
         return not self.is_ranked and self.beam is None
 
 
 def sample_seed(seed: int, index: int) -> int:
     """Return the seed of answer `index`: (seed + index * 0x9E3779B97F4A7C15) mod 2^64.
 
-    The first answer has the request's own. The stride is odd, so no two answers share a seed; asked
-    for alone with its seed an answer is the same.
+    The first answer has the request's own seed. The stride is odd, so no two answers share a seed.
+    A request for a single answer with such a seed gets the same answer.
     """
     return (seed + index * _SEED_STRIDE) % _SEEDS
 
@@ -95,13 +96,13 @@ _REASONS: dict[int, Reason] = {
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """The part of an answer that its client has from another engine."""
+    """The part of an answer that the client has received from another engine."""
 
     token_ids: list[int]
     text_length: int
     """Characters of text."""
     reason: Reason | None
-    """Why the answer ended; None: the client has seen no end."""
+    """Why the answer ended, None if the client has not seen its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,9 @@ class ValidatedRequest:
     delta_token_ids: bool = False
     """Whether deltas have token ids."""
     served: ServedRequest | None = None
-    """Its log lines and its span; None: the request is not logged."""
+    """The request's log lines and trace span, None if it is not logged."""
     received: tuple[PartialAnswer, ...] = ()
-    """The parts of each answer that the client has; empty: the request begins here."""
+    """The received part of each answer, empty if the request begins here."""
 
     @property
     def num_received_tokens(self) -> int:
@@ -148,10 +149,10 @@ class ValidatedRequest:
 
 
 def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
-    """Check all fields that do not depend on the prompt's tokens, before it is tokenised.
+    """Check all fields that do not depend on the prompt's tokens, before tokenisation.
 
     Raises:
-        ServiceError: a field is out of range, or the model is another one.
+        ServiceError: a field is out of range, or the model is not served here.
     """
     check_model(request.model, model.name, model.adapters)
     validate_request(request)
@@ -161,7 +162,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
 
 
 def check_model(asked: str, served: str, adapters: Collection[str]) -> None:
-    """Check that the request names the served model or one of its adapters. Empty: the model.
+    """Check that a request names the served model, which is the default, or one of its adapters.
 
     Raises:
         ServiceError: NOT_FOUND, for any other model.
@@ -183,13 +184,16 @@ def validated_request(
     limits: LimitsSection,
     grammar: str = "",
 ) -> ValidatedRequest:
-    """Build the request of a checked call whose `grammar` is in the form that workers compile.
+    """Build the request of a checked call.
 
-    The output limit is cut to what the model's length leaves.
+    The output limit is capped by the tokens that the prompt leaves of the model's length.
+
+    Args:
+        grammar: the request's grammar in the form that workers compile, empty without one.
 
     Raises:
-        ServiceError: the prompt is empty, has tokens that the model lacks, or leaves no room for
-            output.
+        ServiceError: the prompt is empty, has tokens outside the model's vocabulary, or leaves no
+            room for output.
     """
     num_prompt = len(prompt_ids)
     # A tokenizer may know more tokens than the model has.
@@ -267,11 +271,12 @@ def _too_long(num_prompt: int, max_model_len: int, least_output: int) -> Service
 
 
 def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """Convert sampling parameters. Unset fields take the model's defaults or else the API's. The
-    seed is fixed here, once.
+    """Convert sampling parameters, and choose the seed if the request has none.
+
+    Unset fields take the model's defaults, or else those of the API.
     """
     given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
-    # 53 bits: a seed survives a JSON number on its way back to the client.
+    # 53 bits, so that a JSON number can carry the seed back to the client.
     given["logit_bias"] = dict(request.sampling.logit_bias)
     given.setdefault("seed", secrets.randbits(53))
     if request.output.HasField("top_logprobs"):
@@ -301,9 +306,7 @@ def _check_support(request: pb.GenerateRequest, model: ModelLimits) -> None:
 def degrade(
     job: ValidatedRequest, section: DegradeSection, state: WorkerState | None
 ) -> ValidatedRequest:
-    """Lower limits by the pressure level of the worker's last state; list the changes in
-    `degraded`.
-    """
+    """Lower limits by the worker's last pressure level, and list the changes in `degraded`."""
     level = level_at(section, state.pressure_level if state else 0)
     if level is None:
         return job
@@ -312,10 +315,10 @@ def degrade(
 
 
 def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedRequest:
-    """Lower limits as the engine did that accepted the request first.
+    """Lower limits as the engine that first accepted the request did.
 
     Raises:
-        ServiceError: they are none that an engine lowers.
+        ServiceError: a change is not one that engines make.
     """
     request = job.request
     sampling = job.request.sampling
@@ -369,7 +372,8 @@ def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> Sampling
 
 
 def _capped(value: float, limit: float | None) -> float:
-    """Return at most `limit`. Values arrive as float32, so 0.8 is a little larger but within its
-    limit.
+    """Return the value capped at `limit`, compared as float32.
+
+    Values arrive as float32, so 0.8 is slightly above 0.8 but within its limit.
     """
     return value if limit is None or float(f"{value:.7g}") <= limit else limit

@@ -62,7 +62,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
 
 
 def sample_finished(update: Update) -> pb.GenerateResponse:
-    """Build the message that ends one of several samples."""
+    """Build the message that ends one sample of several."""
     assert update.finish is not None, "a sample that goes on"
     message = pb.SampleFinished(
         sample=update.sample,
@@ -91,7 +91,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Write where the KV of the prompt was found, which all samples share."""
+    """Write in which tiers the KV of the prompt was found. All samples share the prompt."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)
@@ -132,7 +132,7 @@ def model_response(
 
 
 def _logprobs(update: Update, token_bytes: TokenBytes) -> Iterator[pb.TokenLogprob]:
-    # Log-probabilities are all there or, when not asked for, all missing.
+    # Either all tokens have log-probabilities, or the request did not ask for any.
     for token_id, logprobs in zip(update.token_ids, update.logprobs, strict=False):
         chosen = _alternative(token_id, logprobs.logprob, token_bytes)
         yield pb.TokenLogprob(

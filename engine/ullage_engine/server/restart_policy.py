@@ -1,4 +1,4 @@
-"""The limits by which the supervisor restarts workers, retries requests and recognises hangs."""
+"""The supervisor's limits for restarts of workers, retries of requests, and hangs."""
 
 from dataclasses import dataclass
 
@@ -12,43 +12,44 @@ class RestartPolicy:
     one doubles the pause."""
     max_backoff_s: float = 10.0
     max_failures: int = 8
-    """Workers in a row that may die without having served before the engine gives up."""
+    """Number of workers in a row that may die without having served. Then the engine gives up."""
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
     max_unproven: int = 3
-    """Starts in a row that fail their proof after which the engine stays out."""
+    """Number of starts in a row whose proof may fail. Then the engine serves no more requests."""
     max_deaths: int = 3
     """Deaths of workers since a request's last decode after which the request is given up. In all
-    but one of them no other request can have been the cause."""
+    deaths but one, no other request can have been the cause."""
     trial_s: float = 5.0
-    """Seconds from a worker's start in which suspects, of which the last worker may have died, are
-    tried alone. A suspect of two deaths is tried alone as long as it takes."""
+    """Seconds from a worker's start in which suspects run alone. A suspect is a request that may
+    have killed the last worker. A suspect of two deaths runs alone at any time."""
     step_deadline_s: float = 30.0
-    """Seconds without a finished step after which a worker with work hangs in any case."""
+    """Seconds without a finished step after which a worker with work always counts as hung."""
     load_silence_s: float = 600.0
-    """Seconds without progress after which a worker that is loading hangs."""
+    """Seconds without progress after which a loading worker counts as hung."""
     standby_import_s: float = 120.0
-    """Seconds in which a standby worker must have imported its libraries."""
+    """Seconds in which a standby worker must import its libraries."""
     slow_steps: float = 20.0
-    """Multiple of its slowest step after which a worker that uses no processor time hangs."""
+    """Multiple of its slowest step after which a worker without CPU time counts as hung."""
     min_suspect_s: float = 2.0
-    """Least seconds without processor time after which a worker hangs, however short its steps."""
+    """Seconds without CPU time that every worker may take, however short its steps."""
     long_steps: float = 3.0
-    """Multiple of its longest step after which a worker hangs, in processor time of its busiest
-    thread, so that neighbours on the same cores do not count."""
+    """Multiple of its longest step after which a worker counts as hung. It is measured in CPU time
+    of the worker's busiest thread, so that neighbours on the same cores do not count."""
     min_busy_s: float = 8.0
-    """Least seconds of that processor time, however short its steps."""
+    """Seconds of this CPU time that every worker may take, however short its steps."""
     slow_start_steps: int = 16
-    """Steps after which a worker has its full speed. Before, it has twice the time."""
+    """Steps after which a worker has its full speed. Before that it may take twice as long."""
     stopped_after_s: float = 1.0
-    """Seconds after which a worker that a signal has stopped hangs, with or without work."""
+    """Seconds after which a worker that a signal has stopped counts as hung, even without work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to stop and killing it."""
 
     def backoff(self, num_failures: int) -> float | None:
-        """Return the seconds before the next start after so many failures in a row (at least 1).
+        """Return the seconds before the next start, None if the engine gives up.
 
-        None: the engine gives up.
+        Args:
+            num_failures: failures in a row, at least 1.
         """
         if num_failures > self.max_failures:
             return None
@@ -60,13 +61,13 @@ class RestartPolicy:
         """Return whether a request runs alone until a worker has survived a decode of it.
 
         Args:
-            deaths: workers that may have died of it since its last decode.
+            deaths: workers that the request may have killed since its last decode.
             serving_s: seconds for which the present worker has been ready.
         """
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
 
     def is_given_up(self, deaths: int, lone_deaths: int, *, is_short: bool = False) -> bool:
-        """Return whether the engine gives a request up instead of running it again.
+        """Return whether the engine gives up a request instead of running it again.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
@@ -77,15 +78,16 @@ class RestartPolicy:
         return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
-        """Return whether one more failure in a row ends the engine: a new pod may help more."""
+        """Return whether one more failure in a row ends the engine, since a new pod may help."""
         return num_failures >= self.max_failures
 
     def busy_after_s(self, longest_step_s: float, num_steps: int) -> float:
-        """Return the seconds of computing without an end of its step after which a worker hangs.
+        """Return the CPU seconds in one step after which a worker counts as hung.
 
         Args:
-            longest_step_s: its longest step; 0: unknown, so that only the deadline holds.
-            num_steps: steps that it has done.
+            longest_step_s: the worker's longest step, 0 if it is unknown. Then only the deadline
+                holds.
+            num_steps: steps that the worker has done.
         """
         if longest_step_s <= 0.0:
             return self.step_deadline_s
@@ -96,10 +98,10 @@ class RestartPolicy:
     def suspect_after_s(
         self, slowest_step_s: float | None, longest_step_s: float, num_steps: int
     ) -> float:
-        """Return the seconds without processor time after which a worker with work hangs.
+        """Return the seconds without CPU time after which a worker with work counts as hung.
 
-        clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s); with no step known
-        yet the latter.
+        They are clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s), or
+        busy_after_s before the first step.
         """
         busy_after_s = self.busy_after_s(longest_step_s, num_steps)
         if slowest_step_s is None:

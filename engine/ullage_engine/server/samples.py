@@ -11,14 +11,14 @@ from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
 _WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
-"""Reasons of ends. The first one that any sample has is the reason of the whole request."""
+"""Finish reasons, most important first. A request has the first one that any sample has."""
 
 
 class SampleGroup:
-    """One request's samples, from its acceptance to its last message.
+    """The samples of one request, from its acceptance to its last message.
 
-    Samples that are all returned are sent as they grow. With best_of above n, and in a beam search,
-    the samples are sent when all have ended, the likeliest first.
+    If all samples are returned, they are sent as they grow. With best_of above n and in a beam
+    search, they are sent when all have ended, the likeliest first.
     """
 
     def __init__(
@@ -28,9 +28,13 @@ class SampleGroup:
         prefix: str = "",
         pace: SendPace = AT_ONCE,
     ) -> None:
-        """Args:
-        prefix: text that begins every answer.
-        pace: how tokens of a sample wait for others.
+        """Create the journal entries of an accepted request.
+
+        Args:
+            job: the request.
+            token_bytes: the bytes of each token.
+            prefix: text that begins every answer.
+            pace: how long tokens of a sample wait to be sent together.
         """
         self.job = job
         self._news = news = News()
@@ -64,7 +68,7 @@ class SampleGroup:
 
     @property
     def all_finishes_sent(self) -> bool:
-        """Whether every returned sample's finish has been in an update."""
+        """Whether updates have carried the finish of every returned sample."""
         return not self._unfinished
 
     @property
@@ -87,7 +91,7 @@ class SampleGroup:
 
     @property
     def finish(self) -> Finish:
-        """How the request ended: as its only sample did, or as the weightiest end of several."""
+        """The end of the only sample, or the most important reason of several samples."""
         ends = [entry.finish for entry in self._returned if entry.finish]
         if len(ends) == 1:
             return ends[0]
@@ -99,7 +103,7 @@ class SampleGroup:
         return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
 
     def end(self, reason: Reason) -> list[JournalEntry]:
-        """End the unfinished samples with their text so far and return them."""
+        """End the unfinished samples with their text so far, and return them."""
         ended = [entry for entry in self.entries if not entry.is_over]
         for entry in ended:
             entry.end(reason)
@@ -109,10 +113,11 @@ class SampleGroup:
         """Wait for news, at most until a time on the event loop's clock.
 
         Returns:
-            The updates, possibly none, each finish once; None if no news came in time.
+            The updates, or None if no news came in time. The list may be empty. Each sample's
+            finish comes once.
 
         Raises:
-            ServiceError: a sample failed, and with it the request.
+            ServiceError: a sample failed, so the request fails.
         """
         if not await self._news.wait(until):
             return None
@@ -132,7 +137,7 @@ class SampleGroup:
             self._unfinished = list(self._returned)
 
     def _take(self, entry: JournalEntry) -> Update | None:
-        """Return the update of one sample, under the number by which the client knows it."""
+        """Return the update of one sample, with the sample's index in the client's answer."""
         update = entry.pop_update()
         if update is None:
             return None
@@ -145,20 +150,20 @@ class SampleGroup:
 
 
 def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
-    """Return the request of one sample, with a key and a seed of its own."""
+    """Return the request of one sample, with its own key and seed."""
     request = job.request
     sampling = job.request.sampling
     if job.samples.is_ranked and sampling.top_logprobs is None:
         sampling = msgspec.structs.replace(sampling, top_logprobs=0)
     if index:
         key = f"{request.request_id}#{index}"
-        # The session goes on from the first answer.
+        # The session continues from the first answer.
         request = msgspec.structs.replace(request, request_id=key, session_id="")
         sampling = msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, index))
     return dataclasses.replace(job, request=msgspec.structs.replace(request, sampling=sampling))
 
 
 def _mean_logprob(entry: JournalEntry) -> float:
-    """Return the mean log-probability of a sample's tokens; minus infinity without tokens."""
+    """Return the mean log-probability of a sample's tokens, minus infinity without tokens."""
     count = len(entry.output_ids)
     return entry.total_logprob / count if count else -math.inf

@@ -19,29 +19,29 @@ _PREFIX = "worker-"
 
 
 class EndpointError(Exception):
-    """The worker's socket cannot be created; the message is one line naming server.run_dir."""
+    """The worker's socket cannot be created. The message is one line that names server.run_dir."""
 
 
 def endpoint(run_dir: Path, number: int) -> str:
-    """Return the path of the socket of the worker with this number. Sockets of its ranks have
-    longer names.
+    """Return the socket path of the worker with this number.
+
+    The sockets of the worker's ranks have longer names.
     """
     return f"{run_dir}/{_PREFIX}{number}.ipc"
 
 
 def clear_endpoints(run_dir: Path) -> None:
-    """Remove sockets that killed workers left behind. Call it while there is no worker."""
+    """Remove the sockets of killed workers. Call this only while no worker runs."""
     for path in run_dir.glob(f"{_PREFIX}*"):
         if not path.is_dir():
             path.unlink(missing_ok=True)
 
 
 class ServerLink:
-    """The connection to one worker. Each worker has its own link, so no message of an old one
-    arrives.
+    """The connection to one worker.
 
-    Messages to the worker are queued without limit and never block, since there are only a few for
-    each open request.
+    Each worker has its own link, so no message of an old worker arrives. Messages to the worker
+    never block. They are queued without limit, since there are only a few for each open request.
     """
 
     def __init__(self, path: str) -> None:
@@ -49,7 +49,7 @@ class ServerLink:
         self._listener = _listener(path)
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
-        """The connection, once the worker has made it."""
+        """The connection, once the worker has connected."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._unsent = bytearray()
@@ -57,11 +57,11 @@ class ServerLink:
         self._messages: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        """Has an exception once messages no longer reach a worker that lives."""
+        """Has an exception once messages no longer reach a living worker."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def post(self, message: ToWorker) -> None:
-        """Send or queue a message, which is lost if the worker dies before it reads it."""
+        """Send or queue a message. It is lost if the worker dies before reading it."""
         try:
             data = framed(self._encoder.encode(message))
         except Exception as error:
@@ -76,7 +76,7 @@ class ServerLink:
         """Wait for the next message.
 
         Raises:
-            msgspec.MsgspecError: the worker sent something that is not a message.
+            msgspec.MsgspecError: the worker sent an invalid message.
         """
         while not self._messages:
             self._reader = self._loop.create_future()
@@ -97,7 +97,7 @@ class ServerLink:
     def _accept(self) -> None:
         try:
             connected, _ = self._listener.accept()
-        except OSError:  # the worker is gone again
+        except OSError:  # the worker has gone already
             return
         self._stop_listening()
         connected.setblocking(False)
@@ -119,7 +119,7 @@ class ServerLink:
             return
         except OSError:
             data = b""
-        if not data:  # the worker is gone, which its process shows
+        if not data:  # the worker is gone: its process's exit is handled elsewhere
             self._loop.remove_reader(connected.fileno())
             return
         self._messages.extend(self._frames.feed(data))
@@ -130,7 +130,7 @@ class ServerLink:
                 reader.set_result(None)
 
     def _write(self, connected: socket.socket) -> None:
-        """Send as much as the worker's buffer takes, and the rest when it takes more."""
+        """Send as much as the socket's buffer takes now, and the rest when it has room."""
         try:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:
@@ -150,13 +150,15 @@ class ServerLink:
 
 
 def _listener(path: str) -> socket.socket:
-    """Return a socket that one worker may connect to.
+    """Return a listening socket for one worker.
 
     Raises:
-        EndpointError: the socket cannot be made.
+        EndpointError: the socket cannot be created.
     """
     if len(path.encode()) > MAX_PATH_BYTES:
-        raise EndpointError(f"server.run_dir: {path} is longer than a socket's path may be")
+        raise EndpointError(
+            f"server.run_dir: {path} is too long for a socket; choose a shorter path"
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     try:
@@ -164,5 +166,5 @@ def _listener(path: str) -> socket.socket:
         listener.listen(1)
     except OSError as error:
         listener.close()
-        raise EndpointError(f"server.run_dir: cannot make {path}: {error}") from error
+        raise EndpointError(f"server.run_dir: cannot create {path}: {error}") from error
     return listener

@@ -1,4 +1,4 @@
-"""`InferenceService`: a Generate call from validation to its last message."""
+"""The inference service: a Generate call from validation to its last message."""
 
 import asyncio
 import itertools
@@ -47,11 +47,11 @@ log = logging.getLogger("ullage.engine")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 DEADLINE_MARGIN_S = 0.1
-"""Seconds before a client's own deadline at which its answer ends, so that the end arrives."""
+"""Seconds before the client's deadline at which an answer ends, so that its end still arrives."""
 SLOW_CLIENT_GRACE_S = 5.0
-"""Seconds after its deadline in which a client may read the messages on their way to it."""
+"""Seconds after the deadline in which a client may still read messages that were sent."""
 RETRY_AFTER_LOADING_S = 2.0
-"""Seconds after which a client that was refused should try again."""
+"""Seconds after which a refused client should try again."""
 MAX_OPEN_REQUESTS = 1024
 
 
@@ -69,9 +69,11 @@ class InferenceService(rpc.InferenceServiceServicer):
         tracer: Tracer | None = None,
         adapters: AdapterSet | None = None,
     ) -> None:
-        """Args:
-        tracer: None: requests are not traced.
-        adapters: None: the engine serves no adapters.
+        """Create the service.
+
+        Args:
+            tracer: traces requests, if tracing is on.
+            adapters: the engine's LoRA adapters, if it serves any.
         """
         self._tracer = tracer
         self._adapters = adapters
@@ -86,12 +88,12 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def unservable(self, ready: Ready) -> str:
-        """Return why the loaded tokenizer cannot serve a model that is ready; empty: it can."""
+        """Return why the loaded tokenizer cannot serve the worker's model, empty if it can."""
         bundle = self._tokenizer_bundle
         return bundle.token_bytes.problem if bundle and ready.task == "generate" else ""
 
     def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
-        """Set the loaded tokenizer. No request is accepted before."""
+        """Set the loaded tokenizer. Requests are refused until then."""
         self._tokenizer_bundle = tokenizer_bundle
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -114,7 +116,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         if self._adapters is None:
             await self._generate(request, context)
             return
-        # A request keeps its version of the adapter to its end, through every edit.
+        # A request keeps its version of the adapter to the end, even if the adapter is edited.
         with self._adapters.held(request.model):
             await self._generate(request, context)
 
@@ -153,7 +155,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         finally:
             self._close(group, outcome)
             _log_end(served, group, outcome, failure)
-        if failure is not None:  # last, since it waits for a client that does not read
+        if failure is not None:  # last, since abort waits for a client that does not read
             await abort(context, failure)
 
     def _served(self, request: pb.GenerateRequest, key: str, context: Context) -> ServedRequest:
@@ -179,7 +181,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "NO_ENGINE",
-                "the model is loading; come back",
+                "the model is loading; try again later",
                 retry_after_s=RETRY_AFTER_LOADING_S,
             )
         return self._tokenizer_bundle
@@ -198,7 +200,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "QUEUE_FULL",
-                f"{MAX_OPEN_REQUESTS} requests are open; come back",
+                f"{MAX_OPEN_REQUESTS} requests are open; try again later",
                 retry_after_s=RETRY_AFTER_LOADING_S,
             )
         return self._loaded()
@@ -237,7 +239,7 @@ class InferenceService(rpc.InferenceServiceServicer):
                 checked.request, client_id=served.client_id, traceparent=served.traceparent
             ),
         )
-        if request.HasField("continuation"):  # it keeps its granted max_tokens
+        if request.HasField("continuation"):  # the request keeps the max_tokens it was granted
             return keep_degraded(job, request.continuation.degraded)
         if request.embed:
             return job
@@ -246,7 +248,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _stream(
         self, group: SampleGroup, tokenizer_bundle: TokenizerBundle, context: Context
     ) -> Finish:
-        """Send the whole answer: Accepted with the first news, when admission is certain."""
+        """Send the whole answer. Accepted waits for the first news, when admission is certain."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
         if (
@@ -280,13 +282,15 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
-        """Wait for news. End the samples at the deadline, or when a streamed answer had no news for
+        """Wait for news of the samples, and end them when they take too long.
+
+        They end at the deadline, or when a streamed answer had no news for
         `limits.request_timeout`.
         """
         now = asyncio.get_running_loop().time()
         news_by = now + self._config.limits.request_timeout if group.is_streamed else deadline
         if now >= deadline:
-            # News that has come already does not wait, so the timeout below would never fire.
+            # With news at hand the call below does not wait, so its timeout would never fire.
             self._end(group, "timeout")
         updates = await group.next_updates(min(deadline, news_by))
         if updates is None:
@@ -326,14 +330,12 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return how tokens of a call leave together. A call with a stream of its own sends each at
-    once.
-    """
+    """Return the pace of a multiplexed call. Calls with their own stream send tokens at once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Return the tiers of a prompt's KV for the request's log line; empty: no tier had any."""
+    """Return the log fields for a prompt's KV by tier, empty if no tier had any."""
     if not accepted.cached_by_tier:
         return {}
     return {
@@ -344,7 +346,7 @@ def _tiers(accepted: pb.Accepted) -> dict[str, object]:
 
 
 def _refusal_fields(error: ServiceError) -> dict[str, object]:
-    """Return an error's metadata for the request's log line."""
+    """Return the log fields of an error: its metadata and its retry time."""
     after_s = error.retry_after_s
     return {**error.metadata, "retry_after_s": after_s} if after_s else dict(error.metadata)
 

@@ -1,4 +1,4 @@
-"""Keeps a worker running and every accepted request alive across the worker's deaths.
+"""The supervisor: restarts workers, and keeps accepted requests alive across their deaths.
 
 SupervisorError
     StartError    the worker reports that it cannot serve: a configuration or model error
@@ -65,17 +65,17 @@ from ullage_kv import FileTierError
 log = logging.getLogger("ullage.engine.supervisor")
 
 RANK_MODULE = "ullage_engine.worker.rank_process"
-"""In the command lines of native ranks."""
+"""Module that the command lines of native ranks contain."""
 
 _CHECK_S = 0.25
 """Seconds between two checks of a worker."""
 _LAST_WORDS_S = 0.05
-"""Seconds of silence after which a dead worker's socket holds no more messages."""
+"""Seconds of silence after which a dead worker's socket has no more messages."""
 _SERVER_FAULT = 0.9
-"""Share of the health that remains after an error of this server over a message."""
+"""Factor of the health after an error of this server while it handled a message."""
 
 WorkerCommand = Callable[[str], Sequence[str]]
-"""The command line of a worker that connects to the given endpoint."""
+"""Returns the command line of a worker that connects to the given endpoint."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class WorkerLaunch:
 
 
 class SupervisorError(Exception):
-    """The engine cannot go on; the message is one line."""
+    """The engine cannot continue. The message is one line."""
 
 
 class StartError(SupervisorError):
-    """The first worker cannot serve and starting it again would not help."""
+    """The first worker cannot serve, and another start would not help."""
 
 
 class GaveUpError(SupervisorError):
@@ -115,11 +115,13 @@ class WorkerSupervisor:
         has_standby: bool = False,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
-        """Args:
-        run_dir: folder of the workers' sockets.
-        unservable: returns why the server cannot serve a worker's model; empty: it can.
-        adapters: returns the LoRA adapters that every worker loads before it gets requests.
-        has_standby: whether the next worker is started while one serves, and waits.
+        """Create a supervisor. It starts no worker before `run`.
+
+        Args:
+            run_dir: folder of the workers' sockets.
+            unservable: returns why the server cannot serve a worker's model, empty if it can.
+            adapters: returns the LoRA adapters that every worker loads before it gets requests.
+            has_standby: whether a standby worker waits while another serves.
         """
         self._run_dir = run_dir
         self._engine_status = engine_status
@@ -138,18 +140,18 @@ class WorkerSupervisor:
         self._batch_limit = 1.0
         self._num_starts = 0
         self._num_failures = 0
-        """Workers in a row that ended without having served."""
+        """Number of workers in a row that ended without having served."""
         self._num_unproven = 0
-        """Starts in a row that computed otherwise than a verified one."""
+        """Number of starts in a row whose results differ from those of a verified start."""
         self._stopping = asyncio.Event()
 
     @property
     def worker_pid(self) -> int | None:
-        """Process id of the present worker; None between two."""
+        """Process id of the present worker, None while there is none."""
         return self._worker.process.pid if self._worker else None
 
     def serving_pids(self) -> list[int]:
-        """Return the process ids of a worker that is ready, and of its other ranks."""
+        """Return the process ids of the ready worker and of its other ranks."""
         worker = self._worker
         if worker is None or worker.ready_at is None:
             return []
@@ -174,16 +176,16 @@ class WorkerSupervisor:
             self._worker.link.post(LimitBatch(share=share))
 
     def inject_oom(self, after_steps: int) -> int | None:
-        """Make a coming step of the worker run out of memory; return its process id, if any."""
+        """Make a coming step of the worker run out of memory. Return its process id, if any."""
         if self._worker is None or self._worker.ready_at is None:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
         return self._worker.process.pid
 
     def start_profile(self, start: StartProfile) -> "asyncio.Future[ProfileDone]":
-        """Have the worker profile its coming steps; return a future of its answer.
+        """Make the worker profile its coming steps, and return a future of its answer.
 
-        The future has a ServiceError when the worker ends before it answers.
+        The future has a ServiceError if the worker ends before it answers.
 
         Raises:
             ServiceError: no worker is ready, or a profile is under way.
@@ -191,11 +193,11 @@ class WorkerSupervisor:
         return self._profile.start(self._worker, start)
 
     def stop_profile(self) -> None:
-        """End the profile before its time. Its answer comes nevertheless."""
+        """End the profile early. The worker still answers."""
         self._profile.stop(self._worker)
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Have the worker load a LoRA adapter; return its error, or an empty string.
+        """Make the worker load a LoRA adapter, and return its error, empty on success.
 
         Raises:
             WorkerEndedError: the worker ended before it answered.
@@ -203,23 +205,23 @@ class WorkerSupervisor:
         return await self._adapter_calls.add(self._worker, message)
 
     def remove_adapter(self, name: str) -> None:
-        """Have the worker remove a LoRA adapter; later workers do not load it."""
+        """Make the worker remove a LoRA adapter. Later workers do not load it."""
         if self._worker is not None and self._worker.ready_at is not None:
             self._worker.link.post(RemoveAdapter(name=name))
 
     def kill_worker(self) -> int | None:
-        """Send SIGKILL to the worker; return its process id, None without a worker."""
+        """Send SIGKILL to the worker. Return its process id, None without a worker."""
         if self._worker is None:
             return None
         self._worker.process.kill()
         return self._worker.process.pid
 
     async def run(self, launch: WorkerLaunch, kv: KvTiers | None = None) -> None:
-        """Run workers, one after the other, until `stop`.
+        """Run one worker after another until `stop`.
 
         Args:
             launch: how each worker is started.
-            kv: tiers of KV that all of them use; None: there are none.
+            kv: KV tiers that all workers use, if there are any.
 
         Raises:
             SupervisorError: no worker can serve.
@@ -235,7 +237,7 @@ class WorkerSupervisor:
                 await self._standby.close()
 
     async def stop(self) -> None:
-        """Ask the worker to end, kill it if it does not, and wait until its process is gone."""
+        """Ask the worker to end, kill it if it does not, and wait for its process to exit."""
         self._stopping.set()
         worker = self._worker
         if worker is None:
@@ -250,7 +252,7 @@ class WorkerSupervisor:
         await asyncio.wait({worker.exited})
 
     async def _run_worker(self, launch: WorkerLaunch) -> WorkerHandle:
-        """Run one worker from start to end, its last messages included."""
+        """Run one worker from its start to its last message."""
         self._num_starts += 1
         worker = await self._start(launch)
         receiving = asyncio.create_task(self._receive(worker))
@@ -281,7 +283,7 @@ class WorkerSupervisor:
     async def _start(self, launch: WorkerLaunch) -> WorkerHandle:
         clear_endpoints(self._run_dir)
         address = endpoint(self._run_dir, self._num_starts)
-        # The link listens before the process may connect.
+        # The link must listen before the process connects.
         link = ServerLink(address)
         try:
             process = await self._standby.take() if self._standby is not None else None
@@ -300,14 +302,14 @@ class WorkerSupervisor:
         return command if self._kv is None else [*command, *self._kv.worker_options]
 
     async def _receive(self, worker: WorkerHandle) -> None:
-        """Handle a worker's messages for ever.
+        """Handle a worker's messages until cancelled.
 
         Raises:
-            msgspec.MsgspecError: the worker sent something that is not a message.
+            msgspec.MsgspecError: the worker sent an invalid message.
         """
         while True:
             message = await worker.link.receive()
-            # An error in here is the server's own, and no reason to kill a healthy worker.
+            # An error here is the server's own, and no reason to kill a healthy worker.
             try:
                 worker.on_message(message)
                 if isinstance(message, Ready) and not await self._open_tiers(worker, message):
@@ -315,11 +317,11 @@ class WorkerSupervisor:
                 self._handle(worker, message)
                 self._dispatcher.end_trial(worker)
             except Exception as error:
-                log.exception("the server failed over a worker's %s", type(message).__name__)
+                log.exception("the server failed to handle a %s", type(message).__name__)
                 self._on_own_failure(worker, message, error)
 
     def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
-        """Limit the damage of an error of this server to the request that a message is about."""
+        """Limit the damage of this server's error to the request that the message is about."""
         self._engine_status.fault(_SERVER_FAULT)
         match message:
             case Admitted() | Rejected() | RequestFailed():
@@ -327,8 +329,9 @@ class WorkerSupervisor:
             case ProfileDone():
                 self._profile.fail()
             case Ready() | KvOffer() | KvWritten() | KvWanted() | KvRead() | KvDamaged():
-                # The worker waits for an answer that does not come, and would take the next answer
-                # for it: KV in the wrong place, and wrong tokens. No request is to blame.
+                # The worker waits for an answer that does not come. It would mistake the next
+                # answer for this one, put KV in the wrong place and generate wrong tokens. No
+                # request is to blame.
                 worker.start_error = f"the server failed: {one_line(error)}"
                 worker.is_blameless = True
                 worker.process.kill()
@@ -340,17 +343,18 @@ class WorkerSupervisor:
             await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
 
     def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> bool:
-        """Kill a worker that hangs, sends invalid messages or cannot be reached; return whether it
-        was killed.
+        """Kill a worker that hangs, sends invalid messages or cannot be reached.
+
+        Return whether the worker was killed.
         """
         if worker.exited.done():
             return False
         pid = worker.process.pid
         if receiving.done():
-            log.error("worker sent what is not a message", exc_info=receiving.exception())
+            log.error("worker sent an invalid message", exc_info=receiving.exception())
         elif worker.link.failure.done():
             error = worker.link.failure.exception()
-            log.error("nothing can be sent to the worker; killing it", exc_info=error)
+            log.error("worker cannot be reached; killing it", exc_info=error)
         elif reason := worker.check_health(has_work=self._dispatcher.num_open > 0):
             log.error("worker hangs; killing it", extra={"pid": pid, "reason": reason})
         else:
@@ -408,7 +412,7 @@ class WorkerSupervisor:
             self._compare_fingerprints(before.fingerprint, ready.fingerprint)
         self._engine_status.worker_ready(ready)
 
-        # The limit and the adapters come before any request.
+        # The worker must have its batch limit and adapters before the first request.
         if self._batch_limit < 1.0:
             worker.link.post(LimitBatch(share=self._batch_limit))
         for addition in self._adapters():
@@ -421,11 +425,11 @@ class WorkerSupervisor:
         if not differing:
             return
         extra = {"fingerprint": now.digest, "reason": describe(differing)}
-        log.warning("the new worker computes otherwise than the last one", extra=extra)
+        log.warning("the new worker's fingerprint differs from the last one's", extra=extra)
         self._dispatcher.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
-        """Let a worker use the tiers of KV; return False if they cannot be opened, and kill it."""
+        """Let a worker use the KV tiers. If they cannot be opened, kill it and return False."""
         if self._kv is None:
             return True
         try:
@@ -438,7 +442,7 @@ class WorkerSupervisor:
         return True
 
     async def _recover(self, worker: WorkerHandle) -> None:
-        """Classify a worker's end, and wait before the next start as long as the policy says.
+        """Classify a worker's end, and wait as long as the policy asks before the next start.
 
         Raises:
             StartError: the first worker cannot serve.
@@ -473,8 +477,9 @@ class WorkerSupervisor:
                 await self._stopping.wait()
 
     def _count_oom(self, worker: WorkerHandle, status: int) -> bool:
-        """Count a worker's end by lack of memory that it could not report; return whether the
-        kernel killed it for that.
+        """Count a worker that ran out of memory and could not report it.
+
+        Return whether the kernel killed the worker for its memory.
         """
         is_killed = status in (-signal.SIGKILL, GROUP_LOST) and worker.oom_kills.recent() > 0
         if is_killed:
@@ -484,11 +489,12 @@ class WorkerSupervisor:
         return is_killed
 
     async def _take_unproven(self, reason: str) -> bool:
-        """Count a start that computed otherwise than a verified one; after too many in a row serve
-        nothing until `stop`, and return True.
+        """Count a start whose results differ from those of a verified start.
+
+        After too many in a row, serve no requests until `stop`, and return True.
 
         Raises:
-            GaveUpError: there were too many before any worker served.
+            GaveUpError: too many starts failed before any worker served.
         """
         self._num_unproven += 1
         self._metrics.start_proof_failures.inc()
@@ -499,8 +505,8 @@ class WorkerSupervisor:
 
         message = f"{self._num_unproven} starts in a row failed their proof, the last one: {reason}"
         if self._engine_status.ready is None:
-            # Healing leaves a pod alone that is still starting. The last words of a container that
-            # ends go to the service's condition.
+            # The operator's healing does not touch a pod that is still starting. If the container
+            # ends instead, its last log line goes to the service's condition.
             raise GaveUpError(message)
         log.error("this engine stays out: %s", message)
         self._engine_status.stay_out(message)
@@ -510,7 +516,7 @@ class WorkerSupervisor:
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
-    """Whether ranks that compute together were lost, by their worker's status."""
+    """Return whether the worker's exit status means that its group of ranks was lost."""
     has_ranks = ready is not None and len(ready.ranks) > 1
     # NCCL's watchdog aborts the process whose collective failed.
     lost_by = (OUT_OF_MEMORY, HOST_SHORT, -signal.SIGABRT)

@@ -1,4 +1,4 @@
-"""Work in threads that do not hold up the end of the process."""
+"""Work in daemon threads, which do not delay the exit of the process."""
 
 import asyncio
 import concurrent.futures
@@ -10,9 +10,7 @@ T = TypeVar("T")
 
 
 def in_daemon(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run a function as `asyncio.to_thread` does, in a daemon thread that does not delay the
-    exit.
-    """
+    """Run a function like `asyncio.to_thread`, in a daemon thread that does not delay the exit."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
 

@@ -1,4 +1,4 @@
-"""Admission of requests by signed tickets of a router."""
+"""Admission of requests by tickets that a router has signed."""
 
 import time
 from collections.abc import Callable
@@ -22,17 +22,18 @@ from ullage_common.tickets.tickets import (
 from ullage_common.wire.errors import ServiceError
 
 MAX_REMEMBERED = 200_000
-"""Number of tickets remembered until they expire."""
+"""Most used tickets that are remembered until they expire."""
 
 
 class TicketVerifier:
     """Admits requests by their tickets, each for as many uses as it grants.
 
     Args:
-        section: the configured keys; None: all requests are admitted, and tickets are ignored.
+        section: the configured keys. Without keys all requests are admitted, and tickets are
+            ignored.
         engine_id: id of this engine, which a ticket must name.
         model: the served model, to which tenants' tickets are bound.
-        clock: Unix time, seconds.
+        clock: returns the Unix time in seconds.
 
     Raises:
         ConfigError: the keys cannot be read.
@@ -51,7 +52,7 @@ class TicketVerifier:
         self._model = model
         self._clock = clock
         self._uses = TicketUses(MAX_REMEMBERED)
-        """Nothing is awaited between a check and a use."""
+        """Uses of each ticket. Nothing is awaited between a check and a use."""
 
     def start(self) -> None:
         if self._keys:
@@ -67,7 +68,7 @@ class TicketVerifier:
         return len(self._uses)
 
     def check(self, ticket: str | None) -> None:
-        """Check a call's ticket before its request is received. `admit` counts its use.
+        """Check a call's ticket before its request is received. `admit` counts the use.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -77,12 +78,14 @@ class TicketVerifier:
         if ticket is not None:
             self._claims(ticket)
         elif self._is_required:
-            raise _refused("TICKET_REQUIRED", "requests come through a router, or with its ticket")
+            raise _refused(
+                "TICKET_REQUIRED", "no ticket; send requests through a router, or with its ticket"
+            )
 
     def admit(
         self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
     ) -> None:
-        """Count a use of the request's ticket, if it has one, and hold the request to its claims.
+        """Count a use of the request's ticket, if any, and enforce the ticket's claims.
 
         Raises:
             ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
@@ -93,7 +96,9 @@ class TicketVerifier:
         if ticket is not None:
             self._take(request, ticket if isinstance(ticket, str) else ticket.decode("latin-1"))
         elif self._is_required:
-            raise _refused("TICKET_REQUIRED", "requests come through a router, or with its ticket")
+            raise _refused(
+                "TICKET_REQUIRED", "no ticket; send requests through a router, or with its ticket"
+            )
 
     def _take(self, request: pb.GenerateRequest, ticket: str) -> None:
         claims = self._claims(ticket)
@@ -145,7 +150,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     if not (request.stop.HasField("max_tokens") or request.embed):
         request.stop.max_tokens = claims.max_tokens
     request.priority = claims.priority
-    request.step_limit_s = 0.0  # a client would keep other requests out with it
+    request.step_limit_s = 0.0  # a client could keep other requests out with a limit
     if claims.is_sessionless:
         request.session_id = ""
         request.cache_salt = narrowed_salt(claims.cache_salt, request.cache_salt).hex()
@@ -155,7 +160,7 @@ def _too_many() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "TOO_MANY_TICKETS",
-        f"{MAX_REMEMBERED} tickets were taken and have not expired yet; come back",
+        f"{MAX_REMEMBERED} used tickets have not expired yet; try again later",
         retry_after_s=1.0,
     )
 
@@ -164,7 +169,7 @@ def _over(field: str, value: str, budget: str) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.PERMISSION_DENIED,
         "TICKET_BUDGET",
-        f"{field} is {value} and the ticket is for {budget}; pick what is sent",
+        f"{field} is {value} and the ticket is for {budget}; pick for the request that you send",
         metadata={"field": field},
     )
 

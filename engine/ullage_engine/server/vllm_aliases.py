@@ -1,4 +1,4 @@
-"""An engine's metrics under the names of vLLM, which dashboards expect."""
+"""An engine's metrics under vLLM's names, which dashboards expect."""
 
 from collections.abc import Iterable
 
@@ -10,11 +10,11 @@ from ullage_common.process.metrics import GaugeName
 from ullage_engine import metric_names as names
 
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "timeout": "abort", "cancelled": "abort"}
-"""vLLM's reasons of finished requests, by ours."""
+"""vLLM's finish reasons by Ullage's outcomes."""
 
 
 class VllmAliases(Collector):
-    """Collects a registry's families, some of them a second time under vLLM's names."""
+    """Collects a registry's metric families, and some of them again under vLLM's names."""
 
     def __init__(self, native: CollectorRegistry) -> None:
         self._native = native
@@ -41,7 +41,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _success(requests: Metric) -> Metric:
-    """Return vLLM's counter of finished requests, by vLLM's reasons."""
+    """Return vLLM's counter of finished requests by finish reason."""
     counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
     values: tuple[str, ...] = ()
     for sample in requests.samples:
@@ -57,7 +57,7 @@ def _success(requests: Metric) -> Metric:
 
 
 def _cache_config(families: dict[str, Metric]) -> Metric:
-    """Return vLLM's constant gauge whose labels carry the size of the KV pool."""
+    """Return vLLM's constant gauge, whose labels carry the size of the KV pool."""
 
     def value(name: GaugeName) -> str:
         samples = families[name.name].samples

@@ -1,6 +1,6 @@
-"""Questions to the worker that it answers once: profiles, and loading a LoRA adapter.
+"""Commands that the worker answers once: a profile, and the loading of a LoRA adapter.
 
-An answer that the worker did not give before its end is an error.
+If the worker ends before it answers, the command fails.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ class ProfileCall:
     def start(
         self, worker: WorkerHandle | None, message: StartProfile
     ) -> "asyncio.Future[ProfileDone]":
-        """Have the worker profile its coming steps; return a future of its answer.
+        """Make the worker profile its coming steps, and return a future of its answer.
 
-        The future has a ServiceError when the worker ends before it answers.
+        The future has a ServiceError if the worker ends before it answers.
 
         Raises:
             ServiceError: no worker is ready, or a profile is under way.
@@ -46,19 +46,19 @@ class ProfileCall:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "PROFILE_RUNNING",
-                "another profile is under way; come back when it has ended",
+                "another profile is under way; try again when it has ended",
             )
         self._answer = asyncio.get_running_loop().create_future()
         worker.link.post(message)
         return self._answer
 
     def stop(self, worker: WorkerHandle | None) -> None:
-        """End the profile before its time. Its answer comes nevertheless."""
+        """End the profile early. The worker still answers."""
         if worker is not None and self._answer is not None:
             worker.link.post(StopProfile())
 
     def finish(self, done: ProfileDone) -> None:
-        """Take the worker's answer."""
+        """Give the worker's answer to the caller."""
         answer = self._pop()
         if answer is not None:
             answer.set_result(done)
@@ -78,7 +78,7 @@ class ProfileCall:
         answer.exception()  # The caller may be gone, and asyncio would log the error.
 
     def _pop(self) -> "asyncio.Future[ProfileDone] | None":
-        """Return the future if it still waits for an answer; another profile may begin."""
+        """Return the future if it still waits for an answer. Then another profile may begin."""
         answer = self._answer
         self._answer = None
         return None if answer is None or answer.done() else answer
@@ -89,10 +89,10 @@ class AdapterCalls:
 
     def __init__(self) -> None:
         self._answers: dict[str, asyncio.Future[str]] = {}
-        """Futures of errors, by the worker's name of the adapter."""
+        """The future error of each load, by the worker's name of the adapter."""
 
     async def add(self, worker: WorkerHandle | None, message: AddAdapter) -> str:
-        """Have the worker load an adapter; return its error, or an empty string.
+        """Make the worker load an adapter, and return its error, empty on success.
 
         Raises:
             WorkerEndedError: the worker ended before it answered.
@@ -108,7 +108,7 @@ class AdapterCalls:
             self._answers.pop(message.name, None)
 
     def finish(self, added: AdapterAdded) -> None:
-        """Take the worker's answer."""
+        """Give the worker's answer to the caller."""
         answer = self._answers.get(added.name)
         if answer is not None and not answer.done():
             answer.set_result(added.error)

@@ -11,52 +11,52 @@ from ullage_common.process.cores import is_pinned, usable_cores
 
 WORKER_ENV: Mapping[str, str] = MappingProxyType(
     {
-        # One arena: freed temporaries of any thread are reused by all, so the heap has one
-        # high-water mark, reached in warm-up, and not one a thread.
+        # One malloc arena: all threads reuse freed temporaries of each other. So the heap has one
+        # high-water mark, reached in warm-up, instead of one for each thread.
         "MALLOC_ARENA_MAX": "1",
-        # Large temporaries come from the heap and go back to it. With mmap each would fault its
-        # pages in anew, and glibc would move its threshold while serving: resident memory jumps.
+        # Keep large temporaries on the heap. With mmap each of them would fault in its pages again.
+        # glibc would also move its threshold while serving, and resident memory would jump.
         "MALLOC_MMAP_MAX_": "0",
-        # Never give the heap's top back to the kernel: what warm-up took is in the ledger already.
+        # Never return the heap's top to the kernel: the ledger already counts warm-up's memory.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
-        # Descriptors and code of one shape of matrix product take about 0.6 MB, and are kept in two
-        # caches of 1,024: oneDNN's and torch's own above it. One is enough, and not that large:
-        # shapes that fell out cost about a millisecond when they come again.
+        # The descriptors and code of one matrix product's shape take about 0.6 MB. By default two
+        # caches keep 1,024 shapes each: oneDNN's, and torch's own above it. One smaller cache is
+        # enough, since a shape that was evicted costs about a millisecond when it comes again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "96",
         "LRU_CACHE_CAPACITY": "1",
-        # Huge pages for torch's large allocations, where the system grants them: KV is read in
-        # blocks of a page or less from all over the pool. Steps on CPUs took 8 to 15 % less.
+        # Huge pages for torch's large allocations, if the system grants them: attention reads KV
+        # in blocks of a page or less from all over the pool. Steps on CPUs became 8 to 15 % faster.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
 )
-"""Environment of every worker, on top of the parent's."""
+"""Environment of every worker, in addition to the parent's."""
 
 
 SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
     {
-        # Threads spin this often for one another, then sleep. The default is 300,000: when another
-        # engine computes on their cores they burn whole time slices waiting for a thread that is
-        # not running. 120 small products with two threads on two cores took 26 ms against 80 ms
-        # with two busy neighbours, at worst 32 ms against 2 s. On cores of its own an engine's
-        # steps are 1.3 to 1.7 times slower for it.
+        # Threads spin this often before they sleep. With the default of 300,000, and another
+        # engine on the same cores, they burn whole time slices waiting for a thread that is not
+        # running. Beside two busy neighbours, 120 small products with two threads on two cores
+        # took 26 ms instead of 80 ms, and 32 ms instead of 2 s in the worst case. If an engine has
+        # its cores to itself, its steps are 1.3 to 1.7 times slower with this setting.
         "GOMP_SPINCOUNT": "1000",
     }
 )
-"""Environment of workers that share their cores with other engines' or ranks'."""
+"""Environment of workers that share their cores with other engines or ranks."""
 
 TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
     {
-        # A failed transfer ends its process, and so the group, rather than waiting for ever.
+        # A failed transfer ends its process, and so the group. It would wait for ever otherwise.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # For GPUs that speak over PCIe: more channels and larger pieces.
+        # More channels and larger pieces, for GPUs that are connected by PCIe.
         "NCCL_MIN_NCHANNELS": "4",
         "NCCL_BUFFSIZE": "8388608",
-        # All ranks of an engine are on one host, and nobody else may speak to them.
+        # All ranks of an engine are on one host, and no other host may connect to them.
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 )
-"""Environment of transfers between ranks; `parallelism.nccl` may say otherwise."""
+"""Environment of transfers between ranks. `parallelism.nccl` overrides it."""
 _INTERFACES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
@@ -67,10 +67,14 @@ def worker_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return `WORKER_ENV` for `threads` compute threads; ranks inherit it from rank 0.
+    """Return the environment of a native worker. Its ranks inherit it from rank 0.
 
-    `owns_cores`: no other engine computes on the cores that this one may use. Several ranks share
-    them with one another.
+    Args:
+        threads: compute threads of a rank.
+        num_ranks: ranks of the engine.
+        nccl: settings of NCCL, which override the defaults.
+        owns_cores: whether no other engine computes on this engine's cores. Several ranks share
+            the cores with each other.
     """
     own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
     if num_ranks > 1:
@@ -85,12 +89,12 @@ def vllm_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a worker with vLLM, which sets its allocator itself."""
+    """Return the environment of a worker with vLLM, which configures its own allocator."""
     own = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # The log has a line for each thing that happened, and no bars.
+        # The log has one line an event, so progress bars are off.
         "TQDM_DISABLE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
@@ -110,7 +114,7 @@ def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]])
         nccl,
         owns_cores=is_pinned() if owns_cores is None else owns_cores,
     )
-    if config.group.nodes > 1:  # which do not talk on the loopback interface
+    if config.group.nodes > 1:  # nodes cannot connect over the loopback interface
         for name in _INTERFACES - nccl.keys():
             own.pop(name, None)
     return own

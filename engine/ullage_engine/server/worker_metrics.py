@@ -1,4 +1,4 @@
-"""Metrics from the reports of workers, whose counts go on from one worker to the next."""
+"""Metrics from the reports of workers. Counts continue from one worker to the next."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
@@ -22,9 +22,11 @@ def families(
     table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yield the metrics of a table, with a sample of every owner that has a value.
+    """Yield the metrics of a table, each with a sample of every owner that has a value.
 
-    `owners`: labels and owner.
+    Args:
+        table: the names of the metrics, and how to read an owner's value.
+        owners: the labels of each owner, and the owner.
     """
     for name, read in table:
         family = name.family()
@@ -35,12 +37,12 @@ def families(
 
 
 class WorkerCollector(Collector):
-    """Collects the figures of workers. Counts go on across workers."""
+    """Collects the figures of workers. Counts continue across workers."""
 
     def __init__(self, values: tuple[str, ...]) -> None:
         self._values = values
-        # One tuple, replaced as a whole, since a scrape runs in another thread: the state of the
-        # present worker (None before the first one is ready) and the sums of former workers.
+        # The state of the present worker (None before the first is ready), and the sums of former
+        # workers. The tuple is replaced as a whole, since a scrape runs in another thread.
         self._seen: _Seen = (
             None,
             dict.fromkeys(names.WORKER_COUNTERS, 0.0),
@@ -50,7 +52,7 @@ class WorkerCollector(Collector):
 
     @property
     def state(self) -> WorkerState | None:
-        """The present worker's state; None: no worker was ready yet."""
+        """The present worker's state, None before the first worker is ready."""
         return self._seen[0]
 
     @state.setter
@@ -87,7 +89,7 @@ class WorkerCollector(Collector):
 
 
 def _sums(seen: _Seen) -> _Sums:
-    """Return the sums of all workers."""
+    """Return the sums over all workers so far."""
     state, counts, tallies, (grown, shrunk) = seen
     if state is None:
         return counts, tallies, (grown, shrunk)

@@ -1,4 +1,4 @@
-"""One worker process as the server sees it: started, standing by, and watched."""
+"""One worker process: its start, its standby, and the checks of its health."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ _PROGRESS_S = 1.0
 
 
 class ChildProcess:
-    """A started process; its standard streams are the parent's.
+    """A child process, which inherits the standard streams of its parent.
 
-    Start it on the main thread: the kernel kills a worker that asked for it when the *thread* that
-    started it ends. subprocess.Popen and not asyncio's: it uses vfork, so gRPC's fork handlers,
-    which cannot cope with running threads, are never called.
+    Start it on the main thread. A worker asks the kernel to kill it when its parent ends, and the
+    parent is the *thread* that started it. subprocess.Popen is used because it calls vfork. asyncio
+    may fork, and gRPC's fork handlers cannot cope with running threads.
     """
 
     def __init__(
@@ -36,7 +36,13 @@ class ChildProcess:
         environment: Mapping[str, str],
         stdin: int | None = None,
     ) -> None:
-        """`stdin`: file descriptor of its standard input; None: the parent's."""
+        """Start the process.
+
+        Args:
+            command: the command line.
+            environment: variables in addition to the parent's.
+            stdin: file descriptor of the standard input, None for the parent's.
+        """
         own = {**os.environ, **environment}
         self._process = subprocess.Popen(command, stdin=stdin, env=own)
 
@@ -45,11 +51,11 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status; None while it runs."""
+        """Return the exit status, None while the process runs."""
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Wait for the exit status; minus the signal's number when a signal killed the process."""
+        """Wait for the exit status. It is the negative signal number if a signal killed it."""
         return await asyncio.to_thread(self._process.wait)
 
     def terminate(self) -> None:
@@ -66,14 +72,20 @@ class ChildProcess:
 class StandbyWorker:
     """A worker that imports its libraries and waits to take over.
 
-    Its standard input is a socket. The worker writes a byte when it has imported its libraries, and
-    goes on when it reads a line.
+    The worker's standard input is a socket. The worker writes a byte to it when it has imported its
+    libraries, and continues when it reads a line.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], import_s: float
     ) -> None:
-        """`import_s`: seconds that imports may take."""
+        """Start the process.
+
+        Args:
+            command: the command line of a worker.
+            environment: variables in addition to the parent's.
+            import_s: seconds that the imports may take.
+        """
         self._import_s = import_s
         self._started_at = time.monotonic()
         self._has_imported = False
@@ -88,45 +100,46 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Return why the worker cannot take over; empty: it can, or will. Call this regularly."""
+        """Return why the worker cannot take over, empty if it can or will. Call this regularly."""
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"
         with contextlib.suppress(OSError):
             self._has_imported = bool(self._socket.recv(1)) or self._has_imported
         if not self._has_imported and time.monotonic() - self._started_at > self._import_s:
-            return f"no end of its imports after {self._import_s:g} s"
+            return f"its imports took more than {self._import_s:g} s"
         return ""
 
     def begin(self) -> ChildProcess:
-        """Let the process go on as the worker."""
+        """Let the process continue as the worker."""
         with self._socket, contextlib.suppress(BrokenPipeError):
             self._socket.send(b"\n")
         return self._process
 
     async def close(self) -> None:
-        """Kill the process and wait for its end: the kernel may take a while to free its memory."""
+        """Kill the process and wait for its end. The kernel may need time to free its memory."""
         self._socket.close()
         self._process.kill()
         await self._process.wait()
 
 
 class Standby:
-    """Keeps a worker ready to be the next one, and replaces it when it is lost."""
+    """Keeps a standby worker, which becomes the next worker, and replaces it when it is lost."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._worker: StandbyWorker | None = None
         self._start_at = 0.0
-        """When the next one may be started."""
+        """Monotonic time from which the next standby worker may be started."""
 
     async def keep(self, command: Callable[[], Sequence[str]], env: Mapping[str, str]) -> None:
-        """Start a worker if none stands by, and end one that cannot take over. Call it
-        regularly.
+        """Start a standby worker if there is none, and end one that cannot take over.
+
+        Call this regularly.
 
         Args:
             command: returns the command line of the next worker.
-            env: its environment, on top of this process's.
+            env: variables in addition to this process's.
         """
         now = time.monotonic()
         if self._worker is None and now >= self._start_at:
@@ -134,13 +147,13 @@ class Standby:
             try:
                 self._worker = StandbyWorker(command(), env, self._policy.standby_import_s)
             except OSError as error:
-                log.warning("no worker can be started to stand by: %s", error)
+                log.warning("the standby worker cannot be started: %s", error)
         elif self._worker is not None and (reason := self._worker.failure()):
-            log.warning("the worker that stood by is lost", extra={"reason": reason})
+            log.warning("the standby worker is lost", extra={"reason": reason})
             await self.close()
 
     async def take(self) -> ChildProcess | None:
-        """Let the worker that stands by go on as the worker; None: there is none."""
+        """Let the standby worker continue as the worker. Return None if there is none."""
         worker = self._worker
         if worker is None:
             return None
@@ -151,7 +164,7 @@ class Standby:
         return worker.begin()
 
     async def close(self) -> None:
-        """End the worker that stands by, if any."""
+        """End the standby worker, if there is one."""
         worker = self._worker
         self._worker = None
         if worker is not None:
@@ -169,31 +182,31 @@ class WorkerHandle:
         self.started_at = time.monotonic()
         self.ready_at: float | None = None
         self.last_message_at = self.started_at
-        """Time of the last message."""
+        """Monotonic time of the last message."""
         self.served = False
         """Whether the worker has done a step."""
         self.start_error = ""
         self.may_retry = True
-        """Whether another start may do better."""
+        """Whether another start may succeed."""
         self.is_blameless = False
-        """Whether the server kills it for an error of its own, which no request caused."""
+        """Whether the server killed the worker for an error of its own, which no request caused."""
         self.is_unproven = False
-        """Whether the start ended because it computed otherwise than a verified one."""
+        """Whether the start failed because its results differ from those of a verified start."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
         self._has_work = False
-        """Whether it had work at the last check, or was sent a request since."""
+        """Whether the worker had work at the last check, or has got a request since."""
         self._submitted_at = self.started_at
-        """Time when it last got work after it had none."""
+        """Monotonic time at which the worker last got work after having none."""
         self._step_at = self.started_at
-        """Time when the server last heard of a step."""
+        """Monotonic time of the last message about a step."""
         self._is_step_known = False
-        """Whether steps of the next report have had messages of their own."""
+        """Whether a step of the next report has already had a message of its own."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
-        """Record that the worker is alive and, by some messages, that it makes progress."""
+        """Record that the worker is alive. Some messages show that it makes progress, too."""
         now = time.monotonic()
         match message:
             case StepDone():
@@ -202,7 +215,7 @@ class WorkerHandle:
                 self._on_step(now)
             case StateReport(state=state) if state.num_steps != self._num_steps:
                 self._num_steps = state.num_steps
-                # Steps that compute a part of a prompt have no message of their own.
+                # A step that computes only a part of a prompt has no message of its own.
                 if self._is_step_known:
                     self._detector.on_progress()
                 else:
@@ -221,13 +234,13 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that the worker was sent a request, so that idle time before is not step time."""
+        """Record that the worker got a request. Its idle time before is not part of a step."""
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()
 
     def check_health(self, has_work: bool) -> str:
-        """Return why the worker counts as hung; empty: it does not. Call this regularly."""
+        """Return why the worker counts as hung, empty if it does not. Call this regularly."""
         now = time.monotonic()
         elapsed = now - self._checked_at
         self._checked_at = now
@@ -247,7 +260,7 @@ class WorkerHandle:
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
 
     def on_progress(self, loading: Loading) -> None:
-        """Log the progress of a start: each stage of a rank, its end, and once a second."""
+        """Log the progress of a start: each stage of a rank, its end, and every second between."""
         stage, logged_at = self._logged
         loading_stage = loading.stage, loading.rank
         now = time.monotonic()

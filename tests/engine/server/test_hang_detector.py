@@ -50,14 +50,14 @@ def hangs_after(
 def test_a_step_that_sleeps_hangs_after_many_times_the_slowest_one() -> None:
     at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.05) * WARM)
     assert 2.0 < at < 3.5
-    assert reason == "asleep in a step"
+    assert reason == "idle in a step"
     at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.5, 0.01) * WARM)
     assert 10.0 < at < 11.5
-    assert reason == "asleep in a step"
+    assert reason == "idle in a step"
     # Of a worker that has measured its longest step, no later than one that computes.
     at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.5) * WARM, measured_s=0.5)
     assert 8.0 < at < 9.5
-    assert reason == "asleep in a step"
+    assert reason == "idle in a step"
 
 
 def test_before_the_first_step_only_the_deadline_holds() -> None:

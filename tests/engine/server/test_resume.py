@@ -106,7 +106,7 @@ def test_a_worker_that_computes_otherwise_marks_what_it_goes_on_with(
             assert not (await engine.generate(ask(max_tokens=2))).finished.resumed_inexact
 
     asyncio.run(scenario())
-    reasons = [record.reason for record in caplog.records if "otherwise" in record.message]
+    reasons = [record.reason for record in caplog.records if "fingerprint" in record.message]
     expected_reason = "weights differ: 3f1a (before), 91bc (now)"
     assert reasons == ([expected_reason] if later else [])
 
@@ -713,7 +713,7 @@ def test_open_requests_are_answered_when_no_worker_can_be_started(
             await engine.running
 
     error, message = {
-        "no socket": (EndpointError, "server.run_dir: cannot make"),
+        "no socket": (EndpointError, "server.run_dir: cannot create"),
         "no program": (GaveUpError, "no worker can be kept running: FileNotFoundError"),
     }[damage]
     with pytest.raises(error, match=message):
