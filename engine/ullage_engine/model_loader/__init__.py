@@ -1,5 +1,5 @@
-"""Brings a model's weights from GGUF, safetensors and quantised checkpoints into memory that
-outlives the worker.
+"""Loading of weights from GGUF, safetensors and quantised checkpoints.
 
-It knows formats and tensors by name, and nothing of layers, ranks' processes or requests.
+The prepared weights are a file that outlives the worker. This room knows formats and tensor names.
+It must not know layers, processes of ranks or requests.
 """

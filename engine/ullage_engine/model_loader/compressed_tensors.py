@@ -1,9 +1,9 @@
-"""Reads checkpoints whose `weight` is int8 or float8 itself, beside a `weight_scale`.
+"""Reader of checkpoints whose `weight` is stored as int8 or float8, with a `weight_scale`.
 
-compressed-tensors stores int-quantized and float-quantized models so, with a scale for the tensor
-or for each row; FP8 models of other makers have a scale for each block of weights, which they call
-weight_scale_inv though it is multiplied by. Whatever their quantization_config asks for that is not
-computed here is refused by name, because the numbers would mean something else.
+compressed-tensors stores int-quantized and float-quantized models in this form, with one scale for
+the tensor or for each row. FP8 models of other makers have a scale for each block of weights. They
+call it weight_scale_inv, although weights are multiplied by it. A setting of quantization_config
+that the engine does not compute is refused by name, because the numbers would mean something else.
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,22 @@ class Scheme:
     """The storage of a model's matrices: types, scales and zero points."""
 
     types: frozenset[str]
-    """Types that weights may have: int, float."""
+    """Types that the weights may have: int, float."""
     block: tuple[int, int] = (128, 128)
-    """Rows and columns that share a scale, where neither a row nor the tensor has one."""
+    """Rows and columns of a block with its own scale, if scales are neither by row nor by
+    tensor."""
     is_symmetric: bool = True
-    """Whether there are no zero points."""
+    """Whether the matrices have no zero points."""
     rounds_activations: bool = False
-    """Whether activations are rounded to int8, row by row. FP8 activations stay in the computing
-    type, which rounds them less than the model was made for."""
+    """Whether activations are rounded to int8, row by row. FP8 activations keep the computing
+    type, which rounds them less than the model expects."""
 
 
 def read_scheme(config: HFConfig) -> Scheme:
     """Read the scheme of `quant_method` fp8 or compressed-tensors.
 
     Raises:
-        WeightsError: a setting has a value that is not supported, or is not known.
+        WeightsError: a setting is unknown or has an unsupported value.
     """
     return _fp8(config) if config.get("quant_method") == "fp8" else _compressed(config)
 
@@ -89,7 +90,7 @@ def _group(groups: HFConfig, name: str) -> Scheme:
 
 
 def _rounds(group: HFConfig, where: str, type: object) -> bool:
-    """Whether int8 products are to round activations."""
+    """Return whether int8 products round activations."""
     activations = group.section("input_activations")
     inside = f"{where}input_activations."
     if not activations.values:
@@ -128,14 +129,14 @@ def _one_of(config: HFConfig, where: str, key: str, *values: object) -> None:
 SCALES = ("weight_scale", "weight_scale_inv")
 
 _STORED = {"I8": "int", "F8_E4M3": "float"}
-"""Types of tensors, from safetensors' names to those of configurations."""
+"""Types of tensors: safetensors' names to the names in configurations."""
 
 _KNOWN = frozenset({"weight", "bias", "input_scale", "weight_zero_point", *SCALES})
-"""Tensors of one matrix; FP8 activations are not rounded, so the scale of theirs is not used."""
+"""Tensors of one matrix. The scale of FP8 activations is not used, since they are not rounded."""
 
 
 class ScaledMatrices:
-    """Matrices of `quant_method: fp8`, and of two formats of compressed-tensors."""
+    """Matrices of `quant_method: fp8` and of compressed-tensors' int and float formats."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader, self._path, self._scheme = reader, config.path, read_scheme(config)
@@ -180,26 +181,26 @@ class ScaledMatrices:
         return values * scales.repeat_interleave(width, dim=1)[:, :columns]
 
     def _check_tensors(self) -> None:
-        """Refuse tensors of a matrix that the engine does not compute with."""
+        """Refuse a matrix with a tensor that the engine does not use."""
         for name in self._reader.names:
             stem, _, kind = name.rpartition(".")
             if self.is_quantised(stem) and kind not in self._known(name):
                 raise WeightsError(
-                    f"{self._path}: tensor {name!r} beside a quantised matrix is not supported; "
+                    f"{self._path}: tensor {name!r} of a quantised matrix is not supported; "
                     "use a symmetric model of int8 or FP8 weights"
                 )
 
     def _known(self, name: str) -> frozenset[str]:
         if not name.endswith(".weight_zero_point") or not self._scheme.is_symmetric:
             return _KNOWN
-        # Of symmetric weights some write them all the same.
+        # Some tools write zero points for symmetric weights, too. They must be zero.
         return _KNOWN - ({"weight_zero_point"} if self._reader.read(name).any() else set())
 
     def _format(self, stem: str) -> Format:
         dtype = self._reader.dtype(f"{stem}.weight")
         if _STORED.get(dtype) not in self._scheme.types:
             raise WeightsError(
-                f"{self._path}: tensor '{stem}.weight' is {dtype} beside a scale; "
+                f"{self._path}: tensor '{stem}.weight' is {dtype} and has a scale; "
                 f"use a model of {' or '.join(_names(self._scheme.types))} weights"
             )
         if dtype == "I8":
@@ -221,7 +222,7 @@ class ScaledMatrices:
         """Read scales, float32 [rows, 1], or [rows, blocks of columns]."""
         name = next(f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in self._reader)
         scales = self._reader.read(name).to(torch.float32)
-        # The shape decides: blocks may be as many as there are rows.
+        # The shape decides, since there may be as many blocks as rows.
         shape = tuple(scales.shape)
         if scales.numel() == 1:
             return scales.reshape(1, 1).repeat(rows, 1)

@@ -1,8 +1,8 @@
-"""Digests of files by their content, so that two copies of a model are known to be one.
+"""Content digests of files, which show that two copies of a model are the same.
 
-A file is read once: its digest is kept in a small file of the weights folder, under the path, size,
+A file is read once. Its digest is cached in a small file of the weights folder, by the path, size,
 inode and times of the file, so that a later start takes milliseconds. The comparison with a hub's
-name reads the file each time, because a file that rots keeps all of these.
+file name reads the file each time, because bit rot changes none of these.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ _PIECE_BYTES = 4 << 20
 _HEX_DIGITS = 64
 _HUB_NAME = re.compile(r"[0-9a-f]{64}")
 _THREADS = 4
-"""Files that are read at a time."""
+"""Files that are read at the same time."""
 _WAIT_S = 1.0
 
 
 class Digests:
-    """Digests of files, computed at most once for a file and kept in a folder.
+    """Digests of files, each computed once and then cached in a folder.
 
     Args:
-        folder: where they are kept; one that cannot be written makes every start read the files.
+        folder: the folder of the cache. If it cannot be written, every start reads the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.num_read = 0
-        """Number of files that were read, because nobody had their digest."""
+        """Number of files that were read because their digest was not cached."""
 
     def of_all(self, paths: Iterable[Path]) -> str:
-        """Return one digest of several files; neither their names nor their order change it.
+        """Return one digest of several files. It depends neither on their names nor their order.
 
         Raises:
             WeightsError: a file cannot be read.
@@ -71,8 +71,10 @@ class Digests:
     def of(self, path: Path, *, reads_again: bool = False) -> str:
         """Return the SHA-256 of a file in hexadecimal digits.
 
-        `reads_again`: compute it from the bytes, and replace the one that is kept. A disk that
-        damages a file changes none of its times.
+        Args:
+            path: the file.
+            reads_again: whether to read the file and replace the cached digest. A disk that damages
+                a file does not change its times.
 
         Raises:
             WeightsError: the file cannot be read.
@@ -98,7 +100,7 @@ class Digests:
             while size := file.readinto(buffer):
                 digest.update(view[:size])
         if _key(path) != key:
-            raise WeightsError(f"{path}: it changed while it was read; start again")
+            raise WeightsError(f"{path}: the file changed while it was read; start again")
         log.info("%s was read for its digest in %.1f s", path, time.monotonic() - began)
         text = digest.hexdigest()
         with contextlib.suppress(OSError):
@@ -109,9 +111,9 @@ class Digests:
 
     @contextlib.contextmanager
     def _reserved(self, kept: Path) -> Iterator[None]:
-        """Hold the right to compute a digest, which other engines on this folder wait for."""
+        """Lock a digest, so that other engines with this folder wait instead of computing it."""
         with contextlib.ExitStack() as stack:
-            # Without a folder that can be written and locked, each engine reads for itself.
+            # If the folder cannot be written and locked, each engine reads the file itself.
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(kept.with_suffix(".digest-lock").open("wb"))
@@ -120,7 +122,7 @@ class Digests:
 
 
 def model_digest(files: ModelFiles, folder: Path) -> str:
-    """Return the digest of a model's weights as their files have them; `folder` keeps it.
+    """Return the digest of a model's weight files, which `folder` caches.
 
     Raises:
         WeightsError: a file is missing or cannot be read.
@@ -129,10 +131,10 @@ def model_digest(files: ModelFiles, folder: Path) -> str:
 
 
 def damage_by_name(files: ModelFiles, folder: Path) -> str:
-    """Return which file has other contents than its name in a hub's cache says, and what to do;
-    empty: none has. Every file is read, and `folder` keeps its digest for other uses.
+    """Return which cached file of a hub does not match its name, and the remedy, empty if all do.
 
-    A hub's client names large files by their SHA-256, and compares nothing but their sizes.
+    A hub's client names large files by their SHA-256, but only compares their sizes. So every file
+    is read, and `folder` caches its digest for other uses.
 
     Raises:
         WeightsError: a file is missing or cannot be read.
@@ -143,7 +145,7 @@ def damage_by_name(files: ModelFiles, folder: Path) -> str:
         for path, digest in zip(named, digests, strict=True):
             if digest != path.resolve().name:
                 return (
-                    f"{path}: its SHA-256 is {digest}, and not its name {path.resolve()}; delete "
+                    f"{path}: its SHA-256 is {digest}, but its name is {path.resolve()}; delete "
                     "that file and download the model again"
                 )
     return ""
@@ -154,16 +156,16 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
         return gguf_parts(files.path)
     if any(files.path.glob("*.safetensors")):
         return weight_files(files.path)
-    # Older checkpoints, which vLLM reads too.
+    # Older checkpoints, which vLLM reads, too.
     return sorted([*files.path.glob("*.bin"), *files.path.glob("*.pt")])
 
 
 Wait = Callable[[Callable[[], None]], str]
-"""Function that waits for a digest; it calls its argument about every second until then."""
+"""Function that waits for a digest, and calls its argument about every second until then."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
-    """Compute a digest in the background, and return what waits for it."""
+    """Compute a digest in the background, and return a function that waits for it."""
     result: Future[str] = Future()
     _start_thread(lambda: _settle(result, compute))
 
@@ -178,19 +180,19 @@ def begin(compute: Callable[[], str]) -> Wait:
 
 
 def _start_thread(work: Callable[[], None]) -> None:
-    # A process that ends early does not wait for daemon threads, as it would for those of a pool.
+    # A process that ends early does not wait for a daemon thread, unlike the threads of a pool.
     threading.Thread(target=work, name="digest", daemon=True).start()
 
 
 def _settle(result: Future[str], compute: Callable[[], str]) -> None:
     try:
         result.set_result(compute())
-    except BaseException as error:  # raised again where the result is waited for
+    except BaseException as error:  # raised again in the thread that waits for the result
         result.set_exception(error)
 
 
 def _key(path: Path) -> str:
-    """Return a name that another file, or a changed one, does not have."""
+    """Return a name that is unique to this file in its present state."""
     status = path.stat()
     text = (
         f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} "
@@ -200,7 +202,7 @@ def _key(path: Path) -> str:
 
 
 def _read_kept(kept: Path) -> str:
-    """Return a digest that was kept; empty: there is none."""
+    """Return the cached digest, empty if there is none."""
     try:
         text = kept.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,7 @@
-"""`ullage-engine fetch`: downloads a model of the hub or a bucket into its cache, verifies it and
-ends.
+"""`ullage-engine fetch`: downloads a model of the hub or a bucket into its cache and verifies it.
 
-The operator runs this as a Job where several engines share one cache. A port answers how far the
-download is, and the last line of the output says in JSON how it ended.
+The operator runs this as a Job if several engines share one cache. A port serves the progress of
+the download, and the last line of the output is its result in JSON.
 """
 
 import argparse
@@ -35,12 +34,12 @@ from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
 MISUSE = 2
-"""Exit status of a source that another try does not fetch either."""
+"""Exit status if another try would fail, too."""
 FAILED = 1
 _SHA256_DIGITS = 64
 _READ_TIMEOUT_S = 5.0
 _REPORT_S = 10.0
-"""Time between two lines of progress."""
+"""Seconds between two lines of progress."""
 EXAMPLES = """\
 examples:
   ullage-engine fetch --source hf://LiquidAI/LFM2-8B-A1B
@@ -54,7 +53,7 @@ exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not
 
 
 class Misuse(WeightsError):
-    """The source itself is wrong, so that another try fails as well."""
+    """The source itself is wrong, so another try would fail, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class RemoteFile:
     name: str
     size: int
     path: Path
-    """Where the cache has the file once it is complete."""
+    """Path of the complete file in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class FetchProgress:
     total_bytes: int = 0
     """0 until the files are listed."""
     revision: str = ""
-    """The commit that is fetched, or the name of a bucket's listing."""
+    """The fetched commit, or the name of a bucket's listing."""
     error: str = ""
 
     def to_json(self) -> str:
@@ -89,18 +88,18 @@ class Fetch(Protocol):
 
     @property
     def progress(self) -> FetchProgress:
-        """The bytes in the cache; any thread may ask."""
+        """The progress so far. Any thread may read it."""
 
     def run(self) -> None:
-        """Download and verify.
+        """Download and verify the model.
 
         Raises:
-            WeightsError: either failed; `Misuse` where another try would fail, too.
+            WeightsError: a step failed. It is a `Misuse` if another try would fail, too.
         """
 
 
 class BucketFetch:
-    """The download of a model from a bucket, which is verified as it arrives."""
+    """The download of a model from a bucket, which verifies bytes as they arrive."""
 
     def __init__(self, source: str) -> None:
         from ullage_engine.model_loader.s3 import Download
@@ -146,7 +145,7 @@ class HubFetch:
 
     @property
     def progress(self) -> FetchProgress:
-        """How many bytes are in the cache, as its files say."""
+        """The progress, by the sizes of the files in the cache."""
         total = sum(file.size for file in self._files)
         done = sum(file.size for file in self._files if file.path.exists())
         if self._state == "fetching":
@@ -194,10 +193,9 @@ class HubFetch:
 
 
 def verify(files: Sequence[RemoteFile]) -> None:
-    """Check the cached files against their sizes and, where the cache names them by it, their
-    SHA-256.
+    """Check the sizes of the cached files, and the SHA-256 of those that are named by it.
 
-    A file that differs is removed, so that the next try downloads that file again.
+    A file that differs is removed, so that the next try downloads it again.
 
     Raises:
         WeightsError: a file is missing or damaged.
@@ -211,15 +209,15 @@ def verify(files: Sequence[RemoteFile]) -> None:
 def _verify(file: RemoteFile, digests: Digests) -> None:
     if not file.path.exists():
         raise WeightsError(
-            f"{file.path}: absent after the download: the repository changed meanwhile; fetch it "
-            "again, or name a commit as the revision"
+            f"{file.path}: missing after the download, since the repository changed meanwhile; "
+            "fetch it again, or name a commit as the revision"
         )
     blob = file.path.resolve()
     size = blob.stat().st_size
-    damage = f"it has {size} bytes and not {file.size}" if size != file.size else ""
+    damage = f"it has {size} bytes instead of {file.size}" if size != file.size else ""
     if not damage and len(blob.name) == _SHA256_DIGITS:
         digest = digests.of(blob, reads_again=True)
-        damage = f"its SHA-256 is {digest} and not {blob.name}" if digest != blob.name else ""
+        damage = f"its SHA-256 is {digest}, not {blob.name}" if digest != blob.name else ""
     if damage:
         blob.unlink()
         file.path.unlink(missing_ok=True)
@@ -249,10 +247,10 @@ def _checked_source(source: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Turn an error of the hub's client into one with a remedy."""
+    """Turn an error of the hub's client into an error with a remedy."""
     try:
         yield
-    except Exception as error:  # errors of the connection are of the client's HTTP library
+    except Exception as error:  # connection errors come from the client's HTTP library
         reason = " ".join(str(error).split())
         kind = Misuse if _is_refused(error) else WeightsError
         raise kind(
@@ -292,7 +290,7 @@ def serve(fetch: Fetch, host: str | None, port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Log nothing: the operator asks every few seconds."""
+            """Log nothing, since the operator asks every few seconds."""
 
     listener = listen(host, port)
     server = ThreadingHTTPServer(listener.getsockname()[:2], StatusHandler, bind_and_activate=False)
@@ -303,9 +301,9 @@ def serve(fetch: Fetch, host: str | None, port: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `ullage-engine fetch`; return the exit status."""
+    """Run `ullage-engine fetch` and return the exit status."""
     options = _parser().parse_args(arguments)
-    # A process that is PID 1 ignores the signal otherwise.
+    # Without a handler, the process with PID 1 ignores the signal.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     kind = BucketFetch if is_of_bucket(options.source) else HubFetch
     fetch: Fetch = kind(options.source)

@@ -1,4 +1,4 @@
-"""Whether a path is a file with contents of its own, and what the system says if it is not."""
+"""The check that a path is a readable file with real contents, and errors that name the cause."""
 
 import os
 import re
@@ -14,10 +14,10 @@ _HTML = (b"<!doctype html", b"<html")
 
 
 def check_file(path: Path) -> int:
-    """Check that a path is a file that can be read, and no placeholder of one; return its bytes.
+    """Check that a path is a readable file and not a placeholder. Return its size in bytes.
 
     Raises:
-        WeightsError: it is not.
+        WeightsError: the check failed.
     """
     with explained(path):
         status = path.stat()
@@ -44,7 +44,7 @@ def check_file(path: Path) -> int:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what the system says of a path into an error with a remedy."""
+    """Turn the system's error about a path into an error with a remedy."""
     try:
         yield
     except OSError as error:

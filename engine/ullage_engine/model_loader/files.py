@@ -1,8 +1,8 @@
-"""Which files of a source are its model, and whether they are whole, judged by their headers.
+"""The choice of a model's files in its folder, and the check of their headers.
 
-Imports no torch: the server process checks the files before it starts a worker, and the readers of
-a worker take the same list of files. Contents of tensors are not looked at, so a file with another
-number in it passes.
+This file imports no torch. The server process checks the files before it starts a worker, and the
+worker's readers use the same list of files. The contents of tensors are not read, so a file with a
+wrong number passes.
 """
 
 import json
@@ -34,7 +34,7 @@ _BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files of a folder that are read where they are, beside the weights."""
+"""Files of a model's folder that are read in addition to the weights."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
@@ -42,7 +42,7 @@ _MAX_HEADER_BYTES = 100_000_000
 """Longest header that the safetensors library reads."""
 
 _MAX_NAMED = 5
-"""Most files that a message names."""
+"""Most files that an error names."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -52,7 +52,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of an element of each type of safetensors; the library refuses others."""
+"""Bits of an element, by type of safetensors. The library refuses other types."""
 
 _MAGICS = {
     b"GGUF": "a GGUF file",
@@ -61,18 +61,18 @@ _MAGICS = {
     b"\x89HDF": "an HDF5 file",
     b"\x1f\x8b": "compressed with gzip",
 }
-"""First bytes of files that are taken for safetensors by their name alone."""
+"""First bytes of other file formats, which a wrong name may pass off as safetensors."""
 
 
 _TABLE = ".rotary_emb.inv_freq"
-"""Ending of the names of tables that every engine makes anew."""
+"""Suffix of the names of tables that every engine computes itself."""
 
 _PIECE_BYTES = 4 << 20
-"""Bytes of two tensors that are compared at once."""
+"""Bytes of a tensor that are compared at once."""
 
 
 class _Span(NamedTuple):
-    """Where a tensor is in the data of a safetensors file, and what it is."""
+    """The place, type and shape of a tensor in a safetensors file."""
 
     begin: int
     end: int
@@ -82,23 +82,24 @@ class _Span(NamedTuple):
 
 
 class Contradictions(NamedTuple):
-    """Tensors of a folder over which its files contradict one another, and in which words."""
+    """Tensors about which the files of a folder contradict each other, with the error of each."""
 
     missing: dict[str, str]
-    """Those that the index says are in a file that lacks them."""
+    """Tensors that are missing from the file that the index names."""
     ambiguous: dict[str, str]
-    """Those of which two files have different ones, and no index names the last file."""
+    """Tensors that differ between two files, while no index names the last of the files."""
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
-    """Check that the files of a model are there, readable and whole, by their headers.
+    """Check by their headers that the files of a model are present, readable and complete.
 
     Args:
-        reads_weights: whether the weights are read from safetensors or GGUF files; without it only
-            the files beside them are checked.
+        files: the model's folder or GGUF file.
+        reads_weights: whether to check the weights of a folder, too. Without it only the other
+            files are checked.
 
     Raises:
-        WeightsError: one is not; the message names the file, the cause and the remedy.
+        WeightsError: a check failed. The message names the file, the cause and the remedy.
     """
     if files.format == "gguf":
         check_gguf(files.path)
@@ -114,12 +115,12 @@ def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
 def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     """Check the files of a model that vLLM loads with these arguments.
 
-    Without an index vLLM reads all safetensors of a folder, so there may be no others. Nobody knows
-    which tensors it reads, so no tensor may be in doubt but the output projection of a model that
-    may tie it to the embedding.
+    Without an index vLLM reads all safetensors files of a folder, so the folder must have no other
+    ones. It is unknown which tensors vLLM reads. So the files may contradict each other about no
+    tensor but the output projection, and only if the model may tie it to the embedding.
 
     Raises:
-        WeightsError: as `check_files`, or there are others.
+        WeightsError: `check_files` fails, tensors are in doubt, or the folder has other files.
     """
     is_chosen = "load_format" in args
     check_files(files, reads_weights=not is_chosen)
@@ -153,14 +154,14 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model in the order of their names.
+    """Return the safetensors files of a model, sorted by name.
 
-    The index names them, as with transformers and vLLM; without an index `model.safetensors` has
-    all weights. A folder with neither has one file, or all of `NAME-00001-of-0000N`. A folder that
-    leaves a choice is refused. The header of each file is read, and says whether the file is whole.
+    The index names them, as for transformers and vLLM. Without an index `model.safetensors` has
+    all weights. A folder with neither has one file, or all of `NAME-00001-of-0000N`. An ambiguous
+    folder is refused. The header of each file is read to check that the file is complete.
 
     Raises:
-        WeightsError: files are missing or broken, or leave a choice.
+        WeightsError: files are missing, broken or ambiguous.
     """
     named = _named_files(folder)
     paths = _listed(folder) if named is None else _indexed(folder, named)
@@ -170,14 +171,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return the tensors over which the files of a model contradict one another.
+    """Return the tensors about which the files of a model contradict each other.
 
-    Only tensors that the model is computed with matter, which callers know. The index decides where
-    a tensor is. Transformers reads the last of several files that have a tensor, whatever the index
-    says, so all of them need the same contents.
+    Only the tensors that the model uses matter, and callers know those. The index decides in which
+    file a tensor is. If several files have a tensor, transformers reads the last file and ignores
+    the index, so all of them need the same contents.
 
     Raises:
-        WeightsError: as `weight_files`.
+        WeightsError: `weight_files` fails.
     """
     named = _named_files(folder)
     paths_of: dict[str, list[Path]] = {}
@@ -206,16 +207,18 @@ def contradictions(folder: Path) -> Contradictions:
 
 
 def read_safetensors_header(path: Path) -> list[str]:
-    """Return the names of a safetensors file's tensors, whose places fill the file exactly.
+    """Return the names of the tensors of a safetensors file.
+
+    The tensors must fill the file exactly.
 
     Raises:
-        WeightsError: the file cannot be read, is cut short or is no safetensors file.
+        WeightsError: the file cannot be read, is truncated or is no safetensors file.
     """
     return [span.name for span in _read_spans(path)]
 
 
 def _read_spans(path: Path) -> list[_Span]:
-    """Return the tensors of a safetensors file, placed by the file's first byte."""
+    """Return the tensors of a safetensors file, with offsets from the start of the file."""
     size = check_file(path)
     with explained(path), path.open("rb") as file:
         start = file.read(9)
@@ -242,7 +245,7 @@ def _read_spans(path: Path) -> list[_Span]:
 
 
 def _have_same(name: str, path: Path, other: Path) -> bool:
-    """Return whether two files have the same bytes, type and shape of a tensor."""
+    """Return whether a tensor has the same bytes, type and shape in two files."""
     if path == other:
         return True
     one, two = (
@@ -266,9 +269,8 @@ def _have_same(name: str, path: Path, other: Path) -> bool:
 def _may_be_tied(folder: Path) -> bool:
     """Return whether the output projection may be the embedding.
 
-    Families that vLLM serves and the native engine does not know, such as Gemma, are tied by
-    default, and their config.json may leave the key out. Where one of them is not tied, vLLM
-    refuses to serve without the tensor.
+    Some families that only vLLM serves, such as Gemma, tie it by default, and their config.json may
+    omit the key. If such a model is not tied, vLLM refuses to serve without the tensor.
     """
     config = read_config(folder)
     text = config.get("text_config")
@@ -278,13 +280,13 @@ def _may_be_tied(folder: Path) -> bool:
 
 
 def _named_files(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by the index; None where there is none."""
+    """Return the file of each tensor by the index, None without an index."""
     index = folder / INDEX
     return _read_index(index) if os.path.lexists(index) else None
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
+    """Read the file of each tensor from the index."""
     check_file(index)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -313,7 +315,7 @@ def _indexed(folder: Path, named: dict[str, str]) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the model's files where no index says which they are."""
+    """Return the files of a model without an index."""
     with explained(folder):
         names = sorted(os.listdir(folder))
     if SINGLE in names:
@@ -328,7 +330,7 @@ def _listed(folder: Path) -> list[Path]:
     if len(files) > 1:
         raise WeightsError(
             f"{folder}: {_named(files)} are here, and no {INDEX} says which are the model's; "
-            "download the index, or leave the model's files alone in the folder"
+            "download the index, or remove all other files from the folder"
         )
     return [folder / files[0]]
 
@@ -337,7 +339,7 @@ def _whole_set(folder: Path, files: Sequence[str], count: int) -> Sequence[str]:
     """Return the files of `NAME-00001-of-0000N`.
 
     Raises:
-        WeightsError: one is missing, or there are others.
+        WeightsError: a file is missing, or the folder has other files.
     """
     present = {int(match["number"]) for name in files if (match := _SHARD.fullmatch(name))}
     missing = [number for number in range(1, count + 1) if number not in present]
@@ -363,12 +365,16 @@ def _without_weights(folder: Path, names: Sequence[str]) -> WeightsError:
 
 
 def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
-    """Check the length of a header before any memory is taken for it.
+    """Check the length of a header before memory is allocated for it.
 
-    `start`: the length as it is written, and the first byte of the header.
+    Args:
+        path: the file.
+        start: the encoded length, and the first byte of the header.
+        length: the decoded length.
+        size: bytes of the file.
     """
     for magic, kind in _MAGICS.items():
-        # Lengths like 640 are written as the first bytes of a pickle are.
+        # The length 640 has the same first bytes as a pickle.
         if start.startswith(magic) and not start.endswith(b"{"):
             raise WeightsError(f"{path}: {kind}, and no safetensors; download it again")
     if len(start) < 8:

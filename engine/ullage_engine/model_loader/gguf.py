@@ -1,7 +1,7 @@
-"""Reads GGUF files: metadata as a model configuration, tensors dequantised one at a time.
+"""Reader of GGUF files: metadata as a model configuration, and tensors dequantised one by one.
 
-Metadata are put into the words of Hugging Face's config.json and tensors get the names of its
-checkpoints, so that one reader of configurations serves both formats.
+Metadata are translated to the keys of Hugging Face's config.json, and tensors get the names of its
+checkpoints. So one reader of configurations serves both formats.
 """
 
 import math
@@ -36,7 +36,7 @@ from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
 
 
 class GgufMetadata:
-    """The metadata of one file; errors name the file and the key."""
+    """The metadata of one file. Errors name the file and the key."""
 
     def __init__(self, path: Path, file: GGUFReader, *, allows_unknown: bool = False) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class GgufMetadata:
         self.architecture = str(architecture)
 
     def value(self, key: str) -> object:
-        """Return one value; None where there is none."""
+        """Return the value of a key, None if it is missing."""
         field = self._fields.get(key)
         try:
             contents: object = None if field is None else field.contents()
@@ -58,10 +58,10 @@ class GgufMetadata:
         return contents
 
     def config(self, vocab: int, tied: bool) -> HFConfig:
-        """Describe the file's architecture as a config.json would.
+        """Return the config.json that describes the file's architecture.
 
         Raises:
-            WeightsError: a key is missing, has a value that is not supported, or is unknown.
+            WeightsError: a key is missing or unknown, or has an unsupported value.
         """
         self._check_keys()
         keys = FAMILY_KEYS[self._model_type]
@@ -89,7 +89,7 @@ class GgufMetadata:
         return HFConfig(self._path, values, allows_unknown=self._allows_unknown)
 
     def _check_keys(self) -> None:
-        """Refuse keys of the architecture that would change numbers and are not honoured."""
+        """Refuse keys of the architecture that would change results and are not supported."""
         own = own_keys(dict.fromkeys(self._fields), self.architecture)
         values = {key: self._own(key) for key in own}
         section = HFConfig(self._path, values, allows_unknown=self._allows_unknown)
@@ -113,7 +113,10 @@ class GgufMetadata:
         return WeightsError(f"{self._path}: metadata {key!r} is missing; convert the file again")
 
     def _kv_heads(self) -> Json:
-        """Return the KV heads and which layers attend: those of a list that have any."""
+        """Return the number of KV heads and the layer types.
+
+        If the metadata list a number for each layer, layers without KV heads are convolutions.
+        """
         heads = self._own("attention.head_count_kv")
         if not isinstance(heads, list):
             return {"num_key_value_heads": heads}
@@ -145,17 +148,17 @@ class GgufMetadata:
             "original_max_position_embeddings": self._own("rope.scaling.original_context_length"),
             "beta_fast": self._own("rope.scaling.yarn_beta_fast"),
             "beta_slow": self._own("rope.scaling.yarn_beta_slow"),
-            # No key says it: gpt-oss was trained with a ramp between fractions of dimensions.
+            # GGUF has no such key. gpt-oss was trained without rounding the ends of the ramp.
             "truncate": self.architecture != "gpt-oss",
         }
 
     def _check_head_dim(self, values: Json) -> None:
-        """Refuse heads that are rotated in part, or whose values have another width."""
+        """Refuse partial rotary embedding, and values with another width than keys."""
         hidden = values["hidden_size"]
         heads = values["num_attention_heads"]
         assert isinstance(hidden, int)
         assert isinstance(heads, int)
-        # Also where the family has a default of its own: llama.cpp has not.
+        # llama.cpp derives the width, even for families that have a default of their own.
         head_dim = values["head_dim"] = values["head_dim"] or hidden // max(heads, 1)
         for key in ("rope.dimension_count", "attention.value_length"):
             value = self._own(key)
@@ -210,7 +213,7 @@ GPT_OSS = {
 }
 
 NAMES = COMMON | LFM2
-"""Tensor names without layer and suffix, from Hugging Face's to GGUF's."""
+"""Tensor names without layer and suffix: Hugging Face's names to GGUF's."""
 
 BY_ARCHITECTURE = {"gpt-oss": NAMES | GPT_OSS}
 
@@ -224,7 +227,7 @@ _HUGGING_FACE = re.compile(
 
 
 def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
-    """Return GGUF's name of a tensor that Hugging Face calls `name`, and which expert's of it."""
+    """Return GGUF's name of the tensor that Hugging Face calls `name`, and the expert's index."""
     match = _HUGGING_FACE.fullmatch(name)
     assert match is not None, name
     prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
@@ -234,7 +237,7 @@ def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
 
 
 def is_known(architecture: str, name: str) -> bool:
-    """Whether a layer reads the tensor that GGUF calls `name`."""
+    """Return whether a layer reads the tensor that GGUF calls `name`."""
     parts = {*BY_ARCHITECTURE.get(architecture, NAMES).values(), *EXPERTS}
     whole = "|".join(re.escape(part) for part in parts if part.endswith((".bias", ".weight")))
     weights = "|".join(re.escape(part) for part in [*parts, "rope_freqs"])
@@ -252,14 +255,14 @@ QUANTISATIONS = (
 
 
 class GgufReader(PlainMatrices):
-    """One open GGUF file, or all parts of one that is split."""
+    """An open GGUF file, or all parts of a split one."""
 
     def __init__(self, path: Path, *, allows_unknown: bool = False) -> None:
-        """Map the file, or all parts where it is the first of several, and read the headers.
+        """Map a file, or all parts if it is the first of several, and read the headers.
 
         Raises:
-            WeightsError: not GGUF, cut short, without some of its parts, or of an architecture or
-                quantisation not supported.
+            WeightsError: a file is not GGUF or truncated, a part is missing, or the architecture
+                or quantisation is not supported.
         """
         self._path = path
         files = [_open(header.path) for header in check_gguf(path)]
@@ -271,11 +274,11 @@ class GgufReader(PlainMatrices):
 
     @property
     def config(self) -> HFConfig:
-        """Returns the config.json that the metadata amount to."""
+        """The config.json that is equivalent to the metadata."""
         return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor by its Hugging Face name, in the order of elements Hugging Face uses."""
+        """Read a tensor by its Hugging Face name, in Hugging Face's order of elements."""
         if ".mlp.experts." in name:
             return self._read_stacked(name)
         own, expert = gguf_name(self._metadata.architecture, name)
@@ -286,16 +289,19 @@ class GgufReader(PlainMatrices):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Formats the file is quantised to: MXFP4 of gpt-oss's experts; other blocks are
-        dequantised.
+        """Formats of the quantised weights: MXFP4 for gpt-oss's experts, and otherwise none.
+
+        Blocks of other formats count as dequantised.
         """
         names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
         is_packed = self.model_config.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
         return frozenset({"mxfp4"} if is_packed else ())
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Keep MXFP4 of gpt-oss's experts, and blocks of four to eight bits if int4 is the
-        target.
+        """Return the encoding of a matrix whose blocks are kept, None if it is dequantised.
+
+        MXFP4 of gpt-oss's experts is kept. Blocks of four to eight bits are kept if the target is
+        int4.
         """
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
@@ -303,7 +309,7 @@ class GgufReader(PlainMatrices):
         tensor = self._tensors.get(own)
         if target != "int4" or tensor is None:
             return None
-        columns, rows = (int(size) for size in tensor.shape[:2])  # of one expert, if there are any
+        columns, rows = (int(size) for size in tensor.shape[:2])  # of one expert, if it has experts
         return block_encoding(tensor.tensor_type.name, (rows, columns))
 
     def block_kind(self, name: str) -> str:
@@ -339,7 +345,10 @@ class GgufReader(PlainMatrices):
         return torch.from_numpy(np.array(dequantize(data, tensor.tensor_type))).reshape(shape)
 
     def _read_stacked(self, name: str) -> torch.Tensor:
-        """Read all experts of a gpt-oss layer: GGUF keeps gates and ups apart and [out, in]."""
+        """Read all experts of a gpt-oss layer in Hugging Face's layout.
+
+        GGUF stores gates and ups separately, as [out, in].
+        """
         rows = _alternating([self._dequantised(each) for each in _stacked_names(name)])
         return rows if name.endswith("_bias") else rows.transpose(1, 2)
 
@@ -348,7 +357,7 @@ class GgufReader(PlainMatrices):
         return tensor is not None and tensor.tensor_type.name == "MXFP4"
 
     def _packed_encoding(self, name: str) -> Encoding | None:
-        """Return the encoding of all experts' rows, one after another."""
+        """Return the encoding of the concatenated rows of all experts."""
         names = _stacked_names(name)
         if not all(map(self._is_mxfp4, names)):
             return None
@@ -357,8 +366,9 @@ class GgufReader(PlainMatrices):
         return Encoding(format="mxfp4", shape=shape, group=BLOCK)
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Undoes the interleaving of rotary halves that llama.cpp's converter does to a Llama's Q
-        and K; other models keep theirs.
+        """Undo the interleaving of the rotary halves of a Llama's Q and K by llama.cpp's converter.
+
+        Other architectures are not interleaved.
         """
         heads = {
             "attn_q.weight": self.model_config.num_heads,
@@ -378,7 +388,7 @@ class GgufReader(PlainMatrices):
                 )
 
     def _check_names(self) -> None:
-        """Refuse tensors that no layer reads: leaving one out, such as a bias, changes answers."""
+        """Refuse tensors that no layer reads, since ignoring one may change answers."""
         for name in self._tensors:
             if not is_known(self._metadata.architecture, name):
                 raise WeightsError(
@@ -409,7 +419,7 @@ class GgufReader(PlainMatrices):
 
 
 def _stacked_names(name: str) -> list[str]:
-    """List GGUF's names of what Hugging Face stores as one tensor of a gpt-oss layer."""
+    """Return GGUF's names of the tensors that Hugging Face stores as one in a gpt-oss layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
     assert match is not None, name
     layer, part = match.groups()
@@ -419,15 +429,15 @@ def _stacked_names(name: str) -> list[str]:
 
 
 def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Interleaves [experts, rows, ...]: the rows of gate and up in turn, as Hugging Face has
-    them.
-    """
+    """Interleave the rows of gates and ups, [experts, rows, ...], as Hugging Face stores them."""
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
 class _FileReader(GGUFReader):
-    """The library's reader with arrays read at once. It makes two arrays of each of a vocabulary's
-    strings, each with the cost of a mapped file's: three seconds instead of a tenth.
+    """The library's reader with a faster path for arrays.
+
+    The library makes two mapped arrays of each string of a vocabulary, which takes three seconds
+    instead of a tenth.
     """
 
     def _get_field_parts(
@@ -465,7 +475,7 @@ def _open(path: Path) -> GGUFReader:
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror or error}; check the file") from error
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-        # The reader meets the end of a file, or nonsense, as any of these.
+        # The library raises any of these at the end of a file, or if the contents are invalid.
         reason = " ".join(str(error).split())
         raise WeightsError(
             f"{path}: not a whole GGUF file ({reason}); download it again"

@@ -1,10 +1,10 @@
-"""The header of GGUF files, and the parts of those that are split.
+"""The header of GGUF files, and the parts of a split file.
 
-Imports neither torch nor numpy, and touches no tensor. A header is: magic `GGUF`, version (uint32),
-numbers of tensors and of pairs (uint64), the pairs, then of each tensor its name, shape, type and
-place; the data follow at a multiple of the alignment. llama.cpp splits a model into files named
-`NAME-00001-of-0000N.gguf`: the first has the pairs, and each has `split.no`, `split.count` and
-`split.tensors.count`.
+This file imports neither torch nor numpy, and reads no tensors. A header has the magic `GGUF`, the
+version (uint32), the numbers of tensors and of metadata pairs (uint64), the pairs, and for each
+tensor its name, shape, type and offset. The data follow at a multiple of the alignment. llama.cpp
+splits a model into files named `NAME-00001-of-0000N.gguf`. The first part has the pairs, and each
+part has `split.no`, `split.count` and `split.tensors.count`.
 """
 
 import errno
@@ -23,7 +23,7 @@ from ullage_engine.protocol.errors import WeightsError
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Alignment of the data, in bytes, where `general.alignment` gives no other."""
+"""Alignment of the data in bytes, unless `general.alignment` gives another."""
 
 SCALARS = {
     0: "<B",
@@ -38,7 +38,7 @@ SCALARS = {
     11: "<q",
     12: "<d",
 }
-"""Layouts of values of one number, by type."""
+"""Struct formats of scalar values, by type."""
 
 STRING = 8
 ARRAY = 9
@@ -57,7 +57,7 @@ BLOCKS = {
     30: (1, 2),  # BF16
     39: (32, 17),  # MXFP4
 }
-"""Numbers and bytes of a block of each type of tensor that is read; readers refuse other types."""
+"""Numbers and bytes of a block, by type of tensor. Readers refuse other types."""
 
 _MAX_DIMENSIONS = 4
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -70,7 +70,7 @@ _UINT64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor is in the data of its file."""
+    """The place of a tensor in the data of its file."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class GgufTensor:
     offset: int
     """Bytes from the start of the data."""
     nbytes: int | None
-    """None: the type is not known here."""
+    """Bytes of the tensor, None if its type is unknown."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class GgufHeader:
     pairs: tuple[int, int] = (0, 0)
     """Offsets of the first pair and of the end of the last, in bytes."""
     values: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Values of pairs that have one number or text."""
+    """Values of the pairs that are scalars or texts, by key."""
     tensors: list[GgufTensor] = field(default_factory=list)
     data_start: int = 0
     """Offset of the data, in bytes."""
@@ -102,17 +102,17 @@ class GgufHeader:
 
     @property
     def num_parts(self) -> int:
-        """Number of files that the model was split into; 1: it was not."""
+        """Number of files that the model was split into, 1 if it was not split."""
         return max(1, self._number("split.count", 1))
 
     @property
     def part(self) -> int:
-        """Number of this file among the parts; the first is 0."""
+        """Index of this file among the parts, from 0."""
         return self._number("split.no", 0)
 
     @property
     def num_tensors_of_all(self) -> int:
-        """Number of tensors in all parts together; -1 where the file does not say."""
+        """Number of tensors in all parts together, -1 if the file does not have it."""
         return self._number("split.tensors.count", -1)
 
     def _number(self, key: str, default: int) -> int:
@@ -121,7 +121,7 @@ class GgufHeader:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """List the files of a split model by the name of one of them; any other file is alone."""
+    """Return all parts of a split model by the name of one part, or just the given file."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) < 2:
         return [path]
@@ -133,10 +133,10 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def check_gguf(path: Path) -> list[GgufHeader]:
-    """Read the headers of a model's file, or of all its parts where `path` is the first of several.
+    """Read the header of a model's file, or of all parts if `path` is the first of several.
 
     Raises:
-        WeightsError: a file is missing, cut short, damaged, or of another model.
+        WeightsError: a file is missing, truncated, damaged, or of another model.
     """
     first = read_gguf_header(path)
     count = first.num_parts
@@ -155,10 +155,10 @@ def check_gguf(path: Path) -> list[GgufHeader]:
 
 
 def check_parts(path: Path) -> None:
-    """Check that all parts of a split file are beside it.
+    """Check that all parts of a split file are in its folder.
 
     Raises:
-        WeightsError: one is not.
+        WeightsError: a part is missing.
     """
     parts = gguf_parts(path)
     missing = [each.name for each in parts if not os.path.lexists(each)]
@@ -195,7 +195,7 @@ def _check_agreement(headers: Sequence[GgufHeader]) -> None:
 
 
 def join_parts(headers: Sequence[GgufHeader], target: Path) -> None:
-    """Write the parts of a split model as one file; the first part's pairs are the whole's.
+    """Write the parts of a split model as one file, with the first part's metadata pairs.
 
     Raises:
         OSError: the file cannot be written.
@@ -206,7 +206,7 @@ def join_parts(headers: Sequence[GgufHeader], target: Path) -> None:
     places = []
     offset = 0
     for header in headers:
-        # Up to where the next one begins, which needs no knowledge of the tensor's type.
+        # A tensor ends where the next one begins, so its type need not be known.
         data_bytes = header.path.stat().st_size - header.data_start
         ends = [tensor.offset for tensor in header.tensors[1:]] + [data_bytes]
         for tensor, end in zip(header.tensors, ends, strict=True):
@@ -247,10 +247,10 @@ def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of one file, whose tensors must lie within it, one behind the other.
+    """Read the header of one file. The tensors must follow one another within the file.
 
     Raises:
-        WeightsError: the file cannot be read, or is not a whole GGUF file.
+        WeightsError: the file cannot be read, or is not a complete GGUF file.
     """
     check_file(path)
     try:
@@ -259,12 +259,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}; check the file") from error
     except ValueError as error:
-        # ValueError is also what mapping an empty file raises.
+        # Mapping an empty file raises ValueError, too.
         raise WeightsError(f"{path}: not a whole GGUF file ({error}); download it again") from error
 
 
 class _Cursor:
-    """A place in a mapped file; running off its end raises ValueError."""
+    """A position in a mapped file. Reading beyond the end raises ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -300,7 +300,7 @@ class _Cursor:
         return header
 
     def _check_places(self, header: GgufHeader) -> None:
-        """Check that tensors fill the data in their order, as llama.cpp demands."""
+        """Check that the tensors fill the data in order, as llama.cpp requires."""
         expected: int | None = 0
         names = set()
         for tensor in header.tensors:
@@ -334,7 +334,7 @@ class _Cursor:
         return GgufTensor(name, shape, kind, offset, math.prod(shape) // numbers * size)
 
     def _value(self) -> int | float | bool | str | None:
-        """Read the value of a pair; None where it is an array."""
+        """Read the value of a pair, or skip it and return None if it is an array."""
         kind = self._uint32()
         if kind == STRING:
             return self._text()
@@ -351,7 +351,7 @@ class _Cursor:
             size = struct.calcsize(_layout(kind))
             self._skip(self._count(size) * size)
             return
-        # A vocabulary and its merges are hundreds of thousands, so without a call for each.
+        # A vocabulary and its merges have hundreds of thousands of strings, so avoid method calls.
         data = self._data
         unpack = _UINT64.unpack_from
         count = self._count(_UINT64.size)
@@ -364,7 +364,7 @@ class _Cursor:
         self._skip(at - self._at)
 
     def _count(self, least: int) -> int:
-        """Read a number of items that take `least` bytes each, for which there must be room."""
+        """Read a number of items, which must fit into the file with `least` bytes each."""
         count = self._uint64()
         if count * least > self._size - self._at:
             raise ValueError(f"it claims {count:,} items, for which it has no room")

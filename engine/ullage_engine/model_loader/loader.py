@@ -1,12 +1,12 @@
-"""Prepared weights: one flat file in the types they are computed with, mapped by every worker.
+"""Prepared weights: one flat file in the computing types, which every worker maps.
 
-Preparing reads the checkpoint once, fuses, converts and quantises it; a worker that starts again
-only maps the file, which nobody can write to through the mapping. Engines that share the folder
-prepare once: a file lock elects who does it.
+Preparing reads the checkpoint once, and fuses, converts and quantises it. A worker that starts
+again only maps the file. The mapping is read-only. Engines that share the folder prepare once: a
+file lock elects the engine that does it.
 
-The file: magic, length and SHA-256 of the header, the header (JSON), then tensors at aligned
-offsets, counted from the file's start. The header has a checksum of each tensor, and is compared
-with the tensors when the file is first mapped after a boot or a change.
+The file has a magic, the length and SHA-256 of the header, the header (JSON), and the tensors at
+aligned offsets from the file's start. The header has a checksum of each tensor. The checksums are
+compared with the tensors when the file is first mapped after a boot or a change.
 """
 
 import contextlib
@@ -54,18 +54,18 @@ log = logging.getLogger("ullage.engine.weights")
 MAGIC = b"ULLAGEW1"
 
 LAYOUT_VERSION = 12
-"""Version of prepared files; raise it when they change in any way."""
+"""Version of prepared files. Raise it when they change in any way."""
 
 ALIGNMENT = 4096
-"""Alignment of every tensor in bytes: a page, so that it can be mapped or sent by itself."""
+"""Alignment of every tensor in bytes: a page, so that a tensor can be mapped or sent by itself."""
 
 LOCK_POLL_S = 0.05
 
 _MAX_COPIES = 4
-"""Most threads that copy from a device at once to compare."""
+"""Most threads that copy from a device at the same time, in order to compare."""
 
 _SLICE_BYTES = 64 << 20
-"""Most bytes of a tensor that are copied from a device or hashed at once."""
+"""Most bytes of a tensor that are copied from a device, or hashed, at once."""
 
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 
@@ -77,32 +77,32 @@ class Shard(Protocol):
     """One rank's part of a model."""
 
     encodings: dict[str, Encoding]
-    """Encodings of its quantised matrices, by name."""
+    """Encodings of the rank's quantised matrices, by name."""
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what the rank needs of a stored tensor; None: nothing."""
+        """Return the rank's part of a stored tensor, None if the rank does not need it."""
         ...
 
 
 ShardModel = Callable[[ModelConfig, dict[str, Encoding]], Shard]
-"""Function from a model's configuration and encodings to how it is cut for one rank."""
+"""Function from a model's configuration and encodings to one rank's shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights ready to compute with; read only."""
+    """Weights that are ready to compute with. They are read-only."""
 
     model_config: ModelConfig
     tensors: dict[str, torch.Tensor]
-    """Tensors by name; the pieces of a quantised matrix by its name, a dot and theirs."""
+    """Tensors by name. The pieces of a quantised matrix are named `MATRIX.PIECE`."""
     nbytes: int
-    """Bytes of the prepared file, which is what mapping or copying it takes."""
+    """Bytes of the prepared file, which mapping or copying it takes."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
     key: str = ""
-    """Key of the prepared file, by the source files that it is made of."""
+    """Key of the prepared file, which depends on its source files."""
     content: str = ""
-    """Digest of all its numbers and shapes, the same wherever the same are computed with."""
+    """Digest of all numbers and shapes. It is equal on all engines that compute with the same."""
 
     def packed(self, name: str) -> Packed:
         """Return a quantised matrix."""
@@ -140,7 +140,7 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> str:
-        """Digest of all numbers with their shapes and encodings, wherever they lie in the file."""
+        """Digest of all numbers with their shapes and encodings, but without their offsets."""
         tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
         return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
 
@@ -154,14 +154,24 @@ def load_weights(
     shard: ShardModel | None = None,
     calibration: Calibration | None = None,
 ) -> LoadedModel:
-    """Map the prepared weights, preparing them in `weights_dir` first if nobody has.
+    """Map the prepared weights, and prepare them in `weights_dir` first if necessary.
 
-    On a CPU the tensors are the file's pages, and writing to one ends the process; elsewhere they
-    are copied to the device, one after the other, with progress for each. With `shard` only a
-    rank's part is; the configuration and the size are the whole's.
-    `calibration` rounds to int4; without it every weight is rounded to the nearest number. So is
-    every one, with a warning, where a layer cannot be calibrated; `weights_dir` then keeps these
-    weights, so that a worker that starts again computes what streams began with, and at once.
+    On a CPU the tensors are the file's pages, and writing to them kills the process. For another
+    device they are copied one after the other, with progress for each.
+
+    If a layer cannot be calibrated, all weights are rounded to the nearest number, with a warning.
+    `weights_dir` keeps these weights, so that a worker that starts again starts fast and continues
+    the open streams with the same weights.
+
+    Args:
+        model: the source and the form of the weights.
+        device: the device that computes.
+        dtype: the computing type.
+        weights_dir: folder of the prepared file.
+        progress: reports the bytes that are done.
+        shard: cuts out one rank's part. The configuration and the size are still those of the
+            whole model.
+        calibration: rounds to int4. Without it every weight is rounded to the nearest number.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -185,11 +195,19 @@ def check_loaded(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> None:
-    """Compare weights in memory with the checksums that the prepared file got when it was written.
+    """Compare weights in memory with the checksums in the prepared file.
 
-    `progress` gets the bytes that are compared. With `shard` the ranks share the file's tensors out
-    among themselves, and each compares all of its parts with the file. Where anything differs, the
-    next start compares the file first, and prepares it again where it is damaged.
+    If a tensor differs, the next start compares the file first, and prepares it again if it is
+    damaged.
+
+    Args:
+        loaded: the weights.
+        weights_dir: folder of the prepared file.
+        progress: reports the bytes that are compared.
+        shard: cuts out one rank's part. With it each rank checks its share of the file's tensors,
+            and compares all parts in its memory with the file.
+        rank: this rank.
+        num_ranks: ranks that share the check.
 
     Raises:
         ProofError: a tensor differs.
@@ -207,28 +225,29 @@ def check_loaded(
     if not name:
         return
 
-    # A folder that cannot be written has no marker: its files are compared at every start.
+    # A read-only folder has no marker, so its files are compared at every start.
     with contextlib.suppress(OSError):
         _marker_path(path).unlink(missing_ok=True)
     raise ProofError(
-        f"{path}: {name} has other bits in memory than its checksum says; the next start reads the "
-        "whole file and prepares it again where it is damaged; if every start ends like this, look "
-        "for faulty memory, or delete the file"
+        f"{path}: {name} in memory does not match its checksum; the next start reads the whole "
+        "file and prepares it again if it is damaged; if every start ends like this, look for "
+        "faulty memory, or delete the file"
     )
 
 
 def content_key(
     files: ModelFiles, form: PreparedForm, calibration: Calibration | None = None
 ) -> str:
-    """Hashes what determines the prepared form of exactly these source files."""
+    """Return a key of the source files and of everything else that determines the prepared file."""
     rounding = calibration.name if calibration else "nearest"
-    # Otherwise a start that refuses unknown keys would map what one that allows them prepared.
+    # A start that refuses unknown keys must not map a file that was prepared while they were
+    # allowed.
     unknown = " unknown" if files.allows_unknown else ""
     return source_key(files, f"{LAYOUT_VERSION} {form.name} {rounding}{unknown}")
 
 
 def source_key(files: ModelFiles, use: str) -> str:
-    """Return a key of the source files, by path, size and time of change, and of their use."""
+    """Return a key of the source files, by path, size and modification time, and of their use."""
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()
@@ -237,15 +256,15 @@ def source_key(files: ModelFiles, use: str) -> str:
 
 
 def check_unchanged(files: ModelFiles, key: str, key_before: str) -> None:
-    """Check that source files that were read have the key that they had before.
+    """Check that the source files still have the key that they had before they were read.
 
     Raises:
-        WeightsError: they have another, so what was read may be of two versions.
+        WeightsError: the key has changed, so the read data may be of two versions.
     """
     if key != key_before:
         raise WeightsError(
-            f"{files.path}: its files changed while they were read; start again when whatever "
-            "writes them has ended"
+            f"{files.path}: its files changed while they were read; start again when they no "
+            "longer change"
         )
 
 
@@ -254,12 +273,12 @@ def _source_files(files: ModelFiles) -> list[Path]:
         paths = gguf_parts(files.path)
     else:
         paths = sorted([*files.path.glob("*.json"), *files.path.glob("*.safetensors")])
-    # A file that counts and is not there is an error of its reader, which says what to do.
+    # If a necessary file is missing, its reader raises an error with a remedy.
     return [path for path in paths if path.is_file()]
 
 
 def read_header(path: Path) -> Header | None:
-    """Read the header of a prepared file; None if there is no usable one."""
+    """Read the header of a prepared file, None if there is no usable file."""
     try:
         with path.open("rb") as file:
             return _parse_header(file, path.stat().st_size)
@@ -286,7 +305,7 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Return the prepared file, which is written first if need be, and its header."""
+    """Return the prepared file and its header, and write the file first if necessary."""
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -306,9 +325,10 @@ def _attach(
 
 
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
-    """Return the first file that is whole, and its header; None if there is none.
+    """Return the first intact file and its header, None if there is none.
 
-    A second path is that of int4 rounded to the nearest, which was written for want of the first.
+    The second path, if there is one, is that of int4 weights rounded to the nearest number. They
+    were written because the calibration failed.
     """
     for path in paths:
         header = _verified_header(path, progress)
@@ -316,7 +336,8 @@ def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
             continue
         if path != paths[0]:
             log.warning(
-                "int4 is rounded to the nearest numbers, uncalibrated, as when %s was written; "
+                "int4 weights are uncalibrated and rounded to the nearest numbers, as when %s was "
+                "written; "
                 "the next start with an empty weights folder tries again",
                 path,
             )
@@ -331,19 +352,19 @@ def _prepare_either(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Write `path`, or, where a layer cannot be calibrated, the file rounded to the nearest.
+    """Write `path`, or if a layer cannot be calibrated, the file rounded to the nearest numbers.
 
-    The caller holds the lock of `path`, so that another process that waits for the lock finds one
-    of the two files.
+    The caller holds the lock of `path`. A process that waits for the lock then finds one of the two
+    files.
     """
     try:
         return path, _prepare(files, path, form, progress, calibration)
     except CalibrationError as error:
         reason = str(error)
         remedy = error.remedy
-    # Outside the handler: the exception's frames keep the layer's tensors alive.
+    # This is outside the handler, since the exception's frames keep the layer's tensors alive.
     log.warning(
-        "int4 is rounded to the nearest numbers, uncalibrated, %s: %s; "
+        "int4 weights are uncalibrated and rounded to the nearest numbers, %s: %s; "
         "the next start with an empty weights folder (%s) tries again",
         remedy,
         reason,
@@ -353,7 +374,7 @@ def _prepare_either(
 
 
 def _verified_header(path: Path, progress: Progress) -> Header | None:
-    """Read the header of a prepared file whose tensors are whole; None if there is none."""
+    """Read the header of a prepared file, None if there is no file with intact tensors."""
     header = read_header(path)
     if header is None or _read_marker(path) == _marker(path):
         return header
@@ -366,7 +387,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Compare all tensors with their checksums; return the name of one that differs."""
+    """Compare all tensors with their checksums, and return the name of one that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -387,7 +408,7 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
 
 
 def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
-    """Compare whole tensors in memory with their checksums; return the name of one that differs."""
+    """Compare tensors in memory with their checksums, and return the name of one that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
         digest = hashlib.sha256()
@@ -413,8 +434,10 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Compare some tensors of the file with their checksums, and a rank's parts with the file's;
-    return the name of a tensor that differs.
+    """Check one rank's share of the file and all its parts, and return a tensor that differs.
+
+    The tensors `hashed` of the file are compared with their checksums. The rank's parts in memory
+    are compared with the file.
     """
     own = shard(header.model_config, header.encodings)
     storage = _map(path)
@@ -447,9 +470,7 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function that adds bytes to those that are done and reports them; threads share
-    it.
-    """
+    """Return a function that counts bytes and reports the progress. Threads may share it."""
     lock = threading.Lock()
     done = 0
 
@@ -482,16 +503,16 @@ def _read_marker(path: Path) -> str:
 
 
 def _mark_verified(path: Path) -> None:
-    # A folder that cannot be written is no fault: its files are verified at every start.
+    # The folder may be read-only. Then its files are verified at every start.
     with contextlib.suppress(OSError):
         _marker_path(path).write_text(_marker(path), encoding="ascii")
 
 
 @contextmanager
 def _lock(paths: list[Path], progress: Progress) -> Iterator[None]:
-    """Hold the right to prepare one of `paths`; while another engine does, reports its progress.
+    """Hold the lock for preparing `paths`. While another engine holds it, report its progress.
 
-    The kernel drops the lock of a process that dies.
+    The kernel releases the lock if the process dies.
     """
     with paths[0].with_suffix(".lock").open("wb") as file:
         while True:
@@ -508,7 +529,7 @@ def _others_progress(paths: list[Path]) -> tuple[int, int]:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             status = path.with_suffix(".partial").stat()
-            # The file has its full size from the start; blocks written tell how far it is.
+            # The file has its full size from the start. The allocated blocks show the progress.
             return min(status.st_blocks * 512, status.st_size), status.st_size
     return 0, 0
 
@@ -560,7 +581,8 @@ def _prepare(
             file.write(_encode(header))
             file.flush()
             check_unchanged(files, content_key(files, form, calibration), path.stem)
-            # On the disk before it has its name: a power loss leaves no file, or a whole one.
+            # The file is on the disk before it gets its name. So a power loss leaves either no
+            # file or a complete one.
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
@@ -572,8 +594,9 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Turn an error that nobody foresaw while headers are read into one of the model's files: the
-    next start would read the same.
+    """Turn an unforeseen error while headers are read into a `WeightsError`.
+
+    The next start would read the same files, so it would fail as well.
     """
     try:
         yield
@@ -608,7 +631,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
-    """Write tensors one after the other; return the SHA-256 of all."""
+    """Write tensors one after the other, and return the SHA-256 of all their bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         data = as_bytes(tensor.contiguous()).numpy().data
@@ -618,7 +641,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
-    """Return a header, without checksums, behind whose encoded form the first tensor begins."""
+    """Return a header without checksums, whose encoded form ends before the first tensor."""
     room = ALIGNMENT
     while True:
         header = _header(model_config, prepared, room)
@@ -654,7 +677,7 @@ def _place(
     shard: ShardModel | None,
     progress: Progress,
 ) -> LoadedModel:
-    """Return the file's tensors, or a rank's parts of them, where they are computed with."""
+    """Return the file's tensors, or a rank's parts of them, on the device."""
     storage = _map(path)
     own = shard(header.model_config, header.encodings) if shard is not None else None
     is_copied = device.type != storage.device.type
@@ -662,7 +685,8 @@ def _place(
     placed = {}
     with placing(device) as place:
         for stored in header.tensors:
-            # Cut and placed before the next one, so that copies of parts never fill host memory.
+            # Cut and place one tensor after another, so that copies of parts never fill host
+            # memory.
             tensor = _stored(storage, stored)
             part = tensor if own is None else own.part(stored.name, tensor)
             if part is not None:
@@ -677,20 +701,20 @@ def _place(
 
 
 def _map(path: Path) -> torch.Tensor:
-    """Return a file's bytes as its pages, shared with every other process that maps them.
+    """Map a file's pages, which all processes that map the file share.
 
-    The mapping is read only. One that is private and can be written to is refused by the kernel
-    where it exceeds memory and swap (vm.overcommit_memory 0), and hides stray writes.
+    The mapping is read-only. A private writable mapping would hide stray writes, and the kernel
+    refuses one that exceeds memory and swap (vm.overcommit_memory 0).
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
-        # torch has no read-only tensors, and warns that a write would be one to this buffer.
+        # torch has no read-only tensors, so it warns that a write would change this buffer.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Return a view of the file's bytes."""
+    """Return a stored tensor as a view of the file's bytes."""
     data = storage[stored.offset : stored.end]
     return data.view(STORED_DTYPES[stored.dtype]).view(stored.shape)

@@ -1,8 +1,8 @@
-"""Tensors that a checkpoint has beyond those that its configuration speaks of.
+"""Tensors of a checkpoint that its configuration does not mention.
 
-A configuration may say that the output projection is the embedding while the files have another
-one, and the files may have tensors, such as biases, that no layer of the family reads. Both change
-answers, so the first is used and the second is refused.
+A configuration may tie the output projection to the embedding while the files have their own
+projection. The files may also have tensors, such as biases, that no layer of the family reads. Both
+change answers, so such a projection is used, and unread tensors are refused.
 """
 
 import logging
@@ -22,20 +22,20 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger("ullage.engine.weights")
 
 _ROWS_AT_ONCE = 4096
-"""Rows compared at once, which bounds the memory."""
+"""Rows that are compared at once, which bounds the memory."""
 
 _STORED = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("weight_zero_point", "weight_zero", "weight_shape", "weight_g_idx", "input_scale"),
 )
-"""Endings of the tensors that quantised matrices are stored as."""
+"""Suffixes of the tensors in which quantised matrices are stored."""
 
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|k_scale|v_scale|kv_scale"
     r"|q_scale|prob_scale|output_scale|input_zero_point)"
 )
-"""Tensors that change no number: tables that are made anew, and scales of activations and of KV,
-which keep their own types."""
+"""Tensors that change no result: tables that the engine computes itself, and scales of activations
+and KV, which keep their own types in the engine."""
 
 
 class Tensors(Protocol):
@@ -54,7 +54,7 @@ class Tensors(Protocol):
 
 
 def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Untie the head of a checkpoint that has another head than its embedding, as transformers."""
+    """Untie the head if the checkpoint's head differs from the embedding, as transformers does."""
     heads = [
         name for name in tensors.names if name.startswith("lm_head.") and not name.endswith(".bias")
     ]
@@ -63,21 +63,21 @@ def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
     if heads == [HEAD] and _are_equal(tensors, HEAD, EMBEDDING):
         return model_config
     log.warning(
-        "config.json says tie_word_embeddings, but the files have another %s than the embedding, "
-        "which is used; set tie_word_embeddings to false",
+        "config.json sets tie_word_embeddings, but %s differs from the embedding, and is used; set "
+        "tie_word_embeddings to false",
         heads[0],
     )
     return msgspec.structs.replace(model_config, tied=False)
 
 
 def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig) -> None:
-    """Refuse tensors of the model's layers that it is not computed with.
+    """Refuse tensors of the model's layers that no layer reads.
 
-    Tensors of layers beyond those configured are left alone, and so are biases of nothing but
-    zeros, which some quantisers write.
+    Tensors of layers beyond the configured ones are ignored, and so are biases of zeros, which some
+    quantisers write.
 
     Raises:
-        WeightsError: there is one, and unknown ones are not allowed.
+        WeightsError: a tensor is not read, and unknown tensors are not allowed.
     """
     read = _read_names(model_config)
     stems = _stems(read)
@@ -111,10 +111,10 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
 
 
 def check_contradictions(model_config: ModelConfig, found: Contradictions) -> None:
-    """Refuse files that contradict one another over a tensor that the model is computed with.
+    """Refuse files that contradict each other about a tensor that the model uses.
 
     Raises:
-        WeightsError: they do.
+        WeightsError: two files contradict each other.
     """
     read = _read_names(model_config)
     stems = _stems(read)
@@ -124,7 +124,7 @@ def check_contradictions(model_config: ModelConfig, found: Contradictions) -> No
 
 
 def _read_names(model_config: ModelConfig) -> set[str]:
-    """Return the names of the tensors that a model is computed with, where they are not packed."""
+    """Return the names of the tensors that a model uses, as an unquantised checkpoint has them."""
     return {part.source for plan in plan_tensors(model_config) for part in plan.parts}
 
 
@@ -147,16 +147,16 @@ def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
 
 
 def _is_stored_part(name: str, stems: set[str]) -> bool:
-    """Whether a tensor is a part of a quantised matrix that is read."""
+    """Return whether a tensor is a part of a quantised matrix that the model uses."""
     stem, _, ending = name.rpartition(".")
     if ending in _STORED and stem in stems:
         return True
-    # gpt-oss: experts as blocks and scales.
+    # gpt-oss stores its experts as blocks and scales.
     return name.removesuffix("_blocks").removesuffix("_scales") in stems
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Whether a tensor belongs to the configured layers, or to what lies before and behind them."""
+    """Return whether a tensor belongs to a configured layer, embedding, final norm or head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         return int(layer[1]) < model_config.num_layers

@@ -1,4 +1,4 @@
-"""From checkpoint tensors to those of a prepared file, one at a time."""
+"""Conversion of checkpoint tensors to the tensors of a prepared file, one at a time."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,22 +33,22 @@ from ullage_engine.quantization.formats import (
 MATRICES = frozenset(
     {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
 )
-"""Last parts of the names of what is quantised; norms, router and taps stay in the computing
-type."""
+"""Kinds of tensors that are quantised. Norms, router and taps keep the computing type."""
 
 VOCABULARY = frozenset({"embedding", "head"})
-"""Names of what is kept in int8 where tiles of it are read, and otherwise in the computing type."""
+"""Kinds of tensors that may be int8 if a kernel reads them in tiles, and otherwise keep the
+computing type."""
 
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """Types whose elements are plain numbers, without a scale."""
 
 FLOAT32 = frozenset({"router_bias"})
-"""Names of what stays float32 in any computing type: rounded, it would choose other experts."""
+"""Kinds of tensors that are always float32, since rounding them would choose other experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTensor:
-    """One tensor of the plan in the form in which it is stored."""
+    """One tensor of the plan, in its stored form."""
 
     source: Path
     reader: CheckpointReader
@@ -56,7 +56,7 @@ class PreparedTensor:
     dtype: torch.dtype
     """Type of plain tensors and of scales."""
     encoding: Encoding | None
-    """Encoding of the numbers; None: in the computing type."""
+    """Encoding of a quantised matrix, None for a tensor in the computing type."""
     is_kept: bool
     """Whether the checkpoint's own numbers are stored."""
 
@@ -66,7 +66,7 @@ class PreparedTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Lists what the tensor takes in the file, in order, by full names."""
+        """The pieces of the tensor in the file, in order, with their full names."""
         if self.encoding is None:
             return [Piece(self.name, self.plan.shape, self.dtype)]
         named = pieces_of(self.encoding, self.dtype)
@@ -74,18 +74,18 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Kinds of small numbers that the matrix had in the checkpoint and is now rounded from."""
+        """Kinds of quantised blocks of the checkpoint that are rounded a second time."""
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a calibration rounds the matrix; others are rounded by themselves, or kept."""
+        """Whether a calibration rounds the matrix. Others are kept, or rounded without one."""
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
-        """Read what the tensor stands for: the checkpoint's weights, of the computing type."""
+        """Read the checkpoint's weights in the computing type."""
         parts = [
             widened(self._kept(part), self.encoding).dequantise()
             if self.is_kept and self.encoding is not None
@@ -96,9 +96,11 @@ class PreparedTensor:
         return flat.view(self.plan.shape)
 
     def chunks(self, rounded: Quantized | None = None) -> Iterator[Iterable[torch.Tensor]]:
-        """Yield the contents of each piece, in parts that follow one another.
+        """Yield the contents of each piece, as consecutive parts.
 
-        `rounded` is the matrix as a calibration rounded it; without it rounding is to the nearest.
+        Args:
+            rounded: the matrix as a calibration rounded it. Without it numbers are rounded to the
+                nearest.
         """
         if self.encoding is None:
             yield (self._read(part).to(self.dtype) for part in self.plan.parts)
@@ -144,14 +146,14 @@ class PreparedTensor:
         self._check_shape(part, tuple(tensor.shape), part.shape)
         if tensor.dtype not in _NUMBERS:
             raise WeightsError(
-                f"{self.source}: tensor {part.source!r} is {tensor.dtype} and has no scale that is "
-                "known; use a model of another quantisation, or the unquantised one"
+                f"{self.source}: tensor {part.source!r} is {tensor.dtype} without a known scale; "
+                "use a model of another quantisation, or the unquantised one"
             )
         self._check_numbers(part, tensor)
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
     def _check_numbers(self, part: Part, tensor: torch.Tensor) -> None:
-        """Refuse numbers that no training leaves, as files with unwritten parts have them."""
+        """Refuse numbers that training never leaves, such as those of incomplete files."""
         if not tensor.numel():
             return
         least, most = (float(each) for each in tensor.aminmax())
@@ -159,7 +161,7 @@ class PreparedTensor:
             raise self._no_numbers(part, "numbers that are NaN or infinite")
         kind = _kind(self.plan)
         if least == most == 0.0 and (kind == "embedding" or kind.endswith("norm")):
-            raise self._no_numbers(part, "nothing but zeros, as an unfinished download has")
+            raise self._no_numbers(part, "only zeros, like an unfinished download")
 
     def _no_numbers(self, part: Part, found: str) -> WeightsError:
         return WeightsError(
@@ -168,25 +170,30 @@ class PreparedTensor:
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
-"""Function from all tensors of a layer to those of its matrices that it rounds, by name; called for
+"""Function from all tensors of a layer to the matrices that it rounded, by name. It is called for
 one layer after another."""
 
 
 class CalibrationError(Exception):
-    """A model or a layer cannot be calibrated, as for want of memory; one line with why."""
+    """A model or a layer cannot be calibrated. The message is one line with the cause."""
 
     def __init__(self, message: str, remedy: str) -> None:
-        """`remedy`: what rounding to the nearest costs instead, and what to do about it."""
+        """Create the error.
+
+        Args:
+            message: the cause, in one line.
+            remedy: the cost of rounding to the nearest instead, and the remedy.
+        """
         super().__init__(message)
         self.remedy = remedy
 
 
 class Calibration(Protocol):
-    """A way of rounding matrices to int4 by the inputs that they get."""
+    """A method of rounding matrices to int4 that depends on their inputs."""
 
     @property
     def name(self) -> str:
-        """A name that differs for calibrations that round differently."""
+        """A name that is unique to the way in which this calibration rounds."""
         ...
 
     def begin(
@@ -200,12 +207,15 @@ class Calibration(Protocol):
         """Start calibration with the first layer of a model.
 
         Args:
-            prepared: every tensor of the model.
+            files: the model's files.
+            prepared: all tensors of the model.
+            model_config: the model's configuration.
+            device: the device that computes.
             report: called whenever a matrix is rounded.
 
         Returns:
-            The function that rounds a layer; None if nothing can be calibrated. It raises
-            CalibrationError, too.
+            The function that rounds a layer, or None if there is no matrix to calibrate. The
+            function may raise CalibrationError, too.
 
         Raises:
             CalibrationError: calibration failed.
@@ -216,7 +226,7 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield all tensors in their order, and those as rounded that a calibration rounds."""
+    """Yield all tensors in order, each with its calibrated form if a calibration rounds it."""
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
         rounded = round_layer(layer) if round_layer and prefix else {}
@@ -226,7 +236,7 @@ def rounded_tensors(
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """The form that weights are prepared in: computing type, quantisation and device."""
+    """The form of prepared weights: computing type, quantisation and device."""
 
     dtype: torch.dtype
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"]
@@ -234,7 +244,7 @@ class PreparedForm:
 
     @property
     def name(self) -> str:
-        """A name that differs for forms that differ."""
+        """A name that is unique to the form."""
         layout = "tiles" if self._reads_tiles else "rows"
         return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
 
@@ -247,7 +257,7 @@ class PreparedForm:
         """Decide how one tensor is stored.
 
         Raises:
-            WeightsError: the checkpoint is of another format than is asked for.
+            WeightsError: the checkpoint has another format than the requested one.
         """
         self._check(source, reader)
         encoding = None
@@ -277,12 +287,12 @@ class PreparedForm:
             is_small = asked in ("int8", "int4") or self._keeps_integers(reader)
             is_whole = columns % TILE_GROUPS[-1] == 0
             return (chosen_encoding("int8", shape) if is_small and is_whole else None), False
-        if asked == "auto" or asked == "none":  # one by one, which narrows the type
+        if asked == "auto" or asked == "none":  # two comparisons, which narrow the type
             return None, False
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Whether matrices of layers stay the int4 or int8 that the checkpoint has."""
+        """Return whether matrices of layers keep the checkpoint's int4 or int8 numbers."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -290,7 +300,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """The format for whose sake the checkpoint's own small numbers are kept."""
+        """The target format for which the checkpoint's own quantised numbers are kept, if any."""
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization
@@ -306,8 +316,8 @@ class PreparedForm:
         formats = reader.formats
         if self.quantization == "w8a8" and "w8a8" not in formats:
             raise WeightsError(
-                f"model.quantization w8a8: {source} is not calibrated; make a model that is with "
-                "ullage quantize --format w8a8 --calibrate FILE and name it in model.source"
+                f"model.quantization w8a8: {source} is not calibrated; calibrate it with "
+                "ullage quantize --format w8a8 --calibrate FILE and name the result in model.source"
             )
         asked = self.quantization
         if asked not in ("auto", "none") and formats and asked not in formats:
@@ -318,10 +328,10 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Return an encoding that keeps the numbers of all parts, one above the other.
+    """Return an encoding that keeps the numbers of all stacked parts, if there is one.
 
-    Integers of different widths or groups, as GGUF has them for the three matrices of one product,
-    are kept as int8 in the smallest of the groups.
+    GGUF may have integers of different widths or groups for the three matrices of one product. They
+    are kept as int8 with the smallest of the groups.
     """
     kept = [each for each in parts if each is not None]
     if not kept or len(kept) < len(parts):
@@ -339,12 +349,12 @@ def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | 
 
 
 def is_matrix(plan: TensorPlan) -> bool:
-    """Whether this is a weight matrix that formats apply to, or one of each expert."""
+    """Return whether this is a weight matrix that may be quantised, or a stack of the experts'."""
     return _kind(plan) in MATRICES
 
 
 def _kind(plan: TensorPlan) -> str:
-    """Return the last part of a name, which is the same in every layer."""
+    """Return the last part of a tensor's name, which is the same in every layer."""
     return plan.name.rpartition(".")[2]
 
 
@@ -352,9 +362,9 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
     """Open the reader of these files.
 
     Raises:
-        WeightsError: a file is missing, broken, or of a kind that is not supported.
+        WeightsError: a file is missing or broken, or its kind is not supported.
     """
-    # Imported when needed: a worker that starts again maps the prepared file and reads neither.
+    # Readers are imported when needed. A worker that starts again maps the prepared file only.
     if files.format == "gguf":
         from ullage_engine.model_loader.gguf import GgufReader
 

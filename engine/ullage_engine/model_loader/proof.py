@@ -1,11 +1,12 @@
-"""The proof of a start: what a verified start of the same model derived and computed.
+"""The proof of a start: the tables and logits that a verified start of the same model computed.
 
-A proof has a digest of every table, norm and scale in memory and of the weights, and the logits of
-a probe. The first start makes it when it has computed everything twice with the same result, and
-keeps it beside the prepared weights. Every later start compares itself with it before it serves.
+A proof has digests of the weights and of every table, norm and scale in memory, and the logits of a
+probe. The first start writes it after it has computed everything twice with the same result. The
+file is next to the prepared weights. Every later start compares its own results with it before it
+serves.
 
 One file has the proofs of all ranks that compute together. Its name has the key of the weights and
-a digest of the facts that may change bits: another of these has another file.
+a digest of the facts that may change bits. So other weights or facts have another file.
 """
 
 import contextlib
@@ -25,21 +26,21 @@ from ullage_engine.protocol.errors import ProofError
 log = logging.getLogger("ullage.engine.weights")
 
 VERSION = "1"
-"""Version of proofs; raise it when their probe or their digests change."""
+"""Version of proofs. Raise it when the probe or the digests change."""
 
 PAGE = 4096
-"""Bytes of weights that are summed as one number."""
+"""Bytes of weights that are summed to one number."""
 
 READ_BYTES = 512 << 20
-"""Bytes of weights on a CPU that one start reads, about 50 ms; of more it reads evenly spread
-pages. A GPU's are all read."""
+"""Bytes of weights that a start on a CPU reads at most, in about 50 ms. Of larger weights it reads
+evenly spaced pages. A start on a GPU reads all weights."""
 
 SAMPLES = 256
-"""Logits of a row that are stored, evenly spread over the vocabulary."""
+"""Logits of a row that are stored, evenly spaced over the vocabulary."""
 
 _SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""How much a logit may differ where products are not summed in one order at every start, as a share
-of its row's spread."""
+"""Tolerance of a logit, as a share of its row's spread, if starts may sum products in different
+orders."""
 
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
@@ -57,11 +58,11 @@ class Proof(msgspec.Struct, frozen=True):
     """The arithmetic of one rank."""
 
     tensors: dict[str, str]
-    """Digests of what is in memory, by name."""
+    """Digests of the tensors in memory, by name."""
     logits: str
-    """Digest of the probe's logits; those of no row where another rank has them."""
+    """Digest of the probe's logits, of no rows if another rank has them."""
     samples: list[list[float]]
-    """Some logits of each row."""
+    """A sample of each row's logits."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -73,16 +74,16 @@ _SEPARATOR = b"\n"
 
 
 def _encode(stored: _Stored) -> bytes:
-    """Return the bytes of a file: a digest, and the content that it is of.
+    """Return the bytes of a proof file: a digest of the content, and the content.
 
-    Without the digest every start would differ from a proof in which the disk has lost a bit.
+    If the disk loses a bit, the digest shows it. Otherwise every start would differ from the proof.
     """
     content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
 
 
 def _decode(data: bytes) -> _Stored | None:
-    """Return what a file has; None where it is damaged."""
+    """Return the content of a proof file, None if it is damaged."""
     digest, _, content = data.partition(_SEPARATOR)
     if digest != hashlib.sha256(content).hexdigest().encode():
         return None
@@ -92,7 +93,7 @@ def _decode(data: bytes) -> _Stored | None:
 
 
 class ProofFile:
-    """The place of the proofs of one model with certain facts."""
+    """The file with the proofs of one model under certain facts."""
 
     def __init__(self, folder: Path, weights_key: str, facts: Facts) -> None:
         self._facts = dict(facts) | {"version": VERSION}
@@ -100,7 +101,7 @@ class ProofFile:
         self.path = folder / f"{weights_key}-{digest[:_DIGEST_CHARACTERS]}.proof"
 
     def read(self) -> list[Proof] | None:
-        """Return the proof of each rank; None where there is no usable file."""
+        """Return the proof of each rank, None if there is no usable file."""
         with contextlib.suppress(OSError):
             stored = _decode(self.path.read_bytes())
             if stored is not None and stored.facts == self._facts:
@@ -108,7 +109,7 @@ class ProofFile:
         return None
 
     def write(self, ranks: list[Proof]) -> list[Proof]:
-        """Store the proof of each rank, unless another engine has stored one; return the stored."""
+        """Store the proof of each rank, unless another engine was first. Return the stored ones."""
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -118,7 +119,7 @@ class ProofFile:
             if self.read() is None:
                 partial.replace(self.path)
         except OSError as error:
-            # Each start then proves no more than that it computes the same twice.
+            # Without the file a start only proves that it computes the same twice.
             log.warning("the proof of this start cannot be kept in %s: %s", self.path, error)
         finally:
             with contextlib.suppress(OSError):
@@ -127,20 +128,19 @@ class ProofFile:
 
 
 def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
-    """Return how much logits may differ from one start to another: a share of their row's spread;
-    0: not at all.
-    """
+    """Return the tolerance of logits between two starts, as a share of their row's spread."""
     return 0.0 if is_exact else _SPREAD_SHARE[dtype]
 
 
 def confirm(
     file: ProofFile, verified: list[Proof] | None, found: list[Proof], tolerance: float
 ) -> None:
-    """Compare the proofs of all ranks with those of a verified start, or store them for the next
-    starts where there is none.
+    """Compare the proofs of all ranks with those of a verified start.
+
+    If there is no verified start, store them for the next starts.
 
     Raises:
-        ProofError: a rank computes otherwise.
+        ProofError: a rank's results differ.
     """
     expected = verified or file.write(found)
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -155,18 +155,21 @@ def confirm(
 def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
     """Compare a start with a proof.
 
-    `tolerance`: of a logit, as a share of its row's spread; 0: the bits are equal. `source`: where
-    the proof is from, for the message.
+    Args:
+        found: the results of the start.
+        expected: the proof.
+        tolerance: tolerance of a logit, as a share of its row's spread. 0 demands equal bits.
+        source: origin of the proof, for the message.
 
     Raises:
-        ProofError: the start computes otherwise.
+        ProofError: the results differ.
     """
     if reason := difference(found, expected, tolerance):
         raise ProofError(f"this start computes otherwise than {source}: {reason}; {_REMEDY}")
 
 
 def difference(found: Proof, expected: Proof, tolerance: float) -> str:
-    """Return in which a start differs from a proof, in words; empty: in nothing."""
+    """Return how a start differs from a proof, empty if it does not."""
     names = sorted(found.tensors.keys() | expected.tensors.keys())
     changed = [name for name in names if found.tensors.get(name) != expected.tensors.get(name)]
     if changed:
@@ -177,7 +180,7 @@ def difference(found: Proof, expected: Proof, tolerance: float) -> str:
     if [len(row) for row in found.samples] != [len(row) for row in expected.samples]:
         return "the probe has another number of logits"
     error = max(map(_row_error, found.samples, expected.samples), default=0.0)
-    # Not a number is no error within any bound.
+    # A NaN is within no tolerance, see `_distance`.
     if tolerance and error <= tolerance:
         return ""
     return f"logits of the probe differ by {error:.2g} of their spread, and may by {tolerance:g}"
@@ -197,14 +200,14 @@ def _distance(one: float, other: float) -> float:
 
 
 class LogitsDigest:
-    """The digest of logits that are computed row by row, and samples of them."""
+    """The digest and the samples of logits that are computed row by row."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self.samples: list[list[float]] = []
 
     def add(self, logits: torch.Tensor) -> None:
-        """Take rows of logits, float32 [rows, vocab]."""
+        """Add rows of logits, float32 [rows, vocab]."""
         rows = logits.detach().to("cpu", torch.float32).contiguous()
         self._digest.update(rows.numpy().data)
         step = max(1, rows.shape[1] // SAMPLES)
@@ -226,8 +229,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor's pages, which shows every change of a single number in those
-    that are read.
+    """Return a digest of the pages that are read of each tensor.
+
+    It shows every change of a single number in these pages.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
@@ -251,15 +255,15 @@ def _page_digest(tensor: torch.Tensor, stride: int) -> str:
 def _page_sums(pages: torch.Tensor) -> memoryview:
     """Return the sum of each page's words, modulo 2^64."""
     if pages.device.type == "cpu":
-        # On one thread: others are slower to wake than pages are to read. A part that a rank has
-        # cut out may begin within a word, which numpy reads, too.
+        # This runs on one thread, since waking others takes longer than reading the pages. A
+        # rank's part may begin within a word, which numpy can read.
         sums: npt.NDArray[np.uint64] = np.add.reduce(pages.numpy().view(np.uint64), axis=1)
         return sums.data
     return _bytes(pages.contiguous().clone().view(torch.int64).sum(dim=1))
 
 
 def code_digest(rooms: Iterable[Path]) -> str:
-    """Return the digest of the program's files in some folders, and of the library."""
+    """Return the digest of the program's files and libraries in some folders."""
     digest = hashlib.sha256()
     for room in rooms:
         for path in sorted([*room.rglob("*.py"), *room.glob("*.so")]):

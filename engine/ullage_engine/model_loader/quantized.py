@@ -1,20 +1,21 @@
-"""Reads safetensors checkpoints that are quantised already, whatever tool wrote them.
+"""Readers of quantised safetensors checkpoints, one for each tool that writes them.
 
 Each kind (GPTQ, AWQ, FP8, MXFP4, compressed-tensors, `ullage quantize`) stores a matrix
-`name.weight` in tensors of its own. Numbers of a form that the engine computes with are kept, up to
-the rounding of scales to the computing type; others are dequantised.
+`name.weight` in several tensors. If the engine computes with that kind of numbers, they are kept,
+and only their scales are rounded to the computing type. Other matrices are dequantised.
 
 GPTQ and AWQ pack integers into int32, in groups of columns with scales and zero points: weight =
 (q - zero point) * scale. GPTQ packs along the columns (in) of qweight [in / n, out] and along the
 rows (out) of qzeros [groups, out / n], n = 32 / bits, lowest bits first, and stores the zero point
-less one. Columns may belong to groups in any order (g_idx). AWQ packs four bits along the rows of
-both, in the order 0, 2, 4, 6, 1, 3, 5, 7, and stores zero points as they are.
+minus one. Columns may belong to groups in any order (g_idx). AWQ packs four bits along the rows of
+both, in the order 0, 2, 4, 6, 1, 3, 5, 7, and stores zero points unchanged.
 
 gpt-oss (`quant_method: mxfp4`) stores experts as `name_blocks` uint8 [experts, out, groups, 16],
-two numbers a byte, the first in the low half, and `name_scales` uint8 [experts, out, groups]; all
-else is bfloat16. `ullage quantize` (`quant_method: ullage`) writes int4 as `name.weight_packed`
-uint8 [out, in / 2], laid out row by row as in `quantization.formats`, with `name.weight_scale` and
-`name.weight_zero` [out, groups]; matrices that could not be grouped are int8 with a scale.
+two numbers a byte, the first in the low half, and `name_scales` uint8 [experts, out, groups]. All
+other tensors are bfloat16. `ullage quantize` (`quant_method: ullage`) writes int4 as
+`name.weight_packed` uint8 [out, in / 2], laid out row by row as in `quantization.formats`, with
+`name.weight_scale` and `name.weight_zero` [out, groups]. Matrices that could not be grouped are
+int8 with a scale.
 """
 
 from collections.abc import Callable
@@ -43,13 +44,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpacks int32 [..., n] to [..., n * 32 / bits], lowest bits first."""
+    """Unpack int32 [..., n] to [..., n * 32 / bits], lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 class IntegerMatrices:
-    """The common part of GPTQ and AWQ matrices."""
+    """The parts that GPTQ and AWQ matrices have in common."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig, bits: int) -> None:
         self._reader = reader
@@ -116,7 +117,7 @@ class IntegerMatrices:
         raise NotImplementedError
 
     def _codes(self, stem: str) -> torch.Tensor:
-        """Read codes, int32 [out, in], from 0."""
+        """Read unsigned codes, int32 [out, in]."""
         raise NotImplementedError
 
     def _points(self, stem: str) -> torch.Tensor:
@@ -134,7 +135,7 @@ class GptqMatrices(IntegerMatrices):
                 f"{config.path}: quantization_config.bits is {bits}; use a model of 4 or 8 bits"
             )
         super().__init__(reader, config, bits)
-        # The second version of the format stores zero points as they are.
+        # The second version of the format stores zero points unchanged.
         formats = (config.get("checkpoint_format"), config.get("format"))
         self._less = 0 if "gptq_v2" in formats else 1
         self._path, self._desc_act = config.path, config.bool("desc_act", False)
@@ -148,7 +149,7 @@ class GptqMatrices(IntegerMatrices):
 
     def _points(self, stem: str) -> torch.Tensor:
         stored = unpack_last(self._reader.read(f"{stem}.qzeros"), self._bits)
-        # Zero less one was stored as the largest code.
+        # A zero point of 0 was stored as the largest code, so the sum wraps around.
         return (stored + self._less & (1 << self._bits) - 1).t()
 
     def _groups(self, stem: str) -> torch.Tensor:
@@ -186,9 +187,7 @@ class AwqMatrices(IntegerMatrices):
 
 
 class PackedExperts:
-    """Experts of `quant_method: mxfp4`; rows are those of all experts, one after another, in the
-    checkpoint's order.
-    """
+    """Experts of `quant_method: mxfp4`, with the rows of all experts in the checkpoint's order."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader = reader
@@ -213,7 +212,7 @@ class PackedExperts:
         return Quantized("mxfp4", unpack_nibbles(blocks), scales)
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Return float32 [experts, in, out], as unquantised checkpoints have it."""
+        """Return float32 [experts, in, out], as in an unquantised checkpoint."""
         experts, out, _ = self._shape(stem)
         return self.quantized(stem).dequantise().view(experts, out, -1).transpose(1, 2)
 
@@ -231,7 +230,7 @@ class PackedExperts:
 
 
 def own_tensors(stem: str, matrix: Quantized) -> dict[str, torch.Tensor]:
-    """Return the tensors of one int4 matrix, by the names of `ullage quantize`."""
+    """Return the tensors of one int4 matrix, by the names that `ullage quantize` writes."""
     assert matrix.zeros is not None, "int4 has zeros"
     codes = (matrix.values - MIN_VALUE["int4"]).view(torch.uint8)
     return {
@@ -277,7 +276,7 @@ class OwnMatrices:
 
 
 class Matrices(Protocol):
-    """The interface to one kind of quantised matrices; names are without `.weight`."""
+    """The interface to one kind of quantised matrices. Their names are without `.weight`."""
 
     @property
     def formats(self) -> frozenset[Format]: ...
@@ -285,13 +284,13 @@ class Matrices(Protocol):
     def is_quantised(self, stem: str) -> bool: ...
 
     def encoding(self, stem: str) -> Encoding | None:
-        """Return the encoding of `quantized`; None if the numbers cannot be kept."""
+        """Return the encoding of `quantized`, None if the numbers cannot be kept."""
         ...
 
     def quantized(self, stem: str) -> Quantized: ...
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Return float32 [out, in], or as an unquantised checkpoint has it."""
+        """Return float32 [out, in], or the shape of an unquantised checkpoint."""
         ...
 
 
@@ -336,7 +335,7 @@ class QuantizedReader:
         return self.matrices.quantized(name.removesuffix(".weight"))
 
     def block_kind(self, name: str) -> str:
-        # A second quantisation of these is refused, so nobody needs to be told.
+        # Quantising these again is refused, so no warning is needed.
         return ""
 
 

@@ -1,7 +1,7 @@
-"""Whether a folder has room for files, which is known before the first byte is written.
+"""The check that a folder has room for files, before the first byte is written.
 
-A folder in memory (tmpfs) may have room that the container's memory has not: writing there would
-end the process instead of failing.
+A folder in memory (tmpfs) may have more room than the container's memory limit. Writing there would
+kill the process instead of failing.
 """
 
 import os
@@ -13,7 +13,7 @@ from ullage_engine.memory.ledger import mib
 from ullage_engine.protocol.errors import WeightsError
 
 MARGIN_BYTES = 16 << 20
-"""Bytes that stay free, for the file system's own tables and the folder's small files."""
+"""Bytes to leave free for the file system's own tables and the folder's small files."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -23,9 +23,9 @@ class Room:
     """Bytes that may be written to a folder."""
 
     free: int | None
-    """Bytes that its file system has left; None: it does not say."""
+    """Free bytes of the folder's file system, None if it does not report them."""
     memory: int | None
-    """Bytes that the container may still take, where the folder is in memory; None elsewhere."""
+    """Bytes that the container may still take if the folder is in memory, otherwise None."""
 
 
 def check_room(
@@ -34,14 +34,16 @@ def check_room(
     where: str = "server.weights_dir",
     files: str = "the prepared weights",
 ) -> None:
-    """Check that a folder takes so many bytes.
+    """Check that a folder has room for `num_bytes`.
 
     Args:
-        where: what the folder is, for the error.
-        files: what is to be written, for the error.
+        folder: the folder.
+        num_bytes: bytes to write.
+        where: name of the folder in the error.
+        files: name of the files in the error.
 
     Raises:
-        WeightsError: it does not.
+        WeightsError: the bytes do not fit.
     """
     refusal = refuse(room_of(folder), num_bytes, files)
     if refusal:
@@ -49,7 +51,7 @@ def check_room(
 
 
 def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> str:
-    """Return why so many bytes do not fit, with the remedy; empty: they do."""
+    """Return why the bytes do not fit, with the remedy, empty if they do."""
     needed = num_bytes + MARGIN_BYTES
     if room.free is not None and room.free < needed:
         return (
@@ -58,7 +60,7 @@ def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> s
         )
     if room.memory is not None and room.memory < needed:
         return (
-            f"it is in memory (tmpfs), where {files} need {mib(needed)}, but this "
+            f"the folder is in memory (tmpfs), where {files} need {mib(needed)}, but this "
             f"container may take only {mib(room.memory)} more; name a folder on a disk, or raise "
             "the memory limit"
         )
@@ -66,7 +68,7 @@ def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> s
 
 
 def room_of(folder: Path) -> Room:
-    """Return what a folder that exists has room for."""
+    """Return the room of an existing folder."""
     status = os.statvfs(folder)
     # tmpfs without a limit, like some network file systems, has no blocks at all.
     free = status.f_bavail * status.f_frsize if status.f_blocks else None
@@ -74,7 +76,7 @@ def room_of(folder: Path) -> Room:
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Return whether the files of a folder are memory."""
+    """Return whether the files of a folder are in memory."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,8 +1,8 @@
-"""Models and adapters in buckets: all files of one listing, fetched and checked, or none.
+"""Models and adapters in buckets: all files of one listing are fetched and checked, or none.
 
-The cache has a folder for each listing, which has another name until its last file is there. A
-process and those that it starts use one listing of a model. So the tokenizer and the weights are of
-one version, in a restarted worker, too.
+The cache has a folder for each listing. The folder has a temporary name until its last file is
+fetched. A process and its children use one listing of a model, so the tokenizer and the weights are
+of one version, even in a restarted worker.
 """
 
 import base64
@@ -37,12 +37,12 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger(__name__)
 
 CACHE = "ULLAGE_S3_CACHE"
-"""Variable with the folder that objects are fetched into."""
+"""Environment variable with the folder of fetched objects."""
 PINS = "ULLAGE_S3_PINS"
-"""Variable by which a process tells those it starts which files its sources are, as JSON."""
+"""Environment variable that gives child processes the files of each source, as JSON."""
 
 _LOG_S = 10.0
-"""Seconds between two lines of log about a download."""
+"""Seconds between two log lines of a download."""
 _READ_BYTES = 1 << 20
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _MD5 = re.compile(r'"[0-9a-f]{32}"')
@@ -50,12 +50,12 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The objects of a folder that are fetched."""
+    """The objects of a folder to fetch."""
 
     patterns: tuple[str, ...]
-    """Patterns of their names."""
+    """Patterns of the objects' names."""
     config: str
-    """Name of the file without which the folder is not of the kind."""
+    """Name of the file that a folder of this kind must have."""
 
 
 @dataclass(slots=True)
@@ -65,16 +65,16 @@ class Download:
     total_bytes: int = 0
     """0 until the bucket has listed the files."""
     bytes: int = 0
-    """Bytes of the files in the cache."""
+    """Bytes that are in the cache so far."""
     version: str = ""
-    """Name of the listing that is fetched."""
+    """Name of the listing."""
 
 
 def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Return a model's files, which this process and those that it starts keep for good.
+    """Return the path of a model's files. This process and its children keep using these files.
 
     Raises:
-        WeightsError: they cannot be fetched whole.
+        WeightsError: the files cannot be fetched completely.
     """
     pins = json.loads(os.environ.get(PINS, "{}"))
     if source in pins and Path(pins[source]).exists():
@@ -85,22 +85,22 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
 
 
 def pinned(source: str) -> str:
-    """Return the name of the files that a source is in this process; empty before they are there.
+    """Return the name of the files that this process uses for a source, empty before the fetch.
 
-    It is the same on all machines.
+    The name is the same on all machines.
     """
     path = json.loads(os.environ.get(PINS, "{}")).get(source, "")
     return "/".join(Path(path).parts[-2:])
 
 
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Return a folder with the wanted files of a prefix, or a GGUF file beside its parts.
+    """Return a folder with the wanted files of a prefix, or a GGUF file next to its parts.
 
-    They are those that the bucket has now. Where the store does not answer, or not until all are
-    there, they are those that were fetched last.
+    The files are those that the bucket has now. If the store does not answer, or fails during the
+    download, they are the files of the last complete download.
 
     Raises:
-        WeightsError: they cannot be fetched whole.
+        WeightsError: the files cannot be fetched completely.
     """
     key = path.strip("/")
     try:
@@ -114,10 +114,11 @@ def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
 
 
 def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Download) -> Path:
-    """Fetch the files that the bucket holds now, and return their path.
+    """Fetch the files that the bucket has now, and return their path.
 
     Raises:
-        WeightsError: they cannot be fetched whole; `BucketError` where the bucket is the cause.
+        WeightsError: the files cannot be fetched completely. It is a `BucketError` if the bucket
+            is the cause.
     """
     key = path.strip("/")
     store, items = _listing(what, bucket, key, wanted)
@@ -155,12 +156,12 @@ def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download
 
 
 def _named(folder: Path, key: str) -> Path:
-    """Return what a source names of its fetched folder: a file of it, or itself."""
+    """Return the path that a source names: a file of the fetched folder, or the folder itself."""
     return folder / key.rpartition("/")[2] if _is_file(key) else folder
 
 
 def cache_folder() -> Path:
-    """Return the folder that objects are fetched into."""
+    """Return the folder of fetched objects."""
     given = os.environ.get(CACHE)
     if given:
         return Path(given)
@@ -172,7 +173,7 @@ def _list_folder(store: Bucket, key: str, wanted: Wanted) -> list[Listed]:
     prefix = f"{key}/" if key else ""
     listed = list(store.objects(prefix))
     if not listed:
-        raise _absence("nothing is there; check the prefix, which is that of a model's folder")
+        raise _absence("nothing is there; check the prefix, which must be that of a model's folder")
     items = [item for item in listed if any(fnmatch(item.name, each) for each in wanted.patterns)]
     names = {item.name for item in items}
     if not any(name.endswith(".safetensors") for name in names):
@@ -182,7 +183,7 @@ def _list_folder(store: Bucket, key: str, wanted: Wanted) -> list[Listed]:
                 raise _absence(f"no *.safetensors is there; {words}")
         raise _absence("no *.safetensors is there, and no other weights are fetched; convert them")
     if wanted.config not in names:
-        raise _absence(f"no {wanted.config} is there; upload it beside the *.safetensors")
+        raise _absence(f"no {wanted.config} is there; upload it next to the *.safetensors")
     return items
 
 
@@ -202,7 +203,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return a name for what a source means, which every version of it has."""
+    """Return a name of a source that all its versions share."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"
@@ -216,14 +217,14 @@ def _fetch_listed(
     target = folder / f"{slug}-{download.version}"
     partial = target.with_name(f"{target.name}.partial")
     if target.exists() and not _is_whole(target, items):
-        log.warning("%s: files in %s are not as they were fetched; fetching them", what, target)
+        log.warning("%s: files in %s have changed; fetching them again", what, target)
         shutil.rmtree(target)
 
     if target.exists():
         download.bytes = download.total_bytes
     else:
         for other in folder.glob(f"{slug}-*.partial"):
-            if other != partial:  # of a listing that is not the bucket's any more
+            if other != partial:  # of a listing that the bucket no longer has
                 shutil.rmtree(other)
         partial.mkdir(exist_ok=True)
         _fetch_objects(what, store, items, partial, download)
@@ -257,7 +258,7 @@ def _is_whole(folder: Path, items: Sequence[Listed]) -> bool:
 
 
 def _kept(bucket: str, key: str) -> Path | None:
-    """Return the files of a source that were fetched whole last, if they are still there."""
+    """Return the files of a source's last complete download, if they still exist."""
     folder = cache_folder() / bucket
     slug = _slug(endpoint_of(bucket, os.environ).address, key)
     with contextlib.suppress(OSError):
@@ -268,18 +269,18 @@ def _kept(bucket: str, key: str) -> Path | None:
 
 @contextlib.contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the right to fetch; the kernel drops the lock of a process that dies."""
+    """Hold the lock for fetching. The kernel releases it if the process dies."""
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("%s: waiting for another engine that fetches it into %s", what, path.parent)
+            log.info("%s: waiting for another engine, which fetches it to %s", what, path.parent)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _fetch_object(store: Bucket, item: Listed, path: Path, report: "_Log") -> None:
-    """Fetch one object, from where an earlier process ended, and compare its checksums."""
+    """Fetch one object, continuing an earlier process's download, and compare its checksums."""
     headers = store.head(item)
     if headers.get("content-length", str(item.size)) != str(item.size):
         raise S3Error("it has another size than it was listed with; start again")
@@ -309,8 +310,8 @@ def _fetch_object(store: Bucket, item: Listed, path: Path, report: "_Log") -> No
             path.unlink()
             report.add(-item.size)
             raise S3Error(
-                f"its bytes have another {check.name} than the bucket says; start again, and "
-                "upload the object again if that stays"
+                f"the {check.name} of its bytes is not the bucket's; start again, and upload the "
+                "object again if that repeats"
             )
 
 
@@ -350,10 +351,11 @@ class _Check:
 
 
 def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
-    """Yield the checksums that the bucket has of an object's bytes as a whole.
+    """Yield a check of an object's bytes, if the bucket has a checksum of the whole object.
 
-    Checksums of an upload's parts are not of the whole. An ETag is no MD5 where a key of KMS
-    encrypts the object, and MD5 is slower than a network, so it is for objects without checksums.
+    Checksums of a multipart upload cover its parts, not the whole. An ETag is not an MD5 if a KMS
+    key encrypts the object. MD5 is slower than a network, so it is only for objects without
+    checksums.
     """
     from awscrt import checksums
 
@@ -377,7 +379,7 @@ def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
 
 
 class _Log:
-    """Lines of log about a download, whose bytes it counts."""
+    """Counts the bytes of a download and logs its progress."""
 
     def __init__(self, what: str, download: Download) -> None:
         self._what = what
@@ -386,7 +388,7 @@ class _Log:
         self._began = self._logged = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes; they come from one thread at a time."""
+        """Count bytes. Only one thread may call this at a time."""
         self._download.bytes += num_bytes
         now = time.monotonic()
         if now - self._logged >= _LOG_S:

@@ -1,8 +1,8 @@
-"""Requests to a bucket of S3, or of a store that speaks it: list, head and ranges of objects.
+"""Client of a bucket of S3 or a compatible store: listings, heads and ranges of objects.
 
-Endpoint, region, credentials and certificates are those that the AWS SDKs take from the
-environment. AWS's Common Runtime finds credentials, signs requests and retries those that a store
-refuses for a moment. It is imported with the first bucket.
+Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. AWS's
+Common Runtime finds credentials, signs requests, and retries those that the store refuses
+temporarily. It is imported with the first bucket.
 """
 
 import os
@@ -17,21 +17,21 @@ from xml.etree import ElementTree
 from ullage_engine.protocol.errors import WeightsError
 
 UNSIGNED = "AWS_NO_SIGN_REQUEST"
-"""Variable that asks for requests without credentials, for buckets that anybody may read."""
+"""Environment variable that asks for requests without credentials, for public buckets."""
 
 _PART_BYTES = 8 << 20
 _CONNECTIONS = 8
 _MEMORY_BYTES = 1 << 30
-"""The least bound of memory that the runtime takes."""
+"""The smallest memory limit that the runtime accepts."""
 _LONGEST_ANSWER = 8 << 20
 _MOST_OBJECTS = 10_000
 _MOST_PAGES = 100
-"""Pages of a listing; a page may name folders alone."""
+"""Most pages of a listing. A page may have only folders."""
 _TRY_LATER = (408, 412, 429)
-"""Answers below 500 that may differ the next time: a timeout, a changed object, too many calls."""
+"""Status codes below 500 after which a retry may help: timeout, changed object, too many calls."""
 _REDIRECTS = (301, 307)
 _WRONG_REGION = "AuthorizationHeaderMalformed"
-"""Code of a refusal whose request was signed for another region than the bucket's."""
+"""Error code of a request that was signed for another region than the bucket's."""
 _BUCKET = re.compile(r"[a-z0-9][-a-z0-9.]{1,61}[a-z0-9]")
 _TRUE = ("1", "true", "yes")
 
@@ -45,29 +45,29 @@ _REMEDIES = {
     "ExpiredToken": "the credentials have expired; renew those of s3.secretName",
     "SlowDown": _BUSY,
     "TooManyRequests": _BUSY,
-    "InternalError": "the store has failed; look into its log, and start again",
+    "InternalError": "the store has failed; look at its log, and start again",
     "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
 }
 
 
 _CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
-"""Codes of refusals that have none."""
+"""Error codes by status, for answers without a code."""
 _GAVE_UP = {
     "AWS_ERROR_S3_SLOW_DOWN": f"SlowDown: {_BUSY}",
     "AWS_ERROR_S3_INTERNAL_ERROR": f"InternalError: {_REMEDIES['InternalError']}",
 }
-"""What a store answered to all tries of the runtime, whose error does not have the answer."""
+"""The store's answer to all retries, by the runtime's error, which does not carry the answer."""
 
 
 class S3Error(Exception):
-    """A request that was not answered as asked; the text gives the cause and a remedy."""
+    """A failed request. The text gives the cause and a remedy."""
 
     def __init__(self, text: str, *, is_outage: bool = False, is_final: bool = False) -> None:
         super().__init__(text)
         self.is_outage = is_outage
-        """Whether the store did not answer, or could not."""
+        """Whether the store did not answer or could not serve the request."""
         self.is_final = is_final
-        """Whether the next try would fail, too, unless something is corrected."""
+        """Whether a retry would fail, too, unless something is corrected."""
 
 
 class BucketError(WeightsError):
@@ -94,13 +94,13 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a bucket is."""
+    """The address and region of a bucket."""
 
     is_secure: bool
     host: str
     """Host and port, as in the header Host."""
     path: str
-    """What stands before a key."""
+    """Path prefix of every key."""
     region: str
 
     @property
@@ -109,14 +109,14 @@ class Endpoint:
 
 
 def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
-    """Return where the environment says that a bucket is.
+    """Return the endpoint of a bucket, by the environment.
 
     Raises:
-        S3Error: the bucket or the endpoint cannot be one.
+        S3Error: the bucket's name or the endpoint is invalid.
     """
     if not _BUCKET.fullmatch(bucket):
         raise S3Error(
-            f"{bucket!r} is no bucket's name; write 3 to 63 lower-case letters, digits, - and .",
+            f"{bucket!r} is not a bucket's name; write 3 to 63 lower-case letters, digits, - and .",
             is_final=True,
         )
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -135,7 +135,7 @@ def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
         return Endpoint(parts.scheme == "https", parts.netloc, f"/{bucket}/", region)
     suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     host = f"s3.{region}.{suffix}"
-    if "." in bucket:  # which no certificate of *.s3 is for
+    if "." in bucket:  # a wildcard certificate does not cover a host with more dots
         return Endpoint(True, host, f"/{bucket}/", region)
     return Endpoint(True, f"{bucket}.{host}", "/", region)
 
@@ -149,15 +149,15 @@ def _split(endpoint: str) -> urllib.parse.SplitResult:
 
 def _no_address(endpoint: str) -> S3Error:
     return S3Error(
-        f"s3.endpoint {endpoint!r} is no address; write https://host or http://host", is_final=True
+        f"s3.endpoint {endpoint!r} is no URL; write https://host or http://host", is_final=True
     )
 
 
 class Bucket:
-    """A bucket that is read with the credentials of the environment."""
+    """A bucket, which is read with the credentials of the environment."""
 
     def __init__(self, bucket: str, environ: Mapping[str, str] = os.environ) -> None:
-        """Prepare requests; nothing is sent yet.
+        """Prepare requests. Nothing is sent yet.
 
         Raises:
             S3Error: the environment's settings cannot be used, or the runtime is not installed.
@@ -198,10 +198,10 @@ class Bucket:
         )
 
     def objects(self, prefix: str) -> Iterator[Listed]:
-        """Yield the objects whose keys begin so, without those in folders below.
+        """Yield the objects whose keys begin with a prefix, without those in subfolders.
 
         Raises:
-            S3Error: they cannot be listed, or are too many for a model's folder.
+            S3Error: the objects cannot be listed, or are too many for a model's folder.
         """
         query = {"list-type": "2", "delimiter": "/", "encoding-type": "url", "prefix": prefix}
         num_objects = 0
@@ -223,19 +223,21 @@ class Bucket:
         )
 
     def head(self, item: Listed) -> dict[str, str]:
-        """Return the headers of an object that is still the listed one, with its checksums.
+        """Return the headers of a listed object, including its checksums.
 
         Raises:
-            S3Error: it has changed, or cannot be read.
+            S3Error: the object has changed since the listing, or cannot be read.
         """
         asked = {"If-Match": item.etag, "x-amz-checksum-mode": "ENABLED"}
         return self._answer("HEAD", self._path(item.key), "HeadObject", asked)[0]
 
     def read(self, item: Listed, start: int, take: Callable[[memoryview], None]) -> None:
-        """Hand all bytes of a listed object from `start` on to `take`, in order, by one thread.
+        """Call `take` with the bytes of a listed object from `start` on, in order.
+
+        One thread makes all calls.
 
         Raises:
-            S3Error: the object has changed, or the store ended the answer for good.
+            S3Error: the object has changed, or the store ended the answer and retries failed.
             OSError: `take` raised it.
         """
         asked = {"If-Match": item.etag, "Range": f"bytes={start}-"}
@@ -248,7 +250,7 @@ class Bucket:
                 return
             try:
                 if offset != position:
-                    raise S3Error(f"the store sent byte {offset} in the place of {position}")
+                    raise S3Error(f"the store sent byte {offset} instead of byte {position}")
                 if position + len(chunk) > item.size:
                     raise S3Error(f"the store sent more than the {item.size} bytes that it listed")
                 take(memoryview(chunk))
@@ -298,7 +300,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request; return it, and the dictionary that its answer fills."""
+        """Start a request. Return it and the dictionary that its answer fills."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
@@ -320,7 +322,7 @@ class Bucket:
 
 
 def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
-    """Return what finds credentials: the environment's keys, or else the SDKs' usual chain.
+    """Return the provider of credentials: the environment's keys, or the SDKs' default chain.
 
     Only the chain needs the system's certificates, which an image may lack.
     """
@@ -337,8 +339,9 @@ def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _tls(io: Any, environ: Mapping[str, str]) -> Any:
-    """Return options of TLS: the certificates of AWS_CA_BUNDLE, or those of certifi, since an image
-    may have none.
+    """Return the TLS options, with the certificates of AWS_CA_BUNDLE or of certifi.
+
+    The image may have no certificates of its own.
     """
     path = environ.get("AWS_CA_BUNDLE")
     if not path:
@@ -364,7 +367,7 @@ def _tls(io: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
-    """Yield the objects of one page of a listing that may be files of the folder."""
+    """Yield the objects of one page of a listing that are files of the folder itself."""
     is_encoded = page.findtext("EncodingType") == "url"
     for item in page.iter("Contents"):
         key = item.findtext("Key", "")
@@ -372,18 +375,18 @@ def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
         key = urllib.parse.unquote_plus(key) if is_encoded else key
         if not key.startswith(prefix):
             raise S3Error(
-                f"the store lists {key!r}, which is not of {prefix!r}; check s3.endpoint",
+                f"the store lists {key!r}, which does not begin with {prefix!r}; check s3.endpoint",
                 is_final=True,
             )
         if not size.isascii() or not size.isdecimal():
             raise S3Error(f"the store lists {key!r} with size {size!r}; check s3.endpoint")
-        # Some stores list what is in folders below, too, and no file's name has a NUL.
+        # Some stores list objects in subfolders, too. A file's name cannot contain NUL.
         if "/" not in key[len(prefix) :] and "\0" not in key:
             yield Listed(key, int(size), item.findtext("ETag", ""))
 
 
 def _xml(body: bytes) -> ElementTree.Element:
-    """Return an answer's root, with names as they are without the name space."""
+    """Return the root element of an answer, with the namespace removed."""
     try:
         root = ElementTree.fromstring(re.sub(rb'\sxmlns="[^"]*"', b"", body, count=1))
     except ElementTree.ParseError as error:
@@ -394,12 +397,12 @@ def _xml(body: bytes) -> ElementTree.Element:
 def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint) -> S3Error:
     status = done.get("status_code")
     name = getattr(error, "name", type(error).__name__)
-    # An answer that began well and broke is no refusal.
+    # An answer that began with success and broke off is no refusal.
     if status is None or 200 <= status < 300:
         return _outage(name, getattr(error, "message", str(error)), endpoint)
     fault = _Fault.of(done.get("error_body") or b"")
     region = fault.region or endpoint.region
-    # Some stores name their region in every answer, so elsewhere it is not the cause.
+    # Some stores name their region in every answer, so other answers do not show the cause.
     if status in _REDIRECTS or fault.code == _WRONG_REGION:
         headers = {key.lower(): value for key, value in done.get("error_headers") or ()}
         region = headers.get("x-amz-bucket-region") or region
@@ -407,7 +410,7 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
         return S3Error(f"the bucket is in {region}; set s3.region to it", is_final=True)
     if status == 412:
         return S3Error("it has changed since it was listed; start again")
-    # An answer to HEAD says no more than its status.
+    # An answer to HEAD has only a status.
     code = fault.code or _CODES.get(status, "")
     remedy = _REMEDIES.get(code, "check s3.endpoint, s3.region and the credentials")
     said = " ".join(f"{status} {code} {fault.message}".split())
@@ -419,14 +422,14 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
 
 
 def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
-    """Return the error of a request that nobody answered, or nobody could."""
+    """Return the error of a request that was not answered, or could not be sent."""
     if name in _GAVE_UP:
         return S3Error(_GAVE_UP[name], is_outage=True)
-    # The service that gives credentials may be away, as the store may be.
+    # The service that issues credentials may be unavailable, just like the store.
     if "CREDENTIALS" in name:
         return S3Error(
-            "there are no credentials; name a Secret in s3.secretName, give the pod an identity of "
-            "the cloud by serviceAccount, or set s3.anonymous for a public bucket",
+            "there are no credentials; name a Secret in s3.secretName, give the pod a cloud "
+            "identity by serviceAccount, or set s3.anonymous for a public bucket",
             is_outage=True,
         )
     return S3Error(
@@ -437,7 +440,7 @@ def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
 
 
 def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
-    """Return the error of an answer that ended, where it began."""
+    """Return the error of an answer that broke off, with the bytes that had arrived."""
     if not error.is_outage or not position:
         return error
     return S3Error(f"the download ended after {position} of {size} bytes: {error}", is_outage=True)
@@ -445,12 +448,12 @@ def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """The words of a refusal."""
+    """The fields of an error answer."""
 
     code: str = ""
     message: str = ""
     region: str = ""
-    """Region that the store expects instead; empty where the region is not the cause."""
+    """Region that the store expects instead, empty if the region is not the cause."""
 
     @classmethod
     def of(cls, body: bytes) -> "_Fault":
@@ -459,7 +462,7 @@ class _Fault:
         except S3Error:
             return cls()
         code = root.findtext("Code", "")[:100]
-        # Some stores write their region into every refusal.
+        # Some stores write their region into every error.
         is_of_region = code == _WRONG_REGION
         region = root.findtext("Region", "")[:100] if is_of_region else ""
         return cls(code, root.findtext("Message", "")[:300], region)

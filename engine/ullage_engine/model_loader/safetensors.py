@@ -21,23 +21,24 @@ from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
 
 class CheckpointReader(Protocol):
-    """The interface of an open checkpoint of any kind; names are those of Hugging Face."""
+    """The interface of an open checkpoint of any kind, with Hugging Face's tensor names."""
 
     @property
     def model_config(self) -> ModelConfig: ...
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Formats that the checkpoint has been quantised to; none: any can be asked for."""
+        """Formats to which the checkpoint is quantised. If empty, any format may be requested."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, dequantised if need be."""
+        """Read one tensor, and dequantise it if it is quantised."""
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding of a matrix's stored numbers if they can be kept for the target
-        format; None if the matrix is to be read.
+        """Return the encoding of a matrix whose stored numbers can be kept for a target format.
+
+        Return None if they cannot be kept, so that `read` must be used.
         """
         ...
 
@@ -46,14 +47,12 @@ class CheckpointReader(Protocol):
         ...
 
     def block_kind(self, name: str) -> str:
-        """Return the kind of small numbers that a matrix is read from, such as Q4_K; empty: it is
-        stored in full.
-        """
+        """Return the kind of quantised blocks of a matrix, such as Q4_K, empty if it has none."""
         ...
 
 
 class PlainMatrices:
-    """The part of a reader for checkpoints that are not quantised."""
+    """A mixin of readers for checkpoints without quantised matrices."""
 
     @property
     def formats(self) -> frozenset[Format]:
@@ -76,8 +75,8 @@ class SafetensorsReader(PlainMatrices):
         """Read the configuration, unless it is given, and map the tensors.
 
         Raises:
-            WeightsError: a file is missing or broken, files leave a choice, or the architecture is
-                not supported.
+            WeightsError: a file is missing or broken, the files are ambiguous, or the architecture
+                is not supported.
         """
         self._folder = folder
         config = config or read_config(folder)
@@ -92,7 +91,7 @@ class SafetensorsReader(PlainMatrices):
                 raise WeightsError(
                     f"{path}: not a whole safetensors file ({reason}); download it again"
                 ) from error
-            # Of several files that have a tensor transformers reads the last, too.
+            # If several files have a tensor, transformers reads the last one, too.
             self._files |= dict.fromkeys(file.keys(), file)
         self.model_config = with_own_head(self.model_config, self)
         check_contradictions(self.model_config, contradictions(folder))
@@ -110,7 +109,7 @@ class SafetensorsReader(PlainMatrices):
         return tuple(self._file(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def dtype(self, name: str) -> str:
-        """Return the type of one tensor as safetensors name it (BF16, I8), without reading it."""
+        """Return safetensors' name of a tensor's type (BF16, I8), without reading the tensor."""
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:

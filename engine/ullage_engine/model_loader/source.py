@@ -1,6 +1,7 @@
-"""Where a model's files are: one URI field, six schemes.
+"""Resolution of a model's source URI, which has one of six schemes, to its files.
 
-Imports no torch and no model code, so the server process finds the tokenizer with it too.
+This file imports no torch and no model code, so the server process can use it to find the
+tokenizer.
 """
 
 import importlib.util
@@ -24,10 +25,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files that are downloaded from a repository of the hub or a folder of a bucket."""
 
 CONFIG = "config.json"
-"""File that makes a folder that of a model."""
+"""File that every model's folder has."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""File that makes a folder that of a LoRA adapter."""
+"""File that every LoRA adapter's folder has."""
 
 SCHEMES = (
     "pkg://package/file, file:///path, hf://org/name@revision, s3://bucket/prefix, "
@@ -54,7 +55,7 @@ _OTHER_KINDS = {
     r".*\.(ggml|ggjt)": "of a format before GGUF; convert the model again",
     r".*\.(zip|tar|tgz|tar\.\w+|7z)": "an archive; unpack it",
 }
-"""What to say of files that are no model to read, by patterns of their names."""
+"""Descriptions and remedies of files that cannot be read as a model, by patterns of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +63,20 @@ class ModelFiles:
     """The files of a model on this machine."""
 
     path: Path
-    """Path of a `.gguf` file, the first of one that is split, or of a directory with config.json,
-    tokenizer.json and safetensors."""
+    """Path of a `.gguf` file or its first part, or of a directory with config.json, tokenizer.json
+    and safetensors."""
     format: Literal["gguf", "directory"]
     allows_unknown: bool = False
-    """Whether keys of the configuration that are not known are logged instead of refused."""
+    """Whether unknown keys of the configuration are logged instead of refused."""
 
 
 def resolve_source(source: str) -> ModelFiles:
-    """Find the files that a source URI names; only `hf://` and `s3://` may use the network.
+    """Find the files that a source URI names. Only `hf://` and `s3://` may use the network.
 
-    Of a split GGUF any part may be named.
+    The URI may name any part of a split GGUF file.
 
     Raises:
-        WeightsError: the URI is malformed or what it names does not exist.
+        WeightsError: the URI is malformed, or the files do not exist.
     """
     what = f"model.source {source!r}"
     if not is_of_bucket(source):
@@ -87,8 +88,9 @@ def resolve_source(source: str) -> ModelFiles:
 
 
 def model_version(source: str) -> str:
-    """Return which files of a bucket this process uses since it resolved a source; empty for others
-    and before.
+    """Return the version of a bucket's files that this process uses.
+
+    It is empty for other sources, and before the source has been resolved.
     """
     if not is_of_bucket(source):
         return ""
@@ -103,7 +105,7 @@ def resolve_adapter(source: str) -> Path:
     Only `hf://` and `s3://` may use the network.
 
     Raises:
-        WeightsError: the URI is malformed or names no such folder.
+        WeightsError: the URI is malformed or does not name an adapter's folder.
     """
     what = f"adapters: source {source!r}"
     path = _bucket_adapter(what, source) if is_of_bucket(source) else _path_of(what, source)
@@ -130,7 +132,7 @@ def _path_of(what: str, source: str) -> Path:
 
 
 def _package_path(what: str, package: str, path: str) -> Path:
-    # find_spec, not import: a package of weights may run anything when imported.
+    # find_spec instead of an import, since importing a package may run any code.
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise WeightsError(f"{what}: Python package {package!r} is not installed; install it")
@@ -150,17 +152,17 @@ def _claim_path(what: str, claim: str, path: str) -> Path:
 def _image_path(what: str, path: str) -> Path:
     if not IMAGE_ROOT.is_dir():
         raise WeightsError(
-            f"{what}: no image is mounted at {IMAGE_ROOT}, as the operator does on a cluster with "
-            "image volumes; elsewhere unpack the image and name its folder, file:///path"
+            f"{what}: no image is mounted at {IMAGE_ROOT}, which the operator does on a cluster "
+            "with image volumes; elsewhere unpack the image and name its folder, file:///path"
         )
     return IMAGE_ROOT / path.lstrip("/")
 
 
 def hub_repository(source: str) -> tuple[str, str]:
-    """Return the repository and the revision of an `hf://` source; "" stands for the main branch.
+    """Return the repository and revision of an `hf://` source. "" stands for the main branch.
 
     Raises:
-        WeightsError: the source is of another scheme, or malformed.
+        WeightsError: the source has another scheme, or is malformed.
     """
     what = f"model.source {source!r}"
     parts = urlsplit(source)
@@ -211,7 +213,7 @@ def _hub_path(what: str, organisation: str, path: str) -> Path:
             revision=revision or None,
             allow_patterns=list(MODEL_FILES),
         )
-    except Exception as error:  # errors of the connection are of the client's HTTP library
+    except Exception as error:  # connection errors come from the client's HTTP library
         reason = " ".join(str(error).split())
         raise WeightsError(
             f"{what}: cannot download: {reason}; check the name and the network"
@@ -273,7 +275,7 @@ def _absence(path: Path) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """Return what to do about a folder that is no model's."""
+    """Return the remedy for a folder without config.json."""
     names = sorted(os.listdir(folder))
     if not names:
         return "the folder is empty: download the model into it, or mount the volume that has it"
@@ -290,7 +292,7 @@ def _remedy(folder: Path) -> str:
 
 
 def other_kind(path: Path) -> str:
-    """Return what a file is by its name, and what to do instead; empty for one of no known kind."""
+    """Return a file's kind by its name, with the remedy, empty if the kind is unknown."""
     for pattern, kind in _OTHER_KINDS.items():
         if re.fullmatch(pattern, path.name, re.IGNORECASE):
             return kind

@@ -1,7 +1,7 @@
-"""Weights on their way to a device: from the mapped file into pinned memory, and from there.
+"""Upload of weights to a device, from the mapped file by way of pinned memory.
 
-A copy from pageable memory waits for its own staging, one tensor after the other. Here the CPU
-fills one staging buffer while the device copies another.
+A copy from pageable memory waits for the driver's own staging, tensor by tensor. Here the CPU fills
+one pinned staging buffer while the device copies from another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,28 +13,28 @@ import torch
 from ullage_engine.pinned_memory import PinnedMemory
 
 STAGING_BYTES = 32 << 20
-"""Bytes of each of the two staging buffers: more than a millisecond of PCIe, so that starting a
-copy costs nothing beside it."""
+"""Bytes of each of the two staging buffers. PCIe copies them in more than a millisecond, so the
+start of a copy costs almost nothing in comparison."""
 
 Wait = Callable[[], None]
 Place = Callable[[torch.Tensor], torch.Tensor]
-"""Function from a tensor in host memory to the same on its device."""
+"""Function from a tensor in host memory to its copy on the device."""
 
 
 class CopyStream(Protocol):
-    """Copies to a device, done in order, some time after they were asked for."""
+    """Asynchronous copies to a device, which run in order."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to a tensor of the same shape; the source stays as it is until then."""
+        """Copy to a tensor of the same shape. The source must not change until the copy is done."""
         ...
 
     def record(self) -> Wait:
-        """Return a function that returns when all copies so far are done."""
+        """Return a function that waits until all copies so far are done."""
         ...
 
 
 class CudaCopies:
-    """Copies on the device's current stream, so that later work on it finds them done."""
+    """Copies on the device's current stream, so that later work of the stream sees the data."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -46,12 +46,18 @@ class CudaCopies:
 
 
 class Uploader:
-    """Copies of host tensors on a device, by way of staging buffers that take turns."""
+    """Copies host tensors to a device, by way of alternating staging buffers."""
 
     def __init__(
         self, device: torch.device, staging: Sequence[torch.Tensor], stream: CopyStream
     ) -> None:
-        """`staging`: buffers of bytes, all as long as the first, which copies of `stream` read."""
+        """Create an uploader.
+
+        Args:
+            device: the device.
+            staging: byte buffers of equal length, from which `stream` copies.
+            stream: the copies to the device.
+        """
         self._device = device
         self._staging = staging
         self._stream = stream
@@ -61,9 +67,9 @@ class Uploader:
         """Bytes of the current buffer that copies may still read."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy on the device, complete for later work of the stream.
+        """Return a contiguous copy on the device, which later work of the stream may read.
 
-        The tensor may change or go when this returns: its bytes are staged.
+        The tensor's bytes are staged when this returns, so the tensor may change or be freed.
         """
         placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = as_bytes(tensor.contiguous())
@@ -83,7 +89,7 @@ class Uploader:
         return placed
 
     def _free(self) -> torch.Tensor:
-        """Return the free end of a staging buffer, at least a byte; wait for it if need be."""
+        """Return the free rest of a staging buffer, at least a byte, and wait for it if needed."""
         if self._used == len(self._staging[self._current]):
             self._waits[self._current] = self._stream.record()
             self._current = (self._current + 1) % len(self._staging)
@@ -94,13 +100,13 @@ class Uploader:
 
 @contextmanager
 def placing(device: torch.device) -> Iterator[Place]:
-    """Yield what places tensors on a device; on a CPU they stay where they are."""
+    """Yield a function that copies tensors to a device. On a CPU they stay in place."""
     if device.type != "cuda":
         yield lambda tensor: tensor.to(device)
         return
 
     memory = PinnedMemory.allocate(2 * STAGING_BYTES, device, "staging of weights")
-    with closing(memory):  # which waits for the last copies
+    with closing(memory):  # closing waits for the last copies
         uploader = Uploader(device, memory.tensor.chunk(2), CudaCopies())
         yield uploader.upload
 

@@ -68,7 +68,9 @@ def test_a_download_that_rots_after_its_first_reading_is_found(tmp_path: Path) -
     [kept] = kept_in.glob("*.digest")
     kept.write_text(blob.name)
 
-    assert damage_by_name(files, kept_in).startswith(f"{weights}: its SHA-256 is {digest}, and not")
+    assert damage_by_name(files, kept_in).startswith(
+        f"{weights}: its SHA-256 is {digest}, but its name is"
+    )
     assert kept.read_text() == digest == hashlib.sha256(rotten).hexdigest()
     blob.write_bytes(contents)
     assert damage_by_name(files, kept_in) == ""

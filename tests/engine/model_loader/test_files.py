@@ -429,8 +429,8 @@ def test_files_that_change_while_they_are_read_are_no_model(
     [
         ("model.layers.1.mlp.down_proj.weight", float("nan"), "NaN or infinite"),
         ("lm_head.weight", float("inf"), "NaN or infinite"),
-        ("model.embed_tokens.weight", 0.0, "nothing but zeros"),
-        ("model.layers.0.input_layernorm.weight", 0.0, "nothing but zeros"),
+        ("model.embed_tokens.weight", 0.0, "only zeros"),
+        ("model.layers.0.input_layernorm.weight", 0.0, "only zeros"),
     ],
 )
 def test_numbers_that_no_training_leaves_are_refused(

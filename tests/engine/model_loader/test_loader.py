@@ -221,7 +221,7 @@ def test_weights_in_memory_are_compared_in_slices_with_progress(
     damaged = tensor.clone()
     damaged.view(-1).view(torch.uint8)[-1] ^= 1
     changed = replace(loaded, tensors={**loaded.tensors, name: damaged})
-    with pytest.raises(ProofError, match=f"{name} has other bits in memory"):
+    with pytest.raises(ProofError, match=f"{name} in memory does not match"):
         check_loaded(changed, tmp_path, lambda done, total: None, shard)
 
 

@@ -43,7 +43,7 @@ def test_a_tied_model_with_another_head_computes_with_its_own(
     assert not loaded.model_config.tied
     assert torch.equal(loaded.tensors["head"], head)
     (record,) = caplog.records
-    assert "another lm_head.weight than the embedding" in record.getMessage()
+    assert "lm_head.weight differs from the embedding" in record.getMessage()
 
 
 def test_a_tied_model_with_the_same_head_stays_tied(save_llama: Save, load: Load) -> None:

@@ -390,7 +390,7 @@ def test_zero_points_that_the_configuration_denies_are_refused(
 
 def test_small_numbers_without_a_scale_are_refused(tmp_path: Path, seed: int) -> None:
     save(tmp_path, scaled(seed, torch.int8, "row"), {})
-    with pytest.raises(WeightsError, match=r"torch.int8 and has no scale"):
+    with pytest.raises(WeightsError, match=r"torch.int8 without a known scale"):
         load(tmp_path)
 
 

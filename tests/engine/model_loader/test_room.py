@@ -32,7 +32,7 @@ def test_what_fits_with_the_margin_is_taken() -> None:
         assert "need 116 MiB, but 116 MiB are free there; name a folder" in refuse(room, size), room
     for room in (Room(enough, scarce), Room(None, scarce)):
         told = refuse(room, size)
-        assert "it is in memory (tmpfs)" in told, room
+        assert "the folder is in memory (tmpfs)" in told, room
         assert "raise the memory limit" in told, room
 
 

@@ -211,7 +211,7 @@ def test_bytes_are_those_that_were_uploaded(peer: S3Peer, algorithm: str, name: 
         return status, answered, body
 
     peer.breaks = damage
-    assert f"its bytes have another {name} than the bucket says; start again" in refused()
+    assert f"the {name} of its bytes is not the bucket's; start again" in refused()
     peer.breaks = None
     assert (resolve_source(SOURCE).path / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -233,7 +233,7 @@ def test_checksums_are_those_of_their_catalogues(peer: S3Peer, name: str, digits
         return status, answered + [(f"x-amz-checksum-{name}", value)] * is_head, body
 
     peer.breaks = checksum
-    assert f"its bytes have another {name} than the bucket says" in refused()
+    assert f"the {name} of its bytes is not the bucket's" in refused()
     del wanted[0]
     resolve_source(SOURCE)
 
@@ -366,7 +366,10 @@ def listing(*keys: str, is_truncated: bool = False) -> Answer:
     [
         (listing("teams/llama/../../../x.safetensors"), "nothing is there"),
         (listing("teams/llama/", "teams/llama/.."), "no *.safetensors is there"),
-        (listing("../x.safetensors"), "the store lists '../x.safetensors', which is not of"),
+        (
+            listing("../x.safetensors"),
+            "the store lists '../x.safetensors', which does not begin with",
+        ),
         ((200, [("Content-Length", "6")], b"<html>"), "the answer is not S3's"),
         (listing(is_truncated=True), "more than 10000 objects or folders are there"),
     ],
@@ -585,7 +588,7 @@ def test_room_is_looked_for_before_a_byte_is_written(
         ("s3://models/none.gguf", ["none.gguf is not there; check the key"]),
         ("s3://models/teams/llama/original", ["no config.json is there; upload it beside"]),
         ("s3://models/a?b", ["write s3://bucket/prefix"]),
-        ("s3://Models/a", ["'Models' is no bucket's name"]),
+        ("s3://Models/a", ["'Models' is not a bucket's name"]),
         ("s3:///a", ["write s3://bucket/prefix"]),
     ],
 )
@@ -601,7 +604,7 @@ def test_a_store_that_is_not_there_is_named(
     bucket_env: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "127.0.0.1:9")
-    assert "s3.endpoint '127.0.0.1:9' is no address; write https://host" in refused()
+    assert "s3.endpoint '127.0.0.1:9' is no URL; write https://host" in refused()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://127.0.0.1:9")
     monkeypatch.setenv("AWS_CA_BUNDLE", "/no/such/file")
     assert "AWS_CA_BUNDLE /no/such/file: No such file" in refused()
@@ -659,7 +662,7 @@ def test_an_address_that_cannot_be_read_is_named(
     bucket_env: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://[::1")
-    assert "s3.endpoint 'http://[::1' is no address; write https://host" in refused()
+    assert "s3.endpoint 'http://[::1' is no URL; write https://host" in refused()
 
 
 FOLLOWER = """
