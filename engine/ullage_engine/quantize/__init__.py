@@ -1,5 +1,4 @@
-"""Calibration: rounds a model's matrices for the inputs that they get; writes quantised copies of
-models (`ullage quantize`).
+"""Calibrated rounding of a model's matrices, and quantised copies of models (`ullage quantize`).
 
-It computes layers with the runner, and knows nothing of servers, schedulers or workers.
+This room computes layers with the runner. It must not know servers, schedulers or workers.
 """

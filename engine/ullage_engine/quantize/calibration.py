@@ -1,17 +1,19 @@
-"""Calibrates int4: rounds a model's matrices for the inputs that they get.
+"""Calibrated int4: a model's matrices are rounded for their inputs on a calibration text.
 
 A text that ships with the package is run through the model once, layer by layer. Each matrix is
-rounded when the text first reaches it (`ullage_engine.quantization.gptq`), and what it computes
-from then on, it computes rounded; so later matrices make up for what earlier ones lost. At any
-time one layer is in memory, with the hidden states of the text.
+rounded when the text first reaches it (`ullage_engine.quantization.gptq`), and from then on
+computes with its rounded weights. So later matrices compensate the errors of earlier ones. Only one
+layer is in memory at a time, with the hidden states of the text.
 
-All experts of a layer are rounded for the inputs of all of them, since each alone gets a small part
-of the text. For the same reason their second matrices, whose inputs have nothing in common, are
-rounded to the nearest numbers of groups that are fitted to the mean squares of inputs. Experts are
-rounded once the text has passed their layer, which goes on with what they compute unrounded.
+A single expert gets only a small part of the text, so all experts of a layer are rounded for the
+inputs of all of them. The inputs of their second matrices have nothing in common. These matrices
+are rounded to the nearest numbers, with groups that are fitted to the mean squares of inputs.
+Experts are rounded after the text has passed their layer, so the next layer gets their unrounded
+results.
 
-Every pod that rounds at load pays for it anew, before it is ready; so what takes a device too much
-time or memory is rounded to the nearest numbers there, and calibrated by `ullage quantize` alone.
+Every pod that rounds at load repeats the calibration before it is ready. If it would take a device
+too much time or memory, weights are rounded to the nearest numbers at load, and only `ullage
+quantize` calibrates.
 """
 
 import hashlib
@@ -50,10 +52,10 @@ from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 log = logging.getLogger("ullage.engine.weights")
 
 TEXT = Path(__file__).with_name("calibration.txt")
-"""Prose, dialogue, code and tables of several languages, written for this."""
+"""Prose, dialogue, code and tables in several languages, written for calibration."""
 
 VERSION = 1
-"""Version of the method; raise it when matrices are rounded to other numbers."""
+"""Version of the method. Raise it when matrices are rounded to other numbers."""
 
 WINDOW = 512
 """Tokens of the text that are computed as one sequence."""
@@ -61,25 +63,26 @@ WINDOW = 512
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a calibration takes, estimated."""
+    """The estimated cost of a calibration."""
 
     operations: float
     """Floating-point operations."""
     nbytes: int
-    """Memory beside the model's own, at its peak."""
+    """Peak memory in bytes, in addition to the model's own."""
 
     def fits(self, most: "Cost") -> bool:
         return self.operations <= most.operations and self.nbytes <= most.nbytes
 
 
 AT_LOAD = {"cpu": Cost(12e12, 1 << 30), "cuda": Cost(2e15, 16 << 30)}
-"""The most that a pod calibrates with before it is ready, by kind of device: on a CPU about two
-minutes of two cores (50 G operations in a second of one) and the memory that pods ask for beside
-their weights. What a GPU takes was not measured."""
+"""Largest cost of a calibration before a pod is ready, by kind of device.
+
+On a CPU it is about two minutes of two cores (a core does 50 G operations a second), and the memory
+that pods request in addition to their weights. The cost on a GPU was not measured."""
 
 KEPT_BYTES = 256 << 20
-"""What products work in and what the allocator keeps: by so much the estimates of two shapes, of
-135M and of 1B parameters, fell short of what was measured."""
+"""Bytes of the products' workspaces and of memory that the allocator keeps. For models of 135M and
+1B parameters, the other estimates were this much below the measured peak."""
 
 COST = "which may cost a fifth of the perplexity"
 
@@ -91,17 +94,17 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Int4Calibration:
-    """The calibration of matrices that are rounded to int4; see the module."""
+    """The calibration of matrices that are rounded to int4. The module describes the method."""
 
     text: Path = TEXT
     max_tokens: int = 16_384
-    """Tokens of the text that are read at most."""
+    """Most tokens of the text that are read."""
     is_at_load: bool = False
-    """Whether a pod waits for it, and `AT_LOAD` bounds it."""
+    """Whether a pod waits for the calibration, so that `AT_LOAD` bounds its cost."""
 
     @cached_property
     def name(self) -> str:
-        """A name that differs for calibrations that round differently."""
+        """A name that is unique to the way in which this calibration rounds."""
         digest = hashlib.sha256(self.text.read_bytes()).hexdigest()[:16]
         bound = " at load" if self.is_at_load else ""
         return f"{VERSION} {self.max_tokens} {digest}{bound}"
@@ -114,30 +117,32 @@ class Int4Calibration:
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Begin with the first layer; None where no matrix is calibrated, or, with a warning,
-        where the model cannot read a text or it would take too much.
+        """Start with the first layer, and return the function that rounds a layer.
+
+        Return None if there is no matrix to calibrate. With a warning, return None if the model
+        cannot read a text, or if calibration would cost too much at load.
 
         Raises:
-            CalibrationError: the text cannot be embedded, as for want of memory.
+            CalibrationError: the text cannot be embedded, for example for lack of memory.
         """
         if not any(each.is_calibrated for each in prepared):
             return None
         try:
             windows = self._windows(files, model_config)
         except TokenizerError as error:
-            log.warning("int4 is rounded to the nearest numbers, uncalibrated: %s", error)
+            log.warning("int4 weights are uncalibrated and rounded to the nearest: %s", error)
             return None
         if not windows:
-            log.warning("int4 is rounded to the nearest numbers, uncalibrated: no tokens to use")
+            log.warning("int4 weights are uncalibrated and rounded to the nearest: no tokens")
             return None
         token_ids = torch.tensor(windows)
         cost = estimated_cost(prepared, model_config, len(windows), token_ids.shape[1])
         most = AT_LOAD[device.type]
         if self.is_at_load and not cost.fits(most):
             log.warning(
-                "int4 is rounded to the nearest numbers, uncalibrated, %s: calibrating takes about "
-                "%.0f T operations and %d MiB, and each pod would do it before it is ready; the "
-                "most is %.0f T and %d MiB on %s",
+                "int4 weights are uncalibrated and rounded to the nearest numbers, %s: calibration "
+                "takes about %.0f T operations and %d MiB, and each pod would repeat it before it "
+                "is ready. The limit is %.0f T and %d MiB on %s",
                 _remedy(prepared),
                 cost.operations / 1e12,
                 cost.nbytes >> 20,
@@ -154,7 +159,7 @@ class Int4Calibration:
         return LayerCalibration(model_config, hidden, token_ids.shape[1], report, remedy)
 
     def _windows(self, files: ModelFiles, model_config: ModelConfig) -> list[list[int]]:
-        """Cut the text into sequences of one length."""
+        """Cut the tokens of the text into sequences of equal length."""
         tokenizer = load_tokenizer(files.path)
         token_ids = tokenizer.encode_rendered(self.text.read_text(encoding="utf-8"))
         token_ids = [each for each in token_ids if each < model_config.vocab][: self.max_tokens]
@@ -170,7 +175,7 @@ class Int4Calibration:
 def estimated_cost(
     prepared: Sequence[PreparedTensor], model_config: ModelConfig, num_windows: int, window: int
 ) -> Cost:
-    """Estimates what calibrating these tensors with so many windows of tokens takes."""
+    """Estimate the cost of calibrating these tensors with `num_windows` windows of tokens."""
     itemsize = next(each.dtype.itemsize for each in prepared if each.is_calibrated)
     limits = _step_limits(num_windows, window, itemsize)
     num_tokens = num_windows * window
@@ -188,9 +193,9 @@ def estimated_cost(
             if _is_of_experts_down(each):
                 continue
             operations += 2.0 * inputs * columns**2 + rounding_operations(all_rows, columns)
-            # A step's inputs in float32, for their Gram matrix.
+            # The Gram matrix needs the inputs of the step in float32.
             most = max(most, layer + 4 * inputs * columns + rounding_bytes(all_rows, columns))
-    # The text's hidden states, before the layer and behind it, and the keys and values of it.
+    # The text's hidden states before and after the layer, and its keys and values.
     states = 4 * num_tokens * model_config.hidden * itemsize
     arena = step_arena(model_config, limits).nbytes
     return Cost(operations, most + states + arena + KEPT_BYTES)
@@ -198,7 +203,7 @@ def estimated_cost(
 
 @contextmanager
 def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
-    """Raise CalibrationError of a subject for what a device or its memory refuses."""
+    """Turn an error of the device or its memory into a CalibrationError about a subject."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -207,12 +212,12 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Return what rounding to the nearest costs, and what to do where something can be done."""
+    """Return the cost of rounding to the nearest, with the remedy if there is one."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
 def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
-    """Return the limits of the one step that computes the text."""
+    """Return the limits of the single step that computes the text."""
     return StepLimits(
         max_tokens=num_windows * window,
         max_rows=num_windows,
@@ -223,7 +228,7 @@ def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
 
 
 def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
-    """Log the start of calibration, and the matrices that it leaves out."""
+    """Log the start of calibration, and the matrices that it does not calibrate."""
     log.info("int4: calibrating with %d tokens", num_tokens)
     if any(each.is_calibrated and _is_of_experts_down(each) for each in prepared):
         log.info(
@@ -245,7 +250,7 @@ def _is_of_experts_down(prepared: PreparedTensor) -> bool:
 
 
 class LayerCalibration:
-    """Rounds one layer's matrices after another's, in their order."""
+    """Rounds the matrices of a model, one layer after another."""
 
     def __init__(
         self,
@@ -255,8 +260,14 @@ class LayerCalibration:
         report: Callable[[], None],
         remedy: str,
     ) -> None:
-        """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each.
-        `remedy` is what a CalibrationError says of it.
+        """Start before the first layer.
+
+        Args:
+            model_config: the model's configuration.
+            hidden: the embedded text, [tokens, hidden], in sequences of `window` tokens.
+            window: tokens of a sequence.
+            report: called whenever a matrix is rounded.
+            remedy: the remedy of a CalibrationError.
         """
         self._model_config = model_config
         self._hidden = hidden
@@ -269,7 +280,7 @@ class LayerCalibration:
         self._started = time.monotonic()
 
     def _chunk(self, row: int, window: int) -> Chunk:
-        """Return one sequence, whose token ids are the rows of its hidden states."""
+        """Return the chunk of one sequence, whose token ids are the rows of its hidden states."""
         first = row * self._num_blocks
         return Chunk(
             request_id=f"calibration-{row}",
@@ -284,10 +295,14 @@ class LayerCalibration:
 
     @torch.inference_mode()
     def __call__(self, prepared: Sequence[PreparedTensor]) -> Mapping[str, Quantized]:
-        """Round the matrices of the next layer, all of whose tensors are given.
+        """Round the matrices of the next layer.
+
+        Args:
+            prepared: all tensors of the layer.
 
         Raises:
-            CalibrationError: that failed, as for want of memory; later layers have no inputs.
+            CalibrationError: the layer failed, for example for lack of memory. Later layers have
+                no inputs then.
         """
         index = int(prepared[0].name.split(".")[1])
         with _calibration_errors(f"layer {index}", self._remedy):
@@ -314,7 +329,7 @@ class LayerCalibration:
         return rounded
 
     def _layer(self, index: int, prepared: Sequence[PreparedTensor]) -> LoadedModel:
-        """Return a model of this layer alone, which embeds rows as their hidden states."""
+        """Return a model of only this layer, whose embedding is the hidden states."""
         device = self._hidden.device
         tensors = {each.name: each.weights().to(device) for each in prepared}
         model_config = msgspec.structs.replace(
@@ -344,10 +359,12 @@ class _Rounding:
         tensors: Mapping[str, torch.Tensor],
         report: Callable[[], None],
     ) -> None:
-        """Args:
-        prepared: the tensors to round, by name.
-        tensors: their numbers, by name.
-        report: called at least once for each tensor.
+        """Create the rounding.
+
+        Args:
+            prepared: the tensors to round, by name.
+            tensors: the weights of all tensors, by name.
+            report: called at least once for each rounded tensor.
         """
         self._prepared = prepared
         self._tensors = tensors
@@ -370,19 +387,25 @@ class _Rounding:
         return recorder
 
     def finish(self) -> dict[str, Quantized]:
-        """Return the rounded matrices, once the text was computed."""
+        """Return the rounded matrices, after the text has been computed."""
         linears = {name: each.rounded for name, each in self._linears.items()}
         experts = {name: each.rounded() for name, each in self._experts.items()}
         return {name: _on_cpu(each) for name, each in (linears | experts).items() if each}
 
 
 class CalibratedLinear:
-    """A matrix that is rounded for the first inputs that it is multiplied by."""
+    """A matrix that is rounded for its first inputs."""
 
     def __init__(
         self, weights: torch.Tensor, prepared: PreparedTensor, report: Callable[[], None]
     ) -> None:
-        """`weights` is [out, in]; `report` is called while they are rounded."""
+        """Create an unrounded matrix.
+
+        Args:
+            weights: [out, in].
+            prepared: the stored form of the matrix.
+            report: called while the weights are rounded.
+        """
         self.shape = (weights.shape[1], weights.shape[0])
         self.rounded: Quantized | None = None
         self._weights = weights
@@ -405,7 +428,7 @@ class CalibratedLinear:
 
 
 class ExpertRecorder:
-    """All experts' matrices of one kind, and what is to be known of their inputs."""
+    """All experts' matrices of one kind, and statistics of their inputs."""
 
     few_pairs = 0
 
@@ -416,7 +439,14 @@ class ExpertRecorder:
         prepared: PreparedTensor,
         report: Callable[[], None],
     ) -> None:
-        """`weights` is [experts, out, in]; `report` is called while they are rounded."""
+        """Create the recorder of a layer.
+
+        Args:
+            experts: the matrices to compute with.
+            weights: [experts, out, in].
+            prepared: the stored form of the matrices.
+            report: called while the weights are rounded.
+        """
         self._experts = experts
         self._weights = weights
         self._prepared = prepared
@@ -424,7 +454,7 @@ class ExpertRecorder:
         self.reads_ends = experts.reads_ends
         count, _, columns = weights.shape
         self._is_shared = not _is_of_experts_down(prepared)
-        """Whether the inputs of all experts are of one kind: rows of the hidden states."""
+        """Whether all experts have the same kind of inputs: rows of the hidden states."""
         shape = (columns, columns) if self._is_shared else (count, columns)
         self._sums = torch.zeros(shape, device=weights.device)
 
@@ -459,7 +489,7 @@ def _gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(prepared: PreparedTensor) -> tuple[int, torch.dtype]:
-    """Return the columns of a group, and the type of its scale and zero."""
+    """Return the columns of a group, and the type of scales and zeros."""
     assert prepared.encoding is not None, "only matrices are rounded"
     return prepared.encoding.group, scale_type(prepared.encoding, prepared.dtype)
 

@@ -1,9 +1,9 @@
-"""Quantises a model offline, from a directory or GGUF file to a directory; `ullage quantize` runs
-it.
+"""Offline quantisation of a model, from a directory or GGUF file to a new directory.
 
-`python -m ullage_engine.quantize.convert` writes config.json, tokenizer and safetensors. int8, fp8
-and w8a8 follow compressed-tensors, which other engines read; int4, whose zero points are no whole
-numbers where they come from GGUF, has tensors of its own (`ullage_engine.model_loader.quantized`).
+`ullage quantize` runs `python -m ullage_engine.quantize.convert`, which writes config.json,
+tokenizer and safetensors. int8, fp8 and w8a8 have the format of compressed-tensors, which other
+engines read. int4 has its own format (`ullage_engine.model_loader.quantized`), because zero points
+from GGUF are no integers.
 """
 
 import argparse
@@ -66,10 +66,10 @@ from ullage_engine.tokenizer.tokenizer import (
 SHARD_BYTES = 2 << 30
 
 STATISTICS = "calibration.safetensors"
-"""File of the largest activations, kept beside a w8a8 model; the name of no weights."""
+"""File with the largest activations in the folder of a w8a8 model. The index does not name it."""
 
 EMBEDDING = "model.embed_tokens.weight"
-"""Looked up, not multiplied by."""
+"""Name of the embedding, which is looked up and not multiplied."""
 
 _COPIED = (
     "tokenizer_config.json",
@@ -82,7 +82,7 @@ Json = dict[str, object]
 
 
 class ModelDirectory:
-    """A directory that is being written, shard by shard."""
+    """A model's directory, which is written shard by shard."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,11 +93,11 @@ class ModelDirectory:
 
     @property
     def plain_linears(self) -> list[str]:
-        """Modules whose weight matrices were written as they are, as Hugging Face names them."""
+        """Hugging Face's names of modules whose weight matrices are not quantised."""
         return ["lm_head", *(name for name in self._plain if name != "lm_head")]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor as it is."""
+        """Write a tensor unchanged."""
         if tensor.dim() == 2 and name.endswith(".weight") and name != EMBEDDING:
             self._plain.append(name.removesuffix(".weight"))
         self._store(name, tensor)
@@ -109,7 +109,12 @@ class ModelDirectory:
             self._flush()
 
     def add_matrix(self, name: str, matrix: Quantized) -> None:
-        """Write a quantised matrix instead of `name`, which ends in .weight."""
+        """Write the tensors of a quantised matrix.
+
+        Args:
+            name: name of the unquantised matrix, which ends in `.weight`.
+            matrix: the quantised matrix.
+        """
         stem = name.removesuffix(".weight")
         if matrix.format == "int4":
             for each, tensor in own_tensors(stem, matrix).items():
@@ -150,7 +155,7 @@ class ModelDirectory:
             shutil.copytree(source / TEMPLATE_FOLDER, self._folder / TEMPLATE_FOLDER)
 
     def _write_described_tokenizer(self, tokenizer: ModelTokenizer) -> None:
-        """Write what a GGUF file says of its tokenizer as the files of a directory."""
+        """Write the tokenizer of a GGUF file as the files of a directory."""
         (self._folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
         config: Json = dict(tokenizer.special_tokens)
         if tokenizer.chat_template:
@@ -171,8 +176,9 @@ class ModelDirectory:
 
 
 def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
-    """Return the template with the beginning of sequence that it leaves to the tokenizer: chats of
-    directories get it from their template alone.
+    """Return the template with a BOS token, if it leaves that to the tokenizer.
+
+    For a directory only the template adds the BOS token of a chat.
     """
     writes_bos = "bos_token" in template or tokenizer.bos_token in template
     if writes_bos or not tokenizer.chat_adds_bos:
@@ -182,7 +188,9 @@ def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
 
 @contextmanager
 def unfinished_folder(output: Path) -> Iterator[Path]:
-    """A folder beside the output, removed in the end; what a killed run left there is as well.
+    """Yield a temporary folder next to the output, which is removed at the end.
+
+    Leftovers of a killed run are removed, too.
 
     Raises:
         WeightsError: another run writes the same output.
@@ -191,7 +199,7 @@ def unfinished_folder(output: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # The kernel drops the lock of a run that dies.
+        # The kernel releases the lock if the run dies.
         _lock(descriptor, folder)
         _empty(folder)
         try:
@@ -207,7 +215,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise WeightsError(
-            f"{folder}: another run writes it; wait for that, or name another --output"
+            f"{folder}: another run writes it; wait for its end, or name another --output"
         ) from error
 
 
@@ -217,7 +225,12 @@ def _empty(folder: Path) -> None:
 
 
 def quantization_config(format: Format, plain: list[str]) -> Json:
-    """Return config.json's section on matrices in this format, except the `plain` ones."""
+    """Return the quantization_config of a model with matrices in this format.
+
+    Args:
+        format: the format.
+        plain: names of modules that are not quantised.
+    """
     if format == "int4":
         return {"quant_method": "ullage", "format": "int4"}
     is_float = format == "fp8"
@@ -235,14 +248,14 @@ def quantization_config(format: Format, plain: list[str]) -> Json:
 
 
 Progress = Callable[[str, int, int], None]
-"""Callback with what is being done, how much of it is, and of how much."""
+"""Callback with the stage, and its done and total numbers."""
 
 CALIBRATION_TOKENS = 16_384
-"""Tokens of a text that calibrate; the rest is not read."""
+"""Tokens of a text that are used for calibration. The rest is not read."""
 
 _CPU = torch.device("cpu")
 _SCALES = torch.bfloat16
-"""Type of stored scales: one that every computing type represents but float16, nearly."""
+"""Type of stored scales. float32 and bfloat16 represent it exactly, and float16 nearly so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,21 +263,21 @@ class Conversion:
     """The request to `ullage quantize`."""
 
     model: str
-    """URI of the model, as `model.source`."""
+    """URI of the model, as in `model.source`."""
     format: Format
     output: Path
     text: Path | None = None
     """Text to calibrate w8a8 with."""
     alpha: float = 0.5
-    """Share of the difficulty that moves from activations to weights."""
+    """Share of the quantisation difficulty that moves from activations to weights."""
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the model; bytes of its safetensors.
+    """Write the quantised model, and return the bytes of its safetensors.
 
     Raises:
         WeightsError: the model, the text or the output folder cannot be used, or there is too
-            little memory to calibrate int4; one line.
+            little memory to calibrate int4. The message is one line.
     """
     files = resolve_source(conversion.model)
     reader = open_checkpoint(files)
@@ -277,19 +290,18 @@ def convert(conversion: Conversion, progress: Progress) -> int:
             _publish(folder, conversion.output)
     except CalibrationError as error:
         raise WeightsError(
-            f"--format int4: {error}; free memory, or run it on a machine that has more"
+            f"--format int4: {error}; free memory, or use a machine with more memory"
         ) from error
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise WeightsError(
-            f"--output {conversion.output}: {reason}; "
-            "name a folder that can be written and has room"
+            f"--output {conversion.output}: {reason}; name a writable folder with enough room"
         ) from error
     return sum(each.stat().st_size for each in conversion.output.glob("*.safetensors"))
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Move the files to where they are asked for, readable by all."""
+    """Move the files to the output folder, and make them readable for all."""
     output.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -298,9 +310,9 @@ def _publish(folder: Path, output: Path) -> None:
 
 def _check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
-        raise WeightsError(f"--output {output}: is a file; name a folder that is new")
+        raise WeightsError(f"--output {output}: is a file; name a new folder")
     if output.exists() and any(output.iterdir()):
-        raise WeightsError(f"--output {output}: not empty; name a folder that is new")
+        raise WeightsError(f"--output {output}: not empty; name a new folder")
 
 
 def _check_model(conversion: Conversion, reader: CheckpointReader, files: ModelFiles) -> None:
@@ -344,7 +356,7 @@ def _maxima(conversion: Conversion, files: ModelFiles, folder: Path, progress: P
         ) from error
     tokens = load_tokenizer(files.path).encode_text(text)[:CALIBRATION_TOKENS]
     if not tokens:
-        raise WeightsError(f"--calibrate {conversion.text}: no text in it; name another file")
+        raise WeightsError(f"--calibrate {conversion.text}: it has no text; name another file")
     dtype = resolve_dtype("auto", _CPU)
     with tempfile.TemporaryDirectory(dir=folder) as prepared:
         section = ModelSection(source=conversion.model, name="calibration")
@@ -386,11 +398,11 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yield all plans in their order, with the matrix where a calibration rounds it to int4."""
+    """Yield all plans in order, each with its int4 matrix if a calibration rounds it."""
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
         return
-    # Row by row and not in a CPU's tiles, since a checkpoint is for every device.
+    # A checkpoint is for all devices, so rows are not laid out in a CPU's tiles.
     form = PreparedForm(_SCALES, "int4", torch.device("meta"))
     prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     round_layer = Int4Calibration().begin(files, prepared, reader.model_config, _CPU, lambda: None)
@@ -410,7 +422,7 @@ def _matrix(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert large float32 tensors, which are dequantised ones, to bfloat16."""
+    """Convert float32 tensors with several dimensions, which were dequantised, to bfloat16."""
     return tensor.bfloat16() if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
 
 
@@ -419,14 +431,14 @@ def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
         return dict(reader.config.values)
     config = dict(read_config(files.path).values)
     if not reader.model_config.tied:
-        # The files may have a head of their own where the configuration says otherwise.
+        # The files may have their own head although the configuration ties it.
         ties = config.keys() & {"tie_word_embeddings", "tie_embedding"}
         config |= dict.fromkeys(ties, False)
     return config
 
 
 class _Smoothed:
-    """A checkpoint's tensors, those that a norm and a matrix share smoothed."""
+    """A checkpoint's tensors, with each norm and the matrices that it feeds smoothed."""
 
     def __init__(
         self, reader: CheckpointReader, plans: list[TensorPlan], maxima: Maxima, alpha: float
@@ -469,7 +481,7 @@ _REPORT_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the conversion; the exit status."""
+    """Run the conversion, and return the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads or usable_cores())
     make_first_calls()
@@ -494,7 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def ended_by_exit() -> Iterator[None]:
-    """Turn SIGTERM into an exit that removes half-written files."""
+    """Turn SIGTERM into an exit that removes unfinished files."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -507,7 +519,7 @@ def ended_by_exit() -> Iterator[None]:
 
 
 def reporter() -> Progress:
-    """Print how far each stage is, at most once in a second."""
+    """Return a function that prints the progress of a stage, at most once a second."""
     last = 0.0
 
     def report(stage: str, done: int, total: int) -> None:

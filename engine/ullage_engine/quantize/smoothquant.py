@@ -1,10 +1,10 @@
-"""SmoothQuant: activations with a few large channels are made easier to round to int8.
+"""SmoothQuant: activations with a few large channels become easier to round to int8.
 
-Channel j of a matrix's input is divided by s_j and column j of the matrix multiplied by it, which
-leaves the product as it is: s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (Xiao et al. 2023,
+Channel j of a matrix's input is divided by s_j, and column j of the matrix is multiplied by s_j, so
+the product does not change: s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (Xiao et al. 2023,
 arXiv:2211.10438, equation 4). The division is folded into the weights of the norm before the
-matrix, so it costs nothing. Maxima are those of a calibration text, which `TextPass` runs through
-the model without an engine; it measures quality, too.
+matrix, so it costs nothing. The maxima come from a calibration text, which `TextPass` runs through
+the model without an engine. Benchmarks of quality use `TextPass`, too.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ullage_engine.runner.model_runner import ModelRunner, Wrap
 
 
 class TextPass:
-    """A model run over one window of text at a time, each without knowledge of the others."""
+    """Runs a model over a text, window by window. Windows do not depend on each other."""
 
     def __init__(
         self,
@@ -32,8 +32,15 @@ class TextPass:
         wrap: Wrap | None = None,
         kv_dtype: KvDtype = "auto",
     ) -> None:
-        """`wrap` may put something between the model and each of its matrices; without it this
-        computes what an engine does that was told no type of its own.
+        """Allocate the buffers of a pass.
+
+        Args:
+            loaded: the model.
+            dtype: the computing type.
+            window: most tokens of a window.
+            wrap: returns a replacement of each matrix. Without it the results are those of an
+                engine with default types.
+            kv_dtype: type of stored KV.
         """
         limits = StepLimits(
             max_tokens=window,
@@ -56,7 +63,7 @@ class TextPass:
         return self._runner.kv_block_bytes // BLOCK_TOKENS
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
-        """Compute hidden states after the last layer; they live until the next call."""
+        """Compute the hidden states after the last layer. They are valid until the next call."""
         chunk = Chunk(
             request_id="text",
             token_ids=tokens,
@@ -70,7 +77,7 @@ class TextPass:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Compute logits of what follows each token, [tokens, vocab]."""
+        """Compute the logits of the token that follows each token, [tokens, vocab]."""
         hidden = self.hidden(tokens)
         out = hidden.new_empty(len(tokens), self._runner.model_config.vocab)
         self._runner.write_logits(hidden, out)
@@ -78,19 +85,19 @@ class TextPass:
 
 
 WINDOW = 512
-"""Tokens that are computed at once."""
+"""Tokens of the calibration text that are computed at once."""
 
 FED_BY = {"qkv": "mixer_norm", "conv_in": "mixer_norm", "gate_up": "mlp_norm"}
-"""Matrices whose input is a norm's output."""
+"""The matrices whose input is a norm's output, and that norm."""
 
 _LEAST = 1e-5
 
 Maxima = dict[str, torch.Tensor]
-"""Largest |activation| of each column of a matrix, float32 [in], by the matrix's name."""
+"""Largest |activation| of each input channel of a matrix, float32 [in], by the matrix's name."""
 
 
 class ActivationRecorder:
-    """A matrix that remembers the largest activations it was multiplied by."""
+    """A matrix that records the largest activations of its inputs."""
 
     def __init__(self, matrix: Linear, largest: torch.Tensor) -> None:
         self._matrix = matrix
@@ -118,7 +125,14 @@ def calibrate(
     tokens: list[int],
     progress: Callable[[int, int], None],
 ) -> Maxima:
-    """Run a text through the model; tokens are counted by `progress`."""
+    """Run a text through the model, and return the largest activations of its matrices.
+
+    Args:
+        loaded: the model.
+        dtype: the computing type.
+        tokens: the text.
+        progress: called with the done and the total tokens.
+    """
     maxima: Maxima = {}
 
     def wrap(name: str, matrix: Linear) -> Linear:
@@ -137,17 +151,18 @@ def calibrate(
 def smoothing(
     activations: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor, alpha: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm's new weights, of its type, and what the matrix's columns are multiplied by.
+    """Return a norm's new weights, and the factors of the matrix's columns.
 
     Args:
-        activations: largest of each column, [in].
-        weights: [out, in].
-        norm: [in].
+        activations: largest |activation| of each channel, [in].
+        weights: weights of the matrix, [out, in].
+        norm: weights of the norm, [in]. The new ones have their type.
+        alpha: share of the quantisation difficulty that moves to the weights.
     """
     largest = weights.abs().amax(dim=0).float().clamp_(min=_LEAST)
     scales = _balance(activations.clamp(min=_LEAST), largest, alpha)
     new = (norm.float() / scales.clamp_(min=_LEAST)).to(norm.dtype)
-    # What the norm's type rounded away the matrix takes back, so the product stays as it was.
+    # The matrix compensates the rounding to the norm's type, so the product does not change.
     exact = torch.where(new == 0, torch.ones_like(scales), norm.float() / new.float())
     return torch.where(new == 0, norm, new), exact
 
