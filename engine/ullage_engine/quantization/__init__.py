@@ -1,4 +1,4 @@
 """Number formats: how quantised weights are packed, scaled and rounded.
 
-It knows arithmetic on tensors, and nothing of checkpoints, layers or kernels.
+This room knows arithmetic on tensors. It must not know checkpoints, layers or kernels.
 """

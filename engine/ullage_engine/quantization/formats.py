@@ -1,19 +1,22 @@
-"""Formats of quantised matrices: how weights are rounded to them, and how they lie in memory.
+"""Formats of quantised matrices: how weights are rounded, and how they lie in memory.
 
 weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
 
-MXFP4's values and scales are codes: one of 16 numbers, and a power of two. A block of it is a scale
-of one byte and 16 bytes, whose low halves are the first 16 numbers.
+In MXFP4, values and scales are codes: a value is one of 16 numbers, and a scale is a power of two.
+A block has a scale of one byte, and 16 bytes whose low halves are the first 16 numbers.
 
-Matrices are packed alike in memory and in prepared files. int4, row by row: two columns a byte, the
-even one in the low half; mxfp4 the same, with scales of a byte each. int8 and int4, tiled, as
-`ullage_engine.native` reads them: for each 16 rows and group of columns the codes, which count from
-the least value on, then 16 scales and, in float16 both, what a code of 0 stands for in int4, and a
-value of 0 in int8. Codes are four columns of each row, row after row, and so on; of int4 the second
-half of the group lies in the upper halves of the bytes of the first.
+Matrices have the same layout in memory and in prepared files.
 
-Rounding rounds scales to the type they will be stored in before it rounds values, so that a value's
-error is half a step whatever that type is.
+* int4 by rows has two columns a byte, the even column in the low half. mxfp4 has the same layout,
+  and its scales take a byte each.
+* int8 and int4 in tiles, as `ullage_engine.native` reads them, have a tile for each 16 rows and
+  each group of columns. A tile has the codes, 16 scales and 16 offsets. Scales and offsets are
+  float16. A code is the value minus the least value. The offset is the weight of code 0 in int4,
+  and of value 0 in int8. The codes are ordered by runs of four columns: the first run of all rows,
+  then the next run. In int4 the upper halves of the bytes have the second half of the group.
+
+Scales are rounded to their stored type before values are rounded, so a value's error is half a step
+for every type.
 """
 
 import math
@@ -28,12 +31,16 @@ import torch
 from ullage_engine.native.library import TILE_ROWS, instruction_set
 
 Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
-"""int8 and int4: integers; activations stay as they are, but groups of them are rounded to int8
-before products with tiles. fp8: E4M3. w8a8: int8, and activations are rounded to int8 as well, row
-by row. mxfp4: experts of checkpoints that have it; nothing is rounded to it."""
+"""Name of a number format.
+
+* int8 and int4 are integers. Activations are not rounded, except to int8 by groups for products
+  with tiles.
+* fp8 is E4M3.
+* w8a8 is int8 with activations that are rounded to int8, too, row by row.
+* mxfp4 is for experts of checkpoints that have it. Nothing is rounded to it."""
 
 INT4_GROUP = 32
-"""Columns that share a scale and a zero where weights are rounded to int4."""
+"""Columns that share a scale and a zero when weights are rounded to int4."""
 
 TILE_GROUPS = (16, 32)
 """Columns of a tile that share a scale."""
@@ -46,10 +53,10 @@ E4M3_MOST = 448.0
 MXFP4_GROUP = 32
 
 MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of codes 0 to 7; codes 8 to 15 are their negatives."""
+"""Magnitudes of codes 0 to 7. Codes 8 to 15 are their negatives."""
 
 MXFP4_BIAS = 127
-"""What a scale's byte is more than its power of two."""
+"""Bias of a scale's exponent."""
 
 
 class Encoding(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +66,10 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, int]
     """Shape (out, in)."""
     group: int
-    """Columns that share a scale; all of them: one scale for each row."""
+    """Columns that share a scale. If it is all columns, each row has one scale."""
     has_zeros: bool = False
     is_tiled: bool = False
-    """Whether int8 or int4 lies in tiles instead of row by row."""
+    """Whether int8 or int4 numbers lie in tiles instead of by rows."""
 
     @property
     def num_groups(self) -> int:
@@ -70,23 +77,23 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scaled_by_row(self) -> bool:
-        """Whether a row has one scale and the kernels take any number of its columns."""
+        """Whether a row has one scale and the kernels accept any number of columns."""
         is_any_group = self.format != "mxfp4" and not self.is_tiled
         return is_any_group and self.num_groups == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix in small numbers, each in an element of its own."""
+    """A quantised matrix, with each number in its own element."""
 
     format: Format
     values: torch.Tensor
-    """Numbers [out, in], int8 or float8_e4m3fn; of int4 from -8 to 7, of mxfp4 uint8 from 0 to
+    """Numbers [out, in], int8 or float8_e4m3fn. int4 is from -8 to 7. mxfp4 is uint8 from 0 to
     15."""
     scales: torch.Tensor
-    """Scales [out, groups]; of mxfp4 uint8, each 127 more than the power of two."""
+    """Scales [out, groups]. Those of mxfp4 are uint8 exponents with a bias of 127."""
     zeros: torch.Tensor | None = None
-    """Values [out, groups] that are added."""
+    """Offsets [out, groups] that are added."""
 
     @property
     def encoding(self) -> Encoding:
@@ -120,13 +127,13 @@ def mxfp4_numbers() -> torch.Tensor:
 
 
 def mxfp4_powers() -> torch.Tensor:
-    """Return the factor of each scale, float32 [256]: 2^(byte - 127), and 255 is not a number."""
+    """Return the factor of each scale, float32 [256]: 2^(byte - 127), and NaN for 255."""
     powers = [math.ldexp(1.0, code - MXFP4_BIAS) for code in range(255)]
     return torch.tensor([*powers, math.nan])
 
 
 def stacked(parts: list[Quantized]) -> Quantized:
-    """Put together matrices of one encoding but for their rows, one above the other."""
+    """Stack matrices along their rows. Their encodings may only differ in the number of rows."""
     first = parts[0]
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Quantized(
@@ -138,14 +145,14 @@ def stacked(parts: list[Quantized]) -> Quantized:
 
 
 def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
-    """Return some rows of a matrix; do the opposite of `stacked`."""
+    """Return some rows of a matrix, the inverse of `stacked`."""
     rows = slice(start, start + count)
     zeros = None if matrix.zeros is None else matrix.zeros[rows]
     return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Return the same weights in int8, in smaller groups or with zeros, as `encoding` says."""
+    """Return the same weights in an encoding with wider numbers, smaller groups or zeros."""
     scales = quantized.scales
     zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
@@ -158,8 +165,9 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 
 
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
-    """Return how weights of this shape are quantised: int8 stands in where groups of int4 do not
-    divide the columns.
+    """Return the encoding of weights of this shape.
+
+    If the groups of int4 do not divide the columns, it is int8.
     """
     columns = shape[1]
     if format != "int4":
@@ -186,7 +194,7 @@ ZEROS = "zeros"
 PIECES = (VALUES, SCALES, ZEROS)
 
 _FACTOR_BYTES = 2 * 2 * TILE_ROWS
-"""Bytes of a tile's scales and offsets, float16."""
+"""Bytes of a tile's scales and offsets, which are float16."""
 
 
 class Axis(NamedTuple):
@@ -194,7 +202,7 @@ class Axis(NamedTuple):
 
     dim: int
     unit: int = 1
-    """Number of rows or columns that lie together in one element, or share it."""
+    """Number of rows or columns in one element."""
 
 
 class Piece(NamedTuple):
@@ -205,7 +213,7 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     rows: Axis = Axis(0)
     columns: Axis | None = Axis(1)
-    """None: the tensor says the same of every column."""
+    """Axis of the columns, None if the tensor holds for all columns."""
 
     def axis(self, is_of_rows: bool) -> Axis | None:
         return self.rows if is_of_rows else self.columns
@@ -223,16 +231,16 @@ class Packed(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """[out, groups]; tiles have theirs among the values."""
+        """Scales [out, groups]. In tiles they are part of the values."""
         return self.pieces[SCALES]
 
     @property
     def zeros(self) -> torch.Tensor | None:
-        """[out, groups]; None where there are none, or among the values."""
+        """Offsets [out, groups], None if there are none or if they are part of the values."""
         return self.pieces.get(ZEROS)
 
     def split(self, count: int) -> "list[Packed]":
-        """Return so many matrices that lie one above the other, all of them this one's memory."""
+        """Return views of the `count` matrices that are stacked in this one."""
         part = encoding_of_one(self.encoding, count)
         chunks = {
             name: tensor.view(count, -1, *tensor.shape[1:]) for name, tensor in self.pieces.items()
@@ -241,7 +249,12 @@ class Packed(NamedTuple):
 
 
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
-    """List the tensors that a matrix is stored in; `dtype` is that of the computation."""
+    """List the stored tensors of a matrix.
+
+    Args:
+        encoding: encoding of the matrix.
+        dtype: the computing type.
+    """
     rows, columns = encoding.shape
     stored = scale_type(encoding, dtype)
     per_group = None if encoding.is_scaled_by_row else Axis(1, encoding.group)
@@ -258,12 +271,12 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
 
 def piece_of(encoding: Encoding, name: str) -> Piece:
-    """Return the tensor of `pieces_of` that has this name; its type may be another."""
+    """Return the piece of `pieces_of` with this name. Its type may differ from the stored one."""
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
 
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
-    """Return the encoding of each of `count` matrices that lie one above the other."""
+    """Return the encoding of one of `count` stacked matrices."""
     rows, columns = encoding.shape
     return msgspec.structs.replace(encoding, shape=(rows // count, columns))
 
@@ -274,7 +287,7 @@ def code_bytes(encoding: Encoding) -> int:
 
 
 def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Make the tensors of `pieces_of`."""
+    """Return the contents of the tensors of `pieces_of`, by name."""
     if encoding.is_tiled:
         return {VALUES: pack_tiles(widened(quantized, encoding), encoding)}
     stored = scale_type(encoding, dtype)
@@ -285,7 +298,7 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
 
 
 def unpack(packed: Packed) -> Quantized:
-    """Do the opposite of `pack`."""
+    """Return the matrix of packed tensors, the inverse of `pack`."""
     encoding = packed.encoding
     if encoding.is_tiled:
         return unpack_tiles(packed.values, encoding)
@@ -312,7 +325,7 @@ def _stored_values(quantized: Quantized) -> torch.Tensor:
 
 
 def scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
-    """Return the type that scales and zeros are stored in; `dtype` is that of the computation."""
+    """Return the stored type of scales and zeros, if the computing type is `dtype`."""
     if encoding.is_tiled:
         return torch.float16
     types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
@@ -325,7 +338,7 @@ def _codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Packs [rows, columns] of 0 to 15 to [rows, columns / 2]."""
+    """Pack numbers from 0 to 15, [rows, columns], to bytes [rows, columns / 2]."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
@@ -334,7 +347,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
-    """Packs a matrix in groups of the encoding's to [rows / 16, groups, bytes of a tile]."""
+    """Pack a matrix, whose groups are the encoding's, to [rows / 16, groups, bytes of a tile]."""
     least = MIN_VALUE[encoding.format]
     group = encoding.group
     tiles = encoding.shape[0] // TILE_ROWS
@@ -356,7 +369,7 @@ def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
 
 
 def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
-    """Do the opposite of `pack_tiles` for all rows, or for whole tiles of them."""
+    """Return the matrix of all tiles or some rows of tiles, the inverse of `pack_tiles`."""
     least = MIN_VALUE[encoding.format]
     size = code_bytes(encoding)
     group = encoding.group
@@ -373,15 +386,21 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 
 
 def _code_shift(encoding: Encoding) -> int:
-    """Return the value whose weight is a tile's offset: the least of int4, as Q4_1 has it, and 0
-    of int8, where the least is so far away that rounding it would show.
+    """Return the value whose weight is a tile's offset.
+
+    For int4 it is the least value, as in Q4_1. For int8 it is 0, since the least value has such a
+    large weight that rounding it to float16 would show.
     """
     return MIN_VALUE["int4"] if encoding.format == "int4" else 0
 
 
 def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1) -> Encoding:
-    """Return the same matrix, or matrices one above the other, in the layout that this device's
-    kernels read.
+    """Return the encoding of the same matrix in the layout that this device's kernels read.
+
+    Args:
+        encoding: encoding of a matrix, or of several stacked ones.
+        device: the device that computes.
+        num_matrices: number of stacked matrices.
     """
     rows, columns = encoding.shape
     is_whole = encoding.format in ("int8", "int4") and rows // num_matrices % TILE_ROWS == 0
@@ -393,13 +412,13 @@ def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1
 
 
 _TINY = 1e-12
-"""Scale of weights that are all zero; representable in every type but float16."""
+"""Scale of weights that are all zero, which all types but float16 can represent."""
 
 _LEAST_FLOAT16 = 2.0**-24
 
 
 def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
-    """Round weights [out, in] for a computation in `dtype`."""
+    """Round weights [out, in] to an encoding, if the computing type is `dtype`."""
     weights = weights.to(torch.float32)
     dtype = scale_type(encoding, dtype)
     match encoding.format:
@@ -416,7 +435,7 @@ def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Q
 def quantise_symmetric(
     weights: torch.Tensor, format: Format, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Rounds to 127 steps on each side of zero, with one scale for each group of a row.
+    """Round to 127 steps on each side of zero, with one scale for each group of a row.
 
     |weight - dequantised| <= scale / 2, for scale = max|group| / 127.
     """
@@ -429,10 +448,11 @@ def quantise_symmetric(
 
 
 def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """Rounds to E4M3, with one scale for each row.
+    """Round to E4M3, with one scale for each row.
 
-    |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 bits, and half
-    of the smallest subnormal step 2^-9. Values beyond 448 scales are cut, by the scale's rounding.
+    |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 mantissa bits,
+    and half of the smallest subnormal step 2^-9. If a scale is rounded down, values beyond 448
+    scales are clamped.
     """
     scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
     values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)
@@ -440,13 +460,12 @@ def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quantized:
-    """Rounds to 16 steps from the group's least to its greatest weight, zero among them.
+    """Round to 16 steps from the group's least to its greatest weight, zero among them.
 
-    The zero point is a whole number of steps, as GPTQ and AWQ have it, so weights of zero stay
-    zero. Narrower ranges of less squared error were measured to be worse
-    (docs/guide/quantization.md).
-    |weight - dequantised| <= scale / 2, but for the rounding of scale and zero to `dtype`: the zero
-    point's rounding cuts half a step off the range at most.
+    The zero point is a whole number of steps, as in GPTQ and AWQ, so weights of zero stay zero.
+    Narrower ranges have a smaller squared error, but were measured to be worse
+    (docs/guide/quantization.md). |weight - dequantised| <= scale / 2, except for the rounding of
+    scale and zero to `dtype`. Rounding the zero point shortens the range by half a step at most.
     """
     rows, columns = weights.shape
     grouped = weights.view(rows, columns // group, group)
@@ -461,6 +480,6 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scales as they are stored, never zero."""
+    """Return scales in their stored type, never zero."""
     smallest = _LEAST_FLOAT16 if dtype == torch.float16 else _TINY
     return scales.clamp(min=smallest).to(dtype)

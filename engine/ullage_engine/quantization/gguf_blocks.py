@@ -1,11 +1,19 @@
-"""GGUF's blocks of small numbers, kept as they are: read into int4 or int8 with their own groups.
+"""GGUF's quantised blocks, which are kept as int4 or int8 with their own groups.
 
-weight = value * scale + zero, with a scale and a zero for each group of a row. Kinds of four bits
-are int4, wider ones int8; what is kept is exact but for the rounding of scales and zeros to their
-stored type. Kinds by their bytes, of 32 numbers: Q4_0 and Q4_1 (see `formats`), Q5_0 and Q5_1 with
-a fifth bit each in four bytes before the halves, Q8_0 a float16 scale and signed bytes. Of 256
-numbers: Q4_K and Q5_K have float16 factors of eight scales and eight minimums of six bits; Q6_K has
-sixteen scales of signed bytes and a float16 factor of them at its end.
+weight = value * scale + zero, with a scale and a zero for each group of a row. Kinds with four bits
+are kept as int4, and wider kinds as int8. The result is exact, except for the rounding of scales
+and zeros to their stored type.
+
+Blocks of 32 numbers:
+
+* Q4_0 has a float16 scale, and Q4_1 a minimum as well. Four-bit codes follow, as in `formats`.
+* Q5_0 and Q5_1 also have the fifth bits in four bytes before the four-bit halves.
+* Q8_0 has a float16 scale and signed bytes.
+
+Blocks of 256 numbers:
+
+* Q4_K and Q5_K have two float16 factors, of eight scales and eight minimums of six bits each.
+* Q6_K has sixteen scales, which are signed bytes, and their float16 factor at the end.
 """
 
 from collections.abc import Callable
@@ -27,7 +35,7 @@ class _Kind(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Numbers of a matrix [out, groups, group], int8, and scales and zeros [out, groups]."""
+    """The values of a matrix, int8 [out, groups, group], and its scales and zeros [out, groups]."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -35,31 +43,29 @@ class _Groups(NamedTuple):
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Split the bytes of each last dimension: all low halves, then all high ones."""
+    """Split the bytes of the last dimension: all low halves, then all high halves."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _split(packed: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Split the last dimension into some of these sizes."""
+    """Split the last dimension into dimensions of these sizes."""
     return packed.reshape(*packed.shape[:-1], *sizes)
 
 
 def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """Split bytes [..., n] into bits [..., 8 n], the lowest of a byte first."""
+    """Split bytes [..., n] into bits [..., 8 n], the lowest bit of a byte first."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Read the float16 at a byte of each block, as float32."""
+    """Read the float16 number at byte `start` of each block, as float32."""
     stored = blocks[..., start : start + 2].contiguous()
     return stored.view(torch.float16).squeeze(-1).to(torch.float32)
 
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Convert codes from 0 on to values around 0, which keeps zeros, and so their rounding,
-    small.
-    """
+    """Convert unsigned codes to values around 0, so that zeros and their rounding are small."""
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
 
@@ -101,7 +107,7 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
-    """Make groups of 32 of Q4_K's and Q5_K's codes [out, blocks, 8, 32]."""
+    """Return the groups of Q4_K's or Q5_K's codes [out, blocks, 8, 32]."""
     scales, minimums = _six_bits(blocks[..., 4:16])
     scales *= _half(blocks, 0).unsqueeze(-1)
     zeros = middle * scales - _half(blocks, 2).unsqueeze(-1) * minimums
@@ -109,7 +115,7 @@ def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
 
 
 def _large_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Split 128 bytes into eight runs of 32: of each 32 bytes the low halves, then the high."""
+    """Split 128 bytes into eight runs of 32: the low halves of 32 bytes, then their high halves."""
     return _split(_nibbles(_split(packed, 4, 32)).flatten(-2), 8, 32)
 
 
@@ -125,7 +131,7 @@ def _q5_k(blocks: torch.Tensor) -> _Groups:
 
 
 def _q6_k(blocks: torch.Tensor) -> _Groups:
-    # Of each half block: 64 bytes of low halves, 32 bytes of pairs of upper bits.
+    # Each half of a block has 64 bytes of four-bit halves and 32 bytes of pairs of upper bits.
     low = _split(blocks[..., :128], 2, 64)
     low = torch.cat([low & 15, low >> 4], dim=-1)
     pairs = _split(blocks[..., 128:192], 2, 32)
@@ -149,7 +155,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Return the encoding that keeps a matrix of such blocks; None where none does."""
+    """Return the encoding that keeps a matrix of these blocks, None if there is none."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None
@@ -157,7 +163,7 @@ def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
 
 
 def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
-    """Read a matrix of blocks of one kind from its rows [out, bytes]."""
+    """Read a matrix of blocks of one kind from the bytes of its rows [out, bytes]."""
     layout = _KINDS[kind]
     blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, layout.num_bytes)
     groups = layout.read(blocks)

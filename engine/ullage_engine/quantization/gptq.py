@@ -1,13 +1,13 @@
-"""Rounds matrices to int4 by what the errors do to products, not to the weights themselves.
+"""GPTQ: rounding of matrices to int4 that minimises the error of products, not of weights.
 
-Over all inputs x that a matrix W is multiplied by, rounding it to Q costs Σ |(W - Q) x|², which is
-the trace of (W - Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after
-another, and what the rounding of one does to products is made up for by those that are not rounded
-yet (GPTQ, Frantar et al. 2022, arXiv:2210.17323). Scales and zeros of groups are chosen first, from
-all of a group's weights, each error weighted by the mean square of its input; so columns can be
-rounded in any order, and those with the largest inputs come first.
+Over all inputs x of a matrix W, rounding it to Q costs Σ |(W - Q) x|², which is the trace of (W -
+Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after another, and the
+columns that are not rounded yet compensate the error (Frantar et al. 2022, arXiv:2210.17323).
+Scales and zeros of groups are chosen first, from all weights of a group. Each error is weighted by
+the mean square of its input. So columns can be rounded in any order, and those with the largest
+inputs come first.
 
-Rows are rounded independently of one another.
+Rows are rounded independently of each other.
 """
 
 from collections.abc import Callable
@@ -24,35 +24,36 @@ from ullage_engine.quantization.formats import (
 )
 
 DAMPING = 0.01
-"""Share of the mean diagonal of the Gram matrix that is added to it: inputs that calibration did
-not see matter a little, too."""
+"""Share of the mean of the Gram matrix's diagonal that is added to the diagonal, so that inputs
+that calibration did not see matter a little, too."""
 
 RATIOS = (1.0, 0.85)
-"""Ranges that are tried for a group, as shares of the distance of its least and greatest weight."""
+"""Ranges that are tried for a group, as shares of the distance from its least to its greatest
+weight."""
 
 REFITS = 2
-"""Times that scale and zero are fitted to the values that they round to."""
+"""Number of times that scale and zero are fitted again to the rounded values."""
 
 BLOCK_COLUMNS = 32
-"""Columns whose errors are taken back together by all later ones."""
+"""Columns whose errors all later columns compensate together."""
 
 ROW_ELEMENTS = 1 << 24
-"""Weights that are rounded at once, whole rows of them, which bounds the memory."""
+"""Most weights that are rounded at once, in whole rows, which bounds the memory."""
 
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Least weight of an error, and least spread and scale of a regression: none of them is zero."""
+"""Smallest weight of an error, and smallest spread and scale of a regression, to avoid zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that a group's weights are rounded to: value * scale + zero."""
+    """The numbers to which weights are rounded: value * scale + zero, by group."""
 
     scales: torch.Tensor
-    """[out, groups], of the type that they are stored in."""
+    """Scales [out, groups] in their stored type."""
     zeros: torch.Tensor
-    """The same."""
+    """Zeros [out, groups] in their stored type."""
 
     def round(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the values nearest to weights [out, in], as float32."""
@@ -65,7 +66,7 @@ class Grid:
         return Quantized("int4", values.to(torch.int8), self.scales, self.zeros)
 
     def by_column(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and zero of every weight, float32 [out, in]."""
+        """Return the scale and the zero of every weight, both float32 [out, in]."""
         scales = self.scales.float()
         zeros = self.zeros.float()
         return scales.repeat_interleave(group, 1), zeros.repeat_interleave(group, 1)
@@ -74,14 +75,16 @@ class Grid:
 def fit_grid(
     weights: torch.Tensor, group: int, importance: torch.Tensor, dtype: torch.dtype
 ) -> Grid:
-    """Chooses scales and zeros, of `dtype`, of the least squared error of rounded weights.
+    """Choose the scales and zeros with the least squared error of rounded weights.
 
-    Several ranges are tried. For the values that one rounds to, scale and zero are those of a
-    weighted regression, after which values are rounded again.
+    Several ranges are tried. A weighted regression fits scale and zero to the rounded values, which
+    are then rounded again.
 
     Args:
         weights: float32 [out, in].
+        group: columns of a group.
         importance: weight of each column's squared error, float32 [in].
+        dtype: stored type of scales and zeros.
     """
     grouped = _grouped(weights, weights.shape[1] // group)
     least = max(1e-3 * float(importance.mean()), _LEAST)
@@ -109,10 +112,15 @@ def fit_grid(
 
 
 class _Fit:
-    """Weighted squared errors of groups, and the scale and zero that make them least."""
+    """Weighted squared errors of groups, and the scale and zero that minimise them."""
 
     def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
-        """`grouped` is [out, groups, group], `weight` [1, groups, group]."""
+        """Create the fit.
+
+        Args:
+            grouped: weights of the matrix, [out, groups, group].
+            weight: weights of the errors, [1, groups, group].
+        """
         self._grouped = grouped
         self._weight = weight
         self._total = weight.sum(dim=2)
@@ -124,7 +132,7 @@ class _Fit:
         return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
 
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and the zero with which these values are nearest."""
+        """Return the scale and the zero with which these values are nearest to the weights."""
         weighted = self._weight * values
         first = weighted.sum(dim=2)
         second = (weighted * values).sum(dim=2)
@@ -135,15 +143,19 @@ class _Fit:
 
 
 def rounding_operations(rows: int, columns: int) -> float:
-    """Estimates the floating-point operations of `quantise_calibrated`: each column's errors are
-    taken back by half of the others, both roundings are compared, and three matrices factored.
+    """Estimate the floating-point operations of `quantise_calibrated`.
+
+    On average half of the columns compensate each column's errors, both roundings are compared, and
+    three matrices are factored.
     """
     return columns**2 * (3.0 * rows + 2.0 * columns)
 
 
 def rounding_bytes(rows: int, columns: int) -> int:
-    """Estimates the memory that `quantise_calibrated` takes at its peak: five matrices of the Gram
-    matrix's size, then three and a dozen of a slice of the weights, in float32.
+    """Estimate the peak memory of `quantise_calibrated` in bytes.
+
+    First it needs five matrices of the Gram matrix's size. Then it needs three of them, and a dozen
+    tensors of a slice of the weights. All are float32.
     """
     return 4 * max(5 * columns**2, 3 * columns**2 + 12 * min(ROW_ELEMENTS, rows * columns))
 
@@ -155,16 +167,18 @@ def quantise_calibrated(
     dtype: torch.dtype,
     report: Callable[[], None] = lambda: None,
 ) -> Quantized:
-    """Round weights to int4 for inputs with this Gram matrix; scales and zeros are of `dtype`.
+    """Round weights to int4 for inputs with this Gram matrix.
 
-    No row's error, the Gram matrix damped, is larger than with every weight rounded to the nearest
-    value. With a diagonal Gram matrix all weights are. Inputs that are infinite or not numbers
-    count as unknown: all columns matter alike.
+    By the damped Gram matrix, no row's error is larger than if every weight were rounded to the
+    nearest value. With a diagonal Gram matrix all weights are rounded to the nearest. If inputs are
+    infinite or NaN, all columns count equally.
 
     Args:
         weights: [out, in].
         gram: Σ x xᵀ over inputs, or any multiple of it, float32 [in, in].
-        report: called after each slice of rows, which takes seconds.
+        group: columns of a group.
+        dtype: stored type of scales and zeros.
+        report: called after each slice of rows. A slice takes seconds.
     """
     if not gram.isfinite().all():
         gram = torch.eye(len(gram), device=gram.device)
@@ -191,18 +205,20 @@ def quantise_calibrated(
 def nearest_calibrated(
     weights: torch.Tensor, squares: torch.Tensor, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Round each weight to the nearest number; groups are fitted to the mean squares of inputs.
+    """Round each weight to the nearest number of a grid that is fitted to the mean input squares.
 
     Args:
         weights: [out, in].
         squares: sums of squares of the inputs, or any multiple, float32 [in].
+        group: columns of a group.
+        dtype: stored type of scales and zeros.
     """
     grid = fit_grid(weights.to(torch.float32), group, squares, dtype)
     return grid.quantized(grid.round(weights.to(torch.float32)))
 
 
 def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper triangular U with UᵀU the inverse; None where rounding leaves none."""
+    """Return the upper triangular U with UᵀU = G⁻¹, None if it does not exist numerically."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
@@ -213,9 +229,17 @@ def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
 def _compensated(
     weights: torch.Tensor, grid: Grid, group: int, order: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """Round column after column in `order`, and changes later columns by what it did.
+    """Round column after column in `order`, and compensate each error in later columns.
 
-    `factor` is the inverse's, in the same order. Returns the values, float32 [out, in].
+    Args:
+        weights: float32 [out, in].
+        grid: scales and zeros.
+        group: columns of a group.
+        order: order of the columns.
+        factor: factor of the Gram matrix's inverse, in the same order.
+
+    Returns:
+        The values, float32 [out, in].
     """
     scales, zeros = (each[:, order].t().contiguous() for each in grid.by_column(group))
     columns = weights[:, order].t().contiguous()
@@ -245,7 +269,7 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Return by how much more these values cost products than the others do, row by row."""
+    """Return by how much the products' error with `values` exceeds that with `others`, by row."""
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram
     return products.mul_(2 * weights - first - second).sum(dim=1)
