@@ -1,8 +1,8 @@
-"""Answers a worker's queries about KV outside the device.
+"""The broker, which answers a worker's queries about KV outside the device.
 
 The worker copies blocks between the device and slots of shared memory, which the broker grants. The
-worker's reservations and pins are under one lease, which ends with the worker. When a request
-arrives, the broker loads its prefix from lower tiers to shared memory, if that is faster than
+worker's reservations and pins belong to one lease, which ends with the worker. When a request
+arrives, the broker loads its prefix from lower tiers into shared memory, if that is faster than
 computing it (`loads`).
 """
 
@@ -38,8 +38,9 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _PREFETCH_SHARE = 0.5
-"""Largest share of host memory for blocks that are prefetched. Beyond it the blocks of one waiting
-request would evict those of others, which would be loaded again."""
+"""Largest share of host memory for prefetched blocks.
+
+With more, waiting requests would evict each other's blocks, which would be loaded again."""
 
 
 class TierHits(NamedTuple):
@@ -58,12 +59,10 @@ class BlockFormat(NamedTuple):
     """Namespace of the keys."""
     block_tokens: int
     window_tokens: int
-    """Sliding window of the layers that have blocks of their own; 0: there are no such layers."""
+    """Sliding window of the layers that have window blocks, 0 without such layers."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Return the index of the first window block that the next token behind so many blocks
-        reads.
-        """
+        """Return the index of the first window block that the token after `num_blocks` reads."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
 
@@ -75,9 +74,9 @@ class _Beginning:
     looking: Future[None]
     """Done when the tiers have answered which blocks they have."""
     tiers: list[str] | None = None
-    """The tier of each block at the first decision to load; None: no decision yet."""
+    """The tier of each block at the first decision, None before it."""
     first: int = 0
-    """Index of the first block that is loaded. Blocks before it are here or computed."""
+    """Index of the first block to load. Blocks before it are in host memory or computed."""
     num_prefetched: int = 0
     """Number of blocks that are loaded before the request begins."""
     asked_at: float | None = None
@@ -94,7 +93,7 @@ class _Pinned(NamedTuple):
 
 
 class KvBroker:
-    """Answers one worker after the other; for one thread."""
+    """Answers the queries of one worker after another. It is not thread-safe."""
 
     def __init__(
         self,
@@ -111,20 +110,23 @@ class KvBroker:
         has_begun: Callable[[str], bool] = lambda _: False,
         not_loaded: Counter[tuple[str, str]] | None = None,
     ) -> None:
-        """Args:
-        store: the store of the worker's blocks.
-        block_format: the format of the worker's blocks.
-        post: sends a message to the worker.
-        on_hits: called with a request's id and the blocks that it began with.
-        call_soon: runs a function in this object's thread, from any thread.
-        compute: returns the present speed of prefill.
-        computes_beside_loads: whether the worker computes the first blocks of a request while
-            the last ones are loaded. If not, its requests wait for loads, and it gets one
-            answer only.
-        deadline_s: seconds that a load may take.
-        clock: in seconds.
-        has_begun: whether a request, by its id, has a token of this worker, or has ended.
-        not_loaded: counter to go on with; see `not_loaded`.
+        """Open a lease in the store.
+
+        Args:
+            store: the store of the worker's blocks.
+            block_format: the format of the worker's blocks.
+            post: sends a message to the worker.
+            on_hits: called with a request's id and the blocks that it began with.
+            call_soon: runs a function in this object's thread, from any thread.
+            compute: returns the present speed of prefill.
+            computes_beside_loads: whether the worker computes the first blocks of a request while
+                the last ones are loaded. If not, its requests wait for loads, and each gets only
+                one answer.
+            deadline_s: seconds that a load may take.
+            clock: returns the time in seconds.
+            has_begun: returns whether a request, by its id, has a token of this worker, or has
+                ended.
+            not_loaded: counter of an earlier broker to continue, see `not_loaded`.
         """
         self._store = store
         self._format = block_format
@@ -136,8 +138,8 @@ class KvBroker:
         self._clock = clock
         self._has_begun = has_begun
         self.not_loaded = Counter[tuple[str, str]]() if not_loaded is None else not_loaded
-        """Blocks of lower tiers that requests did not begin with, by tier and reason: `slower` to
-        load than to compute, or `unused`, as they arrived late or the request ended."""
+        """Number of stored blocks that requests did not use, by tier and reason. They were `slower`
+        to load than to compute, or `unused` because they arrived late or the request ended."""
         self._loads = Loads(
             store,
             call_soon,
@@ -152,18 +154,19 @@ class KvBroker:
         self._pinned: dict[int, _Pinned] = {}
         self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
         self._num_prefetched = 0
-        """Blocks of all beginnings that are prefetched."""
+        """Number of prefetched blocks of all beginnings."""
 
     def arrived(self, request: EngineRequest) -> int:
         """Begin to prefetch the stored prefix of a request, if that is faster than computing it.
 
         Returns:
-            The number of stored blocks; the number of all blocks while the tiers are being asked.
+            The number of stored blocks, or the number of all blocks if the tiers have not answered
+            yet.
         """
         kv = self._format
         salt = request.cache_salt
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
-        # Before the backlog has this request, too.
+        # Read the backlog before it includes this request.
         starts_at = self._clock() + self._compute().start_s
         name = request.request_id
         self._forget(name)
@@ -178,7 +181,7 @@ class KvBroker:
     def _prefetch_when_known(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> Steps:
-        """Prefetch a beginning once the tiers are looked up, unless the worker asks first."""
+        """Prefetch a beginning when the tiers have answered, unless the worker asks first."""
         yield beginning.looking
         if self._beginnings.get(request_id) is beginning and beginning.tiers is None:
             self._prefetch(request_id, beginning, keys, starts_at)
@@ -186,7 +189,7 @@ class KvBroker:
     def _look(self, keys: list[bytes]) -> "Future[None]":
         """Ask the tiers which blocks of a prefix they have.
 
-        The needed window blocks depend on the length of the prefix, so all of them are asked for.
+        The needed window blocks depend on the length of the prefix, so this asks for all of them.
         """
         if not self._format.window_tokens:
             return self._store.look(keys)
@@ -195,9 +198,7 @@ class KvBroker:
     def _prefetch(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> int:
-        """Begin to load blocks of a prefix; return the number of blocks that the request can begin
-        with.
-        """
+        """Begin to load a prefix, and return the number of blocks that the request can use."""
         tiers = self._lookup(keys)
         if not tiers:
             self._forget(request_id)
@@ -218,8 +219,9 @@ class KvBroker:
         return len(tiers)
 
     def _lookup(self, keys: list[bytes]) -> list[str]:
-        """Return the tiers of the longest stored prefix whose last window blocks are stored, too:
-        the next token can be computed behind it.
+        """Return the tier of each block of the longest usable stored prefix.
+
+        A prefix is usable if the window blocks that the next token reads are stored, too.
         """
         tiers = self._store.lookup_prefix(keys)
         if not self._format.window_tokens:
@@ -228,7 +230,7 @@ class KvBroker:
         end = len(tiers)
         first = self._format.first_window_block(len(tiers))
         while "" in windows[first:end]:
-            # A prefix that ends between the missing block and `end` reads the missing one, too.
+            # Any prefix that ends between the missing block and `end` would need that block, too.
             end = max(index for index in range(first, end) if not windows[index])
             first = self._format.first_window_block(end)
         return tiers[:end]
@@ -242,16 +244,18 @@ class KvBroker:
         num_here: int | None = None,
         starts_at: float = 0.0,
     ) -> None:
-        """Decide, for the first time or again, that `beginning.first` and all behind it are loaded.
+        """Decide which blocks are loaded: `beginning.first` and all after it.
+
+        A later decision may replace an earlier one.
 
         Args:
-            request_id: that of the request.
+            request_id: the request's id.
             beginning: the stored prefix, whose `first` is set.
-            keys: those of the request's blocks. Keys behind the stored prefix are ignored.
+            keys: keys of the request's blocks. Keys after the stored prefix are ignored.
             tiers: the tier of each block of the stored prefix.
-            num_here: number of leading blocks that are computed or need not be; None: those in
-                host memory.
-            starts_at: time from which on the other blocks can be computed.
+            num_here: number of leading blocks that need neither be computed nor loaded. By default
+                it is the number of those in host memory.
+            starts_at: time from which the other blocks can be computed.
         """
         keys = keys[: len(tiers)]
         if num_here is None:
@@ -283,7 +287,7 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Return the stored prefix of a request; ask the tiers for it the first time."""
+        """Return the stored prefix of a request. The first call asks the tiers for it."""
         beginning = self._beginnings.get(request_id)
         if beginning is None:
             beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
@@ -295,20 +299,18 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Drop the oldest beginnings whose requests have begun: not all requests query them."""
+        """Drop the oldest beginnings whose requests have begun, since some never query them."""
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Begin to load the blocks from `first` on, and the window blocks that the next token
-        reads.
-        """
+        """Begin to load the blocks from `first` on, and the last window blocks."""
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys of the window blocks that the next token behind these blocks reads."""
+        """Return the keys of the window blocks that the token after these blocks reads."""
         if not self._format.window_tokens:
             return []
         first = self._format.first_window_block(len(keys))
@@ -345,7 +347,7 @@ class KvBroker:
         self._num_prefetched = 0
 
     def check_integrity(self) -> None:
-        """Assert that slots are held for open messages only."""
+        """Assert that only open messages hold slots."""
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
@@ -369,7 +371,7 @@ class KvBroker:
         return beginning
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
-        """Answer with the blocks in shared memory, and with the index from which on more arrive."""
+        """Answer with the blocks in shared memory, and the index from which more will arrive."""
         name = wanted.request_id
         keys = wanted.keys
         beginning = self._ask(wanted)
@@ -387,7 +389,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
-        """Answer when all wanted blocks are in shared memory, or do not come."""
+        """Answer when all wanted blocks have arrived in shared memory, or will not arrive."""
         lease = self._lease
         beginning = self._ask(wanted)
 
@@ -400,7 +402,7 @@ class KvBroker:
             self._decide(wanted.request_id, beginning, wanted.keys, tiers, here)
 
         if wanted.is_rest and beginning.first > wanted.first:
-            # The worker asked before the tiers were looked up. It computes the blocks before.
+            # The worker asked before the tiers had answered. It computes the blocks before `first`.
             refs, windows = self._pin_beginning(wanted)
             first = max(beginning.first, wanted.first + len(refs))
             more_from = first if first < len(tiers) else None
@@ -414,7 +416,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, None)
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
-        """Begin to load the blocks from `first` on that tiers have, for which a request waits."""
+        """Begin to load the stored blocks from `first` on, for which a request waits."""
         keys = wanted.keys[: len(tiers)]
         longest_s = None
         if not wanted.is_rest:
@@ -445,12 +447,12 @@ class KvBroker:
         )
 
     def _pin_beginning(self, wanted: KvWanted) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Pin the leading wanted blocks that are here, and their last window blocks."""
+        """Pin the leading wanted blocks in shared memory, and their last window blocks."""
         refs = self._pin(wanted.keys[wanted.first :])
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
     def _pin(self, keys: list[bytes]) -> list[SlotRef]:
-        """Pin the leading blocks that are here, up to the first that is not."""
+        """Pin the leading blocks in shared memory, up to the first that is missing."""
         refs: list[SlotRef] = []
         for key in keys:
             ref = self._lease.pin(key)
@@ -462,8 +464,9 @@ class KvBroker:
     def _with_windows(
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Return the longest leading part whose last window blocks are here, with those; unpin the
-        rest.
+        """Return the longest leading part whose last window blocks are in shared memory, too.
+
+        The window blocks are pinned and returned as well. All other blocks are unpinned.
         """
         while refs:
             end = wanted.first + len(refs)
@@ -478,7 +481,7 @@ class KvBroker:
     def _was_read(self, pinned: _Pinned, num_blocks: int) -> None:
         for ref in pinned.refs:
             self._lease.unpin(ref)
-        # The worker read the last blocks. It may have computed the first ones meanwhile.
+        # The worker read the last blocks. It may have computed the first ones in the meantime.
         num_late = len(pinned.tiers) - num_blocks
         for tier, count in Counter(pinned.tiers[:num_late]).items():
             if tier != HOST:

@@ -1,7 +1,7 @@
-"""Loads of blocks from tiers below host memory, and which of them are worth it.
+"""Loads of blocks from tiers below host memory, and the choice of blocks that are worth loading.
 
-Of the blocks that a request lacks, the first ones are computed. The last ones are loaded, as many
-as arrive before they could be computed. Every load is measured (`cost`).
+Of the blocks that a request lacks, the last ones are loaded if they arrive before they could be
+computed. The first ones are computed. Every load is measured (`cost`).
 """
 
 import math
@@ -15,12 +15,14 @@ from ullage_kv.futures import Steps, run
 from ullage_kv.results import HOST
 
 _FIRST_PART = 8
-"""Divisor of a load's first part, which is loaded before the rest to measure loads of different
-sizes. Loads of fewer blocks are not divided."""
+"""Divisor of a load's first part.
+
+The first part is loaded before the rest, in order to measure loads of different sizes. Loads of
+fewer blocks are not divided."""
 
 
 class Loads:
-    """Begins loads and predicts their ends; for one thread."""
+    """Begins loads and predicts their ends. It is not thread-safe."""
 
     def __init__(
         self,
@@ -33,14 +35,16 @@ class Loads:
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Args:
-        store: the store, whose lower tiers are loaded from.
-        call_soon: runs a function in this object's thread, from any thread.
-        compute: returns the present speed of prefill.
-        block_tokens: tokens of a block.
-        are_waited_for: whether requests wait for their loads, instead of computing meanwhile.
-        deadline_s: seconds that a load may take.
-        clock: in seconds.
+        """Start without a measured tier.
+
+        Args:
+            store: the store with the lower tiers.
+            call_soon: runs a function in this object's thread, from any thread.
+            compute: returns the present speed of prefill.
+            block_tokens: tokens of a block.
+            are_waited_for: whether requests wait for their loads instead of computing meanwhile.
+            deadline_s: seconds that a load may take.
+            clock: returns the time in seconds.
         """
         self._store = store
         self._call_soon = call_soon
@@ -72,19 +76,19 @@ class Loads:
         windows: Sequence[bytes],
         start_s: float,
     ) -> int:
-        """Return the index of the first block that is loaded, with all behind it.
+        """Return the index of the first block to load. All blocks after it are loaded, too.
 
-        These are the blocks that arrive before they could be computed.
+        These blocks arrive before they could be computed.
 
         Args:
-            keys: those of a prefix.
+            keys: keys of a prefix's blocks.
             tiers: the tier of each block.
             num_here: number of leading blocks that need not be loaded.
             windows: keys of window blocks without which the others are useless.
             start_s: seconds until the computation can begin.
 
         Returns:
-            `num_here` or more; the number of all blocks if none is worth loading.
+            The index, at least `num_here`. It is the number of blocks if none is worth loading.
         """
         compute = self._compute()
         if not compute.tokens_per_s:
@@ -101,8 +105,10 @@ class Loads:
         return num_here if seconds[0] <= all_s else len(keys)
 
     def longest_s(self, num_lacking: int, start_s: float) -> float:
-        """Return the deadline of loads in seconds. A request that waits for loads waits no longer
-        than the computation of the blocks that it lacks would take.
+        """Return the deadline of loads in seconds.
+
+        If requests wait for their loads, they wait no longer than computing the missing blocks
+        would take.
         """
         if not self._are_waited_for:
             return self._deadline_s
@@ -110,8 +116,14 @@ class Loads:
         return min(self._deadline_s, start_s + compute_s)
 
     def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
-        """Begin to load the blocks that only lower tiers have; return futures that are done when
-        the blocks have arrived, or at a deadline in seconds.
+        """Begin to load the blocks that only lower tiers have.
+
+        Args:
+            keys: keys of the wanted blocks.
+            longest_s: deadline in seconds.
+
+        Returns:
+            Futures that are done when the blocks have arrived, or at the deadline.
         """
         if longest_s is None:
             longest_s = self._deadline_s
@@ -128,8 +140,9 @@ class Loads:
         return fetches + [self._load_from(*each, longest_s) for each in new.items()]
 
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        """Load a few of the blocks that are computed, to measure tiers whose speed is unknown or
-        old. No request waits for them.
+        """Load a few blocks to measure tiers whose speed is unknown or was measured long ago.
+
+        No request waits for these blocks, since they are computed.
         """
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:
@@ -147,7 +160,7 @@ class Loads:
         return needed
 
     def _predict(self, tier: str) -> Callable[[int], float]:
-        """Return a function that predicts the seconds to load so many blocks of a tier from now."""
+        """Return a function that predicts the seconds to load a number of a tier's blocks."""
         speed = self.speed(tier)
         block_bytes = self._store.block_bytes
         time_of = speed.predict()
@@ -180,7 +193,11 @@ class Loads:
     ) -> "Future[list[Result]]":
         """Fetch blocks of one tier and measure the load.
 
-        `before`: key of the block that they continue, which is in host memory already.
+        Args:
+            tier: name of the tier.
+            keys: keys of the blocks.
+            longest_s: deadline in seconds.
+            before: key of the preceding block, which is in host memory already.
         """
         number = self.speed(tier).begin(len(keys) * self._store.block_bytes)
         fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)

@@ -1,4 +1,4 @@
-"""The tiers of KV outside the device, which the server's process opens and closes."""
+"""The KV tiers outside the device, which the server process opens and closes."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,15 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _OPEN_S = 10.0
-"""Seconds in which a folder must answer when it is opened."""
+"""Seconds in which the file tier's folder must open."""
 _BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Errors of a broken or full file system, rather than of a wrong path."""
+"""Errors of a broken or full file system. Other errors show a wrong path."""
 
 
 class KvTiers:
-    """The memory of the host tier, and the store and its broker once a worker's block format is
-    known; for one event loop.
+    """The memory of the host tier, the store and its broker, for one event loop.
+
+    Store and broker exist once the block format of a worker is known.
     """
 
     def __init__(
@@ -45,19 +46,22 @@ class KvTiers:
         deadline_s: float = DEADLINE_S,
         has_begun: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Args:
-        section: the configured tiers.
-        on_hits: called with a request's id and the blocks that it began with.
-        material: returns the newest certificate to show to peers; None: they speak plaintext.
-        compute: returns the present speed of prefill.
-        deadline_s: seconds that a load from lower tiers may take, at most.
-        has_begun: whether a request, by its id, has a token of this worker, or has ended.
+        """Prepare the configured tiers, without memory yet.
+
+        Args:
+            section: the configured tiers.
+            on_hits: called with a request's id and the blocks that it began with.
+            material: returns the newest certificate for connections to peers, None for plaintext.
+            compute: returns the present speed of prefill.
+            deadline_s: seconds that a load from lower tiers may take, at most.
+            has_begun: returns whether a request, by its id, has a token of this worker, or has
+                ended.
         """
         self._section = section
         self._deadline_s = min(deadline_s, DEADLINE_S)
         self._material = material
         self.service = KVStoreService(self._served) if section.remote else None
-        """The service for peers; None: no peers are configured."""
+        """The service for peers, if peers are configured."""
         self._on_hits = on_hits
         self._compute = compute
         self._has_begun = has_begun
@@ -65,16 +69,16 @@ class KvTiers:
         self._arena: Arena | None = None
         self._space = b""
         self.not_loaded = Counter[tuple[str, str]]()
-        """`KvBroker.not_loaded` of all workers."""
+        """`KvBroker.not_loaded`, counted over all workers."""
         self._broker: KvBroker | None = None
-        """The broker of the store, for one worker after the other."""
+        """The broker of the store, for one worker after another."""
         self._post: Callable[[KvGranted | KvFound], None] | None = None
-        """Sends messages to the worker; None: there is no worker."""
+        """Sends messages to the worker, None without a worker."""
         self.store: Store | None = None
-        """The store; None: no worker was ready yet."""
+        """The store, None before the first worker is ready."""
 
     def open(self, num_bytes: int) -> None:
-        """Allocate the memory, every page of it, which may take seconds.
+        """Allocate every page of the memory, which may take seconds.
 
         Raises:
             ArenaError: the memory is not available.
@@ -82,23 +86,23 @@ class KvTiers:
 
         def report(done: int, total: int) -> None:
             if done and done < total:
-                log.info("taking memory", extra={"done_bytes": done, "total_bytes": total})
+                log.info("allocating memory", extra={"done_bytes": done, "total_bytes": total})
 
         self._arena = Arena.create(num_bytes, progress=report)
         facts = {"bytes": num_bytes, "huge_page_bytes": self._arena.huge_page_bytes()}
-        log.info("the host tier has its memory", extra=facts)
+        log.info("the host tier is allocated", extra=facts)
 
     @property
     def worker_options(self) -> list[str]:
-        """Command line options by which a worker finds the memory."""
+        """Command line options with which a worker finds the memory."""
         assert self._arena is not None, "open comes first"
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
     async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
         """Serve a worker from now on.
 
-        The store stays if the worker's blocks have the namespace of the last worker's. Otherwise a
-        new store takes its place.
+        The store is kept if the worker's blocks have the same namespace as the last worker's.
+        Otherwise a new store replaces it.
 
         Raises:
             FileTierError: the folder of the file tier cannot be used.
@@ -110,18 +114,18 @@ class KvTiers:
             needed = profile.block_bytes
             if given < needed:
                 log.warning(
-                    "memory.tiers.host.size: %d bytes hold no KV block of %d bytes; nothing is "
-                    "kept outside the device",
+                    "memory.tiers.host.size: %d bytes hold no KV block of %d bytes, so no KV is "
+                    "kept outside the device; raise it",
                     given,
                     needed,
                 )
             else:
                 log.info(
-                    "memory.tiers: the worker keeps no KV outside its device, for what it logs; "
-                    "the %d bytes of the host tier are not used",
+                    "memory.tiers: the worker keeps no KV outside its device, and its log says "
+                    "why. The %d bytes of the host tier are not used",
                     given,
                 )
-            if self.store is None:  # else peers read from it
+            if self.store is None:  # otherwise peers may read from it
                 self._arena.drop_pages()
             return
 
@@ -135,11 +139,11 @@ class KvTiers:
             self.store = Store(self._arena, profile.block_bytes, tiers)
             self._broker = self._make_broker(self.store, ready)
         elif self._remote is not None:
-            self._remote.trust()  # the worker that may have damaged blocks is gone
+            self._remote.trust()  # a worker that may have damaged blocks is gone
         self._post = post
 
     def _make_broker(self, store: Store, ready: Ready) -> KvBroker:
-        """Make the broker of all workers whose blocks have this one's namespace."""
+        """Create the broker for all workers whose blocks have this worker's namespace."""
 
         def post(message: KvGranted | KvFound) -> None:
             if self._post is not None:
@@ -166,8 +170,9 @@ class KvTiers:
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Begin to prefetch the prefix of samples of one prompt; return the requests with their
-        number of stored blocks.
+        """Begin to prefetch the prefix of a prompt's samples.
+
+        Return the requests with their number of stored blocks.
         """
         if self._broker is None or self._post is None:
             return list(requests)
@@ -180,7 +185,7 @@ class KvTiers:
             self._broker.on_message(message)
 
     def stats(self) -> list[TierStats]:
-        """Return the figures of every tier; none before the first worker was ready."""
+        """Return the figures of every tier, an empty list before the first worker is ready."""
         store = self.store  # which another thread may set to None
         return store.stats() if store is not None else []
 
@@ -188,7 +193,7 @@ class KvTiers:
         return None if self.store is None else Served(self.store, self._space)
 
     async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
-        """Open the configured tiers below host memory, the fastest first."""
+        """Open the configured tiers below host memory, and return them with the fastest first."""
         tiers: list[LowerTier] = []
         file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:
@@ -207,8 +212,9 @@ class KvTiers:
         return tiers if file is None else [*tiers, file]
 
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
-        """Open the file tier; return None if its folder does not answer, is full or is broken, as
-        later failures of the folder are no errors either.
+        """Open the file tier, or return None if its folder does not answer, is full or broken.
+
+        This is no error, just as a later failure of the folder is not.
 
         Raises:
             FileTierError: this engine may not use the folder.
@@ -224,23 +230,23 @@ class KvTiers:
             async with asyncio.timeout(_OPEN_S):
                 return await asyncio.wrap_future(opening)
         except TimeoutError:
-            problem = f"it does not answer within {_OPEN_S:g} s"
+            problem = f"it did not answer within {_OPEN_S:g} s"
         except FileTierError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in _BROKEN:
                 raise
             problem = os.strerror(cause.errno or 0)
         log.error(
-            "memory.tiers.file.path: %s: %s; KV is kept in no files until the next start",
+            "memory.tiers.file.path: %s: %s. No KV is kept in files until the next start",
             section.path,
             problem,
         )
         return None
 
     def close(self) -> None:
-        """Close all tiers, which write the saves that wait, and free the memory."""
+        """Close all tiers, which finish queued writes, and free the memory."""
         store = self.store
-        self.store = None  # peers get no blocks from now on
+        self.store = None  # from now on peers get no blocks
         if store is not None:
             store.close()
         if self._arena is not None:
