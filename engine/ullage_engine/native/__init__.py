@@ -1,6 +1,6 @@
-"""The C++ library that computes on CPUs: products with small numbers, attention, a whole step.
+"""The C++ library for CPUs: products with quantised weights, attention, and whole steps.
 
-It knows shapes and addresses, neither models nor requests; `src/` has its code, which is compiled
-when the package is built. Where the library is missing, or a processor lacks AVX2, the layers
-compute with torch alone.
+It knows shapes and addresses. It must not know models or requests. Its code is in `src/` and is
+compiled when the package is built. If the library is missing or the processor lacks AVX2, the
+layers compute with torch alone.
 """

@@ -1,7 +1,7 @@
-"""The end of a process that aborts because memory ran out.
+"""The exit status of a process that aborts because memory ran out.
 
-Python raises MemoryError. C++ code that may not throw and Rust abort instead, and SIGABRT alone
-does not say why.
+Python raises MemoryError. Rust, and C++ code that may not throw, abort instead. SIGABRT alone does
+not show the reason.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ LIBRARY = Path(__file__).with_name("libullage.so")
 
 
 def end_aborts_for_memory(status: int) -> None:
-    """Have this process exit with `status` where it aborts while the kernel gives it no memory.
+    """Make this process exit with `status` if it aborts while the kernel gives it no memory.
 
-    Other aborts stay what they are, and so do all of them where the C++ library is missing.
+    Other aborts do not change. Without the C++ library no abort changes.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(str(LIBRARY)).ullage_end_aborts(ctypes.c_int64(status))

@@ -1,6 +1,6 @@
-"""The library's interface: structures as `src/abi.h` has them, and the threads that compute.
+"""The interface to the C++ library: the structures of `src/abi.h`, and the compute threads.
 
-All numbers are 64 bits wide and all pointers are addresses of memory that the caller keeps.
+All numbers are 64 bits wide. All pointers are addresses of memory that the caller keeps alive.
 """
 
 import ctypes
@@ -18,21 +18,21 @@ log = logging.getLogger("ullage.engine.native")
 PATH = aborts.LIBRARY
 
 TILE_ROWS = 16
-"""Rows of a weight matrix that lie together."""
+"""Rows of a weight matrix in a tile."""
 
 BLOCK_TOKENS = 16
-"""Tokens of a block of KV, which attention reads where it lies."""
+"""Tokens of a KV block, which attention reads in place."""
 
 VECTOR = 16
-"""Numbers that every instruction set reads and sums together: rows are multiples of it."""
+"""Numbers that every instruction set reads and sums together. Rows are multiples of it."""
 
 PORTABLE = "portable"
 """The instruction set that every processor has: plain loops. Tests compare the bits of the others
 with it, and no model is served with it."""
 
 INSTRUCTION_SETS = (PORTABLE, "avx2", "avx512")
-"""Instruction sets that the library has; a processor that has one has those before it. All give the
-same bits (docs/reasons/decisions/0052-one-order-of-sums.md)."""
+"""Instruction sets of the library. A processor with one of them has those before it, too. All give
+the same bits (docs/reasons/decisions/0052-one-order-of-sums.md)."""
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
 
@@ -42,7 +42,7 @@ _NO_MEMORY = -2
 
 
 class Matrix(ctypes.Structure):
-    """A weight matrix [rows, columns] in tiles; see `ullage_engine.quantization.formats`."""
+    """A weight matrix [rows, columns] in tiles, see `ullage_engine.quantization.formats`."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -54,7 +54,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """One layer of a decoder; vectors are float32, or absent."""
+    """One layer of a decoder. Vectors are float32, or null if absent."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
@@ -101,7 +101,7 @@ class Chunk(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The rows of a step, and where its results go."""
+    """The rows of a step, and the addresses of its results."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_rows", "num_chunks", "num_sampled")),
@@ -111,7 +111,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """How a token is chosen from a row of logits, and which."""
+    """The parameters by which a token is sampled from a row of logits, and the token."""
 
     _fields_ = (
         *((name, c_double) for name in ("temperature", "top_p", "min_p", "noise")),
@@ -122,20 +122,20 @@ class Draw(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Load the library; None, with a line in the log, where it cannot be used."""
+    """Load the library. Return None, with a log line, if it cannot be used."""
     try:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
         log.log(
             logging.WARNING if PATH.exists() else logging.INFO,
-            "the CPU computes with torch alone, several times slower, as the C++ library cannot be "
-            "loaded: %s; install Ullage again on this machine",
+            "the C++ library cannot be loaded, so the CPU computes with torch alone, several times "
+            "slower: %s; install Ullage again on this machine",
             error,
         )
         return None
     library.ullage_abi.restype = c_int64
     if library.ullage_abi() != _ABI:
-        log.warning("%s is of another version: install Ullage again", PATH)
+        log.warning("%s has another version; install Ullage again", PATH)
         return None
     library.ullage_instruction_set.restype = c_char_p
     library.ullage_start.restype = c_void_p
@@ -151,30 +151,35 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def instruction_set() -> str | None:
-    """Return the instruction set that the library computes with here; None: it cannot be used."""
+    """Return the instruction set that the library uses here, None if it cannot be used."""
     library = load()
     if library is None:
         return None
     name: bytes | None = library.ullage_instruction_set()
     if name is None:
         log.info(
-            "the CPU computes with torch alone, several times slower: it lacks AVX2, FMA or F16C"
+            "the CPU lacks AVX2, FMA or F16C, so it computes with torch alone, several times slower"
         )
         return None
     return name.decode()
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return all instruction sets that the library can compute with here, `PORTABLE` first."""
+    """Return all instruction sets that the library can use here, `PORTABLE` first."""
     best = instruction_set()
     return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(best) + 1] if best is not None else ()
 
 
 class Team:
-    """The threads that compute; they sleep between steps. One caller at a time."""
+    """The compute threads, which sleep between steps. Only one caller may use them at a time."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
-        """`isa`: one of the library's instruction sets, by default the best of this processor."""
+        """Start the threads.
+
+        Args:
+            num_threads: number of threads.
+            isa: one of the library's instruction sets, by default this processor's best.
+        """
         library = load()
         name = isa or instruction_set()
         assert library is not None, "the library cannot be used here"
@@ -185,25 +190,25 @@ class Team:
             raise MemoryError("no memory for the threads that compute")
 
     def step(self, model: Model, step: Step) -> None:
-        """Compute the hidden rows, the logits and the likeliest tokens of a step."""
+        """Compute the hidden states, the logits and the likeliest tokens of a step."""
         model_at = ctypes.addressof(model)
         step_at = ctypes.addressof(step)
         if not self._library.ullage_step(self._team, model_at, step_at):
             raise ValueError("the workspace of each thread is smaller than the library needs")
 
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
-        """Write x [rows, columns] times the matrix to out [rows, matrix rows], float32 both.
+        """Write x [rows, columns] times the matrix to out [rows, matrix rows], both float32.
 
-        `model` has buffers for rows that are rounded; nothing else of it is read.
+        `model` provides the buffers for rounded rows. Its other fields are not read.
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """Chooses a token from each row of logits, float32 [rows, vocab], contiguous.
+        """Sample a token from each row of logits, float32 [rows, vocab], contiguous.
 
         Returns:
-            A token of each row; -1 where no logit is above -inf.
+            A token for each row, -1 if no logit of the row is above -inf.
         """
         own = (Draw * len(draws))(*draws)
         rows, vocab = logits.shape
@@ -217,7 +222,7 @@ class Team:
     def log_masses(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
 
-        The logits are as those of `sample`, with one above -inf in each row.
+        The logits have the form of those of `sample`. Each row has a logit above -inf.
         """
         rows, vocab = logits.shape
         out = torch.empty(rows, 1)
@@ -231,5 +236,5 @@ class Team:
 
 @cache
 def shared_team(num_threads: int) -> Team:
-    """Return the process's threads that compute, one team for all models."""
+    """Return the compute threads of this process, one team for all models."""
     return Team(num_threads)

@@ -1,10 +1,10 @@
-// Attention over paged KV where it lies.
+// Attention that reads paged KV in place.
 //
-// A block of keys is [head_dim, 16 tokens] and a block of values [16 tokens, head_dim], so that both
-// products have consecutive lanes. The context is cut into spans of 256 tokens counted from the first;
-// each has a softmax of its own, and they are merged in their order by their share of the whole
-// (split-KV; Dao et al., "Flash-Decoding", 2023). A row's result depends on its context alone: neither
-// on the rows beside it nor on which thread computed which span.
+// A block of keys is [head_dim, 16 tokens], and a block of values is [16 tokens, head_dim], so that both
+// products have consecutive lanes. The context is cut into spans of 256 tokens, counted from the first
+// token. Each span has its own softmax, and the spans are merged in order, weighted by their share of the
+// whole (split-KV, Dao et al., "Flash-Decoding", 2023). A row's result depends only on its context. It
+// depends neither on other rows nor on the thread that computes a span.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -24,7 +24,7 @@ inline V load_kv(const uint8_t* block, int64_t place) {
   return V::load(reinterpret_cast<const float*>(block) + place);
 }
 
-// Asks for a block's memory before it is read: blocks lie anywhere, so no processor foresees them.
+// Prefetches a block's memory. Blocks lie anywhere, so no processor predicts the next one.
 inline void prefetch(const uint8_t* block, int64_t size) {
   for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + line, 0, 2);
 }
@@ -32,7 +32,7 @@ inline void prefetch(const uint8_t* block, int64_t size) {
 struct Cache {
   const uint8_t *keys, *values;  // of one head: [blocks, 16 * head_dim]
   int64_t block_size;            // bytes
-  float key_factor, value_factor;  // what the numbers read are to be multiplied by
+  float key_factor, value_factor;  // factors of the stored keys and values
 };
 
 // Scores of kRows queries [kRows, head_dim] against kBlocks blocks, [kRows, kSpan] from `scores` on.
@@ -59,8 +59,8 @@ inline void score_blocks(const float* queries, int64_t head_dim, const Cache& ca
   }
 }
 
-// Scores of kRows queries against a span: as many blocks at once as keep enough sums going. The first
-// queries of a span ask for the keys that come next, and for the values that are read afterwards.
+// Scores of kRows queries against a span, for as many blocks at once as keep enough sums in flight. The
+// first queries of a span prefetch the next keys, and the values that are read afterwards.
 template <int kRows, Format kFormat>
 inline void score_rows(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
                        int tokens, bool is_first, float* scores) {
@@ -122,7 +122,7 @@ inline void in_fours(int rows, const Each& each) {
   if (rows - r == 1) each(std::integral_constant<int, 1>(), r);
 }
 
-// Makes weights of one row's scores of the tokens before `end` of a span; the others get 0.
+// Turns one row's scores of the tokens before `end` of a span into weights. Other tokens get 0.
 inline void soften(float* scores, int end, int tokens, float* most, float* total) {
   const F none = set1(-INFINITY);
   F peak = none;
@@ -137,7 +137,7 @@ inline void soften(float* scores, int end, int tokens, float* most, float* total
   *total = sum(sums);
 }
 
-// A head's result over some spans: the weighted values, not divided by the weights' sum.
+// The sums of a head's result over some spans. The values are not yet divided by the sum of weights.
 struct Partial {
   float most, total;
 };
@@ -168,7 +168,7 @@ inline void finish(Partial whole, const float* values, int64_t head_dim, float f
   for (int64_t d = 0; d < head_dim; d += F::kWidth) store(out + d, load(values + d) * scale);
 }
 
-// Queries [rows, head_dim] of consecutive rows of the step, `group` heads of each, and their context.
+// Queries [rows, head_dim] of consecutive rows of the step, with `group` heads each, and their context.
 struct Queries {
   const float* queries;
   int rows, group;
@@ -177,7 +177,7 @@ struct Queries {
   int64_t row;  // first row of the step
 };
 
-// Attends one span of the context; writes each query's part and values.
+// Attends to one span of the context, and writes each query's part and values.
 template <Format kFormat>
 inline void attend_span(const Queries& own, const Cache& cache, int64_t span, float* scores, Partial* parts,
                         float* values) {

@@ -1,7 +1,7 @@
-// A mixture of experts: which a token takes, and whose rows lie where.
+// A mixture of experts: the choice of each token's experts, and the order of the rows.
 //
 // A pair is a token and one of its experts. Pairs are sorted by expert, so that each expert multiplies
-// all its rows at once: its run of rows, which lies rounded as if it were alone.
+// all its rows at once. These rows are a run, which is rounded and laid out as if it were alone.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace ullage {
 namespace ULLAGE_ISA {
 
-constexpr float kSigmoidEps = 1e-6f;  // which LFM2 adds to the sum by which weights are divided
+constexpr float kSigmoidEps = 1e-6f;  // LFM2 adds it to the sum by which weights are divided
 
 inline float dot(const float* a, const float* b, int64_t columns) {
   F total = zero();
@@ -20,9 +20,9 @@ inline float dot(const float* a, const float* b, int64_t columns) {
   return sum(total);
 }
 
-// Chooses a row's experts, best first, and their weights as LFM2 does: ranked by sigmoid + bias, weighed
-// by the sigmoids. `scores` has room for two numbers of each
-// expert and a vector more. What is not a number is chosen first, so that it shows in the result.
+// Chooses a row's experts, best first, and their weights as LFM2 does: experts are ranked by sigmoid +
+// bias, and weighted by their sigmoids. `scores` has room for two numbers of each expert and one more
+// vector. A NaN is chosen first, so that it shows in the result.
 inline void choose_experts(const Model& model, const Layer& layer, const float* row, float* scores,
                            int32_t* chosen, float* weights) {
   const int64_t count = model.num_experts, chosen_count = model.experts_per_token;
@@ -47,22 +47,22 @@ inline void choose_experts(const Model& model, const Layer& layer, const float* 
   for (int64_t j = 0; j < chosen_count; ++j) weights[j] *= model.is_normalised ? scale / total : scale;
 }
 
-// Rows of one expert, all or some of them, that are multiplied together.
+// All or some rows of one expert, which are multiplied together.
 struct Block {
-  int32_t expert, start, end;  // start to end of the sorted pairs
+  int32_t expert, start, end;  // start and end among the sorted pairs
 };
 
-// The pairs of some rows, in memory for 6 numbers of each pair and one of each expert and one more.
+// The pairs of some rows. The memory has 6 numbers for each pair, one for each expert, and one more.
 class Pairs {
  public:
   Pairs(int32_t* memory, int64_t most, int64_t experts)
       : chosen_(memory), order_(memory + most), places_(memory + 2 * most),
         blocks_(reinterpret_cast<Block*>(memory + 3 * most)), starts_(memory + 6 * most), experts_(experts) {}
 
-  // The expert of each pair, row by row: to be filled before `sort`.
+  // The expert of each pair, row by row. The caller fills it before `sort`.
   int32_t* chosen() const { return chosen_; }
 
-  // Sorts pairs by expert, those of one by row, and cuts runs into blocks of at most `most_rows`.
+  // Sorts pairs by expert and row, and cuts runs into blocks of at most `most_rows` rows.
   void sort(int64_t count, int64_t most_rows) {
     std::fill(starts_, starts_ + experts_ + 1, 0);
     for (int64_t pair = 0; pair < count; ++pair) ++starts_[chosen_[pair] + 1];
@@ -87,7 +87,7 @@ class Pairs {
   const Block& block(int64_t index) const { return blocks_[index]; }
   int64_t pair_at(int64_t place) const { return order_[place]; }
   int64_t place_of(int64_t pair) const { return places_[pair]; }
-  // First place of an expert's run, and the first behind it.
+  // The first place of an expert's run, and the first place after it.
   int64_t start(int64_t expert) const { return starts_[expert]; }
   int64_t end(int64_t expert) const { return starts_[expert + 1]; }
 

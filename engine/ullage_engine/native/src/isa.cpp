@@ -1,5 +1,5 @@
-// The kernels for one instruction set: compiled once for each with ULLAGE_ISA, its name. All have the
-// same bits; see vector.h.
+// The kernels for one instruction set. This file is compiled once for each, with its name as ULLAGE_ISA.
+// All give the same bits, see vector.h.
 #include "step.h"
 
 namespace ullage {

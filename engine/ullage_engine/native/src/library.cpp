@@ -1,4 +1,4 @@
-// The library's interface: it chooses the instruction set and owns the team of threads.
+// The library's interface, which chooses the instruction set and owns the team of threads.
 #include <cpuid.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -42,7 +42,7 @@ constexpr Kernels kAll[] = {
     {"avx512", avx512::run, avx512::multiply, avx512::sample, avx512::weigh_rows},
 };
 
-// Whether the processor has an instruction set and the kernel keeps its registers.
+// Tells whether the processor has an instruction set, and whether the kernel saves its registers.
 struct Processor {
   unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, kept = 0;
 
@@ -82,12 +82,12 @@ struct Engine {
   const Kernels* kernels;
 };
 
-// More than what any library of the process asks for at once, as far as we have seen them abort.
+// More than any library of the process has requested at once in the aborts that we have seen.
 constexpr size_t kProbeBytes = size_t{32} << 20;
 
 volatile sig_atomic_t g_memory_status = 0;
 
-// A system call, no more: other threads may hold the heap's lock for ever.
+// Makes only system calls, since other threads may hold the heap's lock for ever.
 void on_abort(int number) {
   void* probe = mmap(nullptr, kProbeBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (probe == MAP_FAILED && errno == ENOMEM) _exit(g_memory_status);
@@ -102,11 +102,12 @@ extern "C" {
 // The version of abi.h, which Python compares with its own.
 int64_t ullage_abi() { return 8; }
 
-// The best instruction set of this processor; null: none that is worth computing with.
+// The best instruction set of this processor, null if none is worth using.
 const char* ullage_instruction_set() { return ullage::best(); }
 
-// Starts a team of threads, the caller among them. `instruction_set` is one of the library's that the
-// processor has; every one has the portable set. Null: there is no memory, or no such set.
+// Starts a team of threads, which includes the caller. `instruction_set` is one of the library's sets that
+// the processor has. Every processor has the portable set. Returns null without memory, or if there is no
+// such set.
 void* ullage_start(int64_t num_threads, const char* instruction_set) {
   const ullage::Kernels* kernels = ullage::named(instruction_set);
   if (kernels == nullptr) return nullptr;
@@ -114,8 +115,8 @@ void* ullage_start(int64_t num_threads, const char* instruction_set) {
   return memory ? new (memory) ullage::Engine{ullage::Team(static_cast<int>(num_threads)), kernels} : nullptr;
 }
 
-// Ends the process with a status where it aborts while the kernel gives it no memory. C++ and Rust
-// abort where an allocation fails, and nothing of that is left to ask afterwards.
+// Makes the process exit with a status if it aborts while the kernel gives it no memory. C++ and Rust
+// abort when an allocation fails, and afterwards nothing shows the reason.
 void ullage_end_aborts(int64_t memory_status) {
   ullage::g_memory_status = static_cast<sig_atomic_t>(memory_status);
   struct sigaction action = {};
@@ -129,7 +130,7 @@ void ullage_stop(void* engine) {
   free(engine);
 }
 
-// Computes a step; returns 0 where the model's workspace is too small, 1 otherwise.
+// Computes a step. Returns 0 if the model's workspace is too small, and 1 otherwise.
 int64_t ullage_step(void* engine, const Model* model, const Step* step) {
   const ullage::StandardRounding rounding;
   auto* own = static_cast<ullage::Engine*>(engine);
@@ -143,7 +144,7 @@ void ullage_multiply(void* engine, const Matrix* matrix, const float* x, int64_t
   own->kernels->multiply(*matrix, x, num_rows, out, *buffers, own->team);
 }
 
-// Chooses a token from each row of logits [num_rows, vocab], whose width vectors divide.
+// Chooses a token from each row of logits [num_rows, vocab]. The vocabulary is a multiple of a vector.
 void ullage_sample(void* engine, const float* logits, int64_t vocab, Draw* draws, int64_t num_rows) {
   const ullage::StandardRounding rounding;
   auto* own = static_cast<ullage::Engine*>(engine);

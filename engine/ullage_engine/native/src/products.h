@@ -1,14 +1,14 @@
 // Products of rows with matrices in tiles of 16 rows.
 //
-// Rows are rounded to int8 with a scale for each group of columns, as llama.cpp's Q8_1 has them; codes
-// are unsigned. A group's products are summed exactly, as whole numbers, and then
+// Rows are rounded to int8 with a scale for each group of columns, as in llama.cpp's Q8_1. Codes are
+// unsigned. A group's products are summed exactly, as integers, and then
 //
 //     out += row_scale * (code_scale * sum(code * rounded) + minimum * sum(rounded))
 //
-// group by group in their order, so that a row's result depends on nothing but the row.
+// group by group in order, so that a row's result depends only on the row.
 //
-// Rounded rows lie in blocks of kMostRows, the last one of as many as are left: four columns of each
-// row of the block, then the next four columns, so that one address serves all rows of a block.
+// Rounded rows lie in blocks of kMostRows rows. The last block may have fewer. A block has four columns of
+// each row, then the next four columns, so that one address serves all rows of the block.
 #pragma once
 #include "abi.h"
 #include "vector.h"
@@ -25,7 +25,7 @@ inline const uint8_t* tile_of(const Matrix& m, int64_t tile) {
   return m.data + tile * (m.columns / m.group) * block_bytes(m);
 }
 
-// Rows multiplied at once: as many as registers hold sums of. Results do not depend on it.
+// Rows that are multiplied at once, limited by the registers for their sums. Results do not depend on it.
 #if ULLAGE_AVX512
 constexpr int kMostRows = 12;
 #elif ULLAGE_PORTABLE
@@ -34,9 +34,9 @@ constexpr int kMostRows = 3;
 constexpr int kMostRows = 8;
 #endif
 
-constexpr int kParts = kTileRows / V::kWidth;  // registers that a tile's rows take
+constexpr int kParts = kTileRows / V::kWidth;  // registers for the rows of a tile
 
-// Rows of inputs, rounded.
+// Rounded rows of inputs.
 struct Inputs {
   const int8_t* rounded;
   const float *scales, *sums;
@@ -62,7 +62,7 @@ inline void round_row(const float* x, int64_t row, int64_t num_rows, int64_t col
     }
     const float limit = largest(most);
     const float scale = limit / 127.0f;
-    const F inverse = set1(limit > 1e-30f ? 127.0f / limit : 0.0f);  // what is smaller has no inverse
+    const F inverse = set1(limit > 1e-30f ? 127.0f / limit : 0.0f);  // smaller numbers have no inverse
     F total = zero();
     for (int i = 0; i < n; ++i) {
       const F nearest = round(v[i] * inverse);
@@ -83,7 +83,7 @@ inline int32_t four_codes(const int8_t* p) {
   return bits;
 }
 
-// The sums of one group: lanes are rows of the tile, from part `part` on.
+// The sums of one group. Lanes are rows of the tile, from part `part` on.
 template <int kRows, int kLanes, bool kNibbles, int kGroup>
 struct Sums {
 #if ULLAGE_AVX512
@@ -131,8 +131,8 @@ struct Sums {
   }
   inline V of(int m, int) const { return V::of([&](int lane) { return static_cast<float>(total[m][lane]); }); }
 #else
-  // Two products of codes up to 15 fit 16 bits eight times over: 8 * 2 * 15 * 127 < 2^15. Codes of
-  // eight bits are two of four.
+  // 16 bits hold the sum of eight pairs of products with codes up to 15: 8 * 2 * 15 * 127 < 2^15. A code
+  // of eight bits is computed as two codes of four.
   __m256i low_sum[kRows][kLanes], high_sum[kNibbles ? 1 : kRows][kLanes];
   inline void add(const uint8_t* codes, int part, const int8_t* x) {
     const __m256i low = _mm256_set1_epi8(15);
@@ -173,8 +173,8 @@ struct Sums {
 #endif
 };
 
-// Multiplies kRows rows by `kLanes` parts of a tile, from part `part` on; out has lanes of a row
-// together.
+// Multiplies kRows rows by `kLanes` parts of a tile, from part `part` on. In `out` the lanes of a row are
+// consecutive.
 template <int kRows, int kLanes, bool kNibbles, int kGroup>
 inline void integer_rows(const uint8_t* tile, int part, const Inputs& in, int64_t first,
                          float (*out)[kTileRows]) {
@@ -233,8 +233,8 @@ inline void multiply_block(const Matrix& matrix, const uint8_t* tile, const Inpu
   }
 }
 
-// Multiplies rows first to end by one tile and gives each row's 16 results to put(row, results);
-// `first` begins a block.
+// Multiplies the rows from `first` to `end` by one tile, and calls put(row, results) with each row's 16
+// results. `first` is the start of a block.
 template <typename Put>
 inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, int64_t first,
                           int64_t end, const Put& put) {

@@ -1,5 +1,5 @@
-// Choosing a token from a row of logits, by the rules of `ullage_engine.runner.sampler`. A row's token
-// depends on the row and its parameters alone: one thread computes it, in a fixed order.
+// Sampling of a token from a row of logits, by the rules of `ullage_engine.runner.sampler`. A row's token
+// depends only on the row and its parameters, since one thread computes it in a fixed order.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -11,29 +11,29 @@
 namespace ullage {
 namespace ULLAGE_ISA {
 
-constexpr int kBlocksOfRow = 256;  // whose sums are kept, to find where a draw falls
-constexpr int kCandidates = 2048;  // tokens to be sorted that need no memory of their own
-// Tokens that a filter may keep are gathered from e^kFirstPower of the likeliest's weight on, then a step
-// further down, then twice the step. What is at kLeastPower or below has no weight.
+constexpr int kBlocksOfRow = 256;  // blocks whose running sums are kept, to find the place of a draw
+constexpr int kCandidates = 2048;  // tokens that can be sorted without allocating memory
+// Tokens that a filter may keep are gathered down to e^kFirstPower of the likeliest token's weight, then a
+// step further down, then twice that step, and so on. A token at kLeastPower or below has no weight.
 constexpr float kFirstPower = -4.6f, kPowerStep = 2.3f, kLeastPower = -86.0f;
 
-// The likeliest token, the first of equals; `most` is its logit.
+// The likeliest token, the first of equals, whose logit is `most`.
 inline int32_t first_of(const float* logits, int64_t vocab, float most) {
   return static_cast<int32_t>(std::find(logits, logits + vocab, most) - logits);
 }
 
-// The likeliest token, the first of equals; -1 where a logit is not a finite number.
+// The likeliest token, the first of equals, or -1 if a logit is not finite.
 inline int32_t likeliest(const float* logits, int64_t vocab) {
   F most = load(logits), spoilt = zero();
   for (int64_t k = 0; k < vocab; k += F::kWidth) {
     const F v = load(logits + k);
     most = max(most, v);
-    spoilt = fma(v, zero(), spoilt);  // 0, or not a number
+    spoilt = fma(v, zero(), spoilt);  // 0, or NaN if any logit is not finite
   }
   return sum(spoilt) == 0.0f ? first_of(logits, vocab, largest(most)) : -1;
 }
 
-// A row's probabilities up to a factor, exp((logit - greatest) / temperature): the likeliest has 1.
+// A row's probabilities up to a factor: exp((logit - greatest) / temperature). The likeliest token has 1.
 class Weights {
  public:
   Weights(const float* logits, int64_t vocab, float most, double temperature)
@@ -50,16 +50,16 @@ class Weights {
 
   double total() const { return total_; }
 
-  // Logarithms of the weights of tokens k to k + F::kWidth.
+  // The logarithms of the weights of tokens k to k + F::kWidth.
   F powers(int64_t k) const { return (load(logits_ + k) - greatest_) * scale_; }
 
-  // The weights; far below the likeliest they are 0, where exp gives e^-87.
+  // The weights. Far below the likeliest token they are 0, where exp gives e^-87.
   F at(int64_t k) const {
     const F power = powers(k);
     return above(power, set1(kLeastPower), exp(power));
   }
 
-  // The first token, by id, whose weights from the first on exceed a share of all.
+  // The first token, by id, at which the running sum of weights exceeds the share `noise` of their total.
   int32_t draw(double noise) const {
     const double target = noise * total_;
     int64_t b = 0;
@@ -75,10 +75,10 @@ class Weights {
         if (weights[i] > 0.0f) last = k + i;
       }
     }
-    return static_cast<int32_t>(last);  // sums of another order may end a little lower
+    return static_cast<int32_t>(last);  // this sum has another order, so it may end slightly lower
   }
 
-  // Calls each(id, weight) for every token that has a weight of at least e^power, until it returns false.
+  // Calls each(id, weight) for every token with a weight of at least e^power, until it returns false.
   template <typename Each>
   void over(float power, const Each& each) const {
     for (int64_t k = 0; k < vocab_; k += F::kWidth) {
@@ -105,7 +105,7 @@ struct Candidate {
   int32_t id;
 };
 
-// Tokens that are to be sorted: as many as a row has, of which only many are allocated.
+// Tokens to sort, up to a row's vocabulary. Memory is only allocated for more than kCandidates.
 class Candidates {
  public:
   explicit Candidates(int64_t vocab) : vocab_(vocab) {}
@@ -114,7 +114,7 @@ class Candidates {
 
   void clear() { count_ = 0; }
 
-  // Adds a token; returns false where there is no memory.
+  // Adds a token. Returns false if there is no memory.
   bool add(Candidate candidate) {
     if (count_ == kCandidates && more_ == nullptr) {
       more_ = static_cast<Candidate*>(malloc(vocab_ * sizeof(Candidate)));
@@ -133,8 +133,8 @@ class Candidates {
   Candidate few_[kCandidates], *more_ = nullptr;
 };
 
-// Gathers all tokens down to a weight, then those of less, until what the filters keep is among them or
-// none is left. Returns false where there is no memory.
+// Gathers all tokens down to a weight, and lowers that weight until the tokens include all that the
+// filters keep, or no token is left. Returns false if there is no memory.
 inline bool gather(const Weights& weights, const float* logits, const Draw& draw, Candidates& candidates) {
   const bool is_limited = draw.top_k > 0, is_nucleus = draw.top_p < 1.0;
   float power = kFirstPower;
@@ -148,14 +148,14 @@ inline bool gather(const Weights& weights, const float* logits, const Draw& draw
     });
     if (!has_memory) return false;
     if (power <= kLeastPower || (is_limited && candidates.count() >= draw.top_k)) return true;
-    // The nucleus is a share of what top-k keeps, so that all of it must be there.
+    // The nucleus is a share of the mass that top-k keeps, so all tokens of top-k must be gathered.
     if (!is_limited && is_nucleus && mass >= draw.top_p * weights.total()) return true;
     if (!(is_limited && is_nucleus) && draw.min_p > 0.0 && std::log(draw.min_p) > power + 0.01) return true;
     power = std::max(power - step, kLeastPower);
   }
 }
 
-// Chooses by the filters of a draw.
+// Chooses a token with the filters of a draw.
 inline int32_t draw_filtered(const Weights& weights, const float* logits, int64_t vocab, const Draw& draw) {
   Candidates candidates(vocab);
   if (!gather(weights, logits, draw, candidates)) return kNoMemory;
@@ -203,8 +203,8 @@ inline int32_t choose(const float* logits, int64_t vocab, const Draw& draw) {
   return is_filtered ? draw_filtered(weights, logits, vocab, draw) : weights.draw(draw.noise);
 }
 
-// The natural logarithm of a number from 1 on: 2 artanh((m - 1) / (m + 1)) of the mantissa. A C library's
-// may differ in the last bit from another's.
+// The natural logarithm of a number of at least 1: 2 artanh((m - 1) / (m + 1)) for the mantissa m. The
+// logarithms of C libraries may differ in the last bit.
 inline double natural_log(double x) {
   uint64_t bits;
   memcpy(&bits, &x, 8);

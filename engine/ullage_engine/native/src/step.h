@@ -1,5 +1,5 @@
-// One step of a decoder: rows in, logits out. Every region is shared out by items whose results do not
-// depend on who computes them.
+// One step of a decoder, from rows to logits. Every parallel region consists of items whose results do not
+// depend on the thread that computes them.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ namespace ULLAGE_ISA {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rounds a row of `num_rows`, which lie as if they were alone behind the first `before` rows.
+// Rounds a row of `num_rows` rows, which are laid out as if they were alone, after the first `before` rows.
 inline void round_any(const float* x, const Matrix& next, int64_t row, int64_t num_rows, const Model& model,
                       int64_t before = 0) {
   const auto round_rows = next.group == 16 ? round_row<16> : round_row<32>;
@@ -46,7 +46,7 @@ class Stepper {
  public:
   Stepper(const Model& model, const Step& step, Team& team) : model_(model), step_(step), team_(team) {}
 
-  // Numbers of a thread's workspace: a row, the scores of its experts, or what `attend` lays out there.
+  // Numbers in a thread's workspace: a row, the scores of its experts, or the buffers of `attend`.
   static int64_t workspace_floats(const Model& model) {
     const int64_t group = model.num_heads / model.num_kv_heads, queries = rows_together(group) * group;
     const int64_t scores = model.num_experts ? 2 * model.num_experts + F::kWidth : 0;
@@ -74,7 +74,7 @@ class Stepper {
   }
 
  private:
-  static constexpr int64_t kRowBlock = 4 * kMostRows;  // rows whose inputs stay in a core's cache
+  static constexpr int64_t kRowBlock = 4 * kMostRows;  // rows whose inputs fit into a core's cache
 
   float* workspace(int thread) const { return model_.workspace + thread * model_.workspace_floats; }
 
@@ -147,7 +147,7 @@ class Stepper {
     multiply_rows(matrix, step_.num_rows, put_results);
   }
 
-  // Items are blocks of rows times some tiles: a few for each thread, whatever the shape.
+  // Items are blocks of rows times some tiles. There are a few for each thread, for every shape.
   template <typename Put>
   void multiply_rows(const Matrix& matrix, int64_t num_rows, const Put& put_results) {
     const Inputs in = {model_.rounded, model_.row_scales, model_.row_sums,
@@ -260,8 +260,8 @@ class Stepper {
     }
   }
 
-  // LFM2's gated short convolution of rows [B, C, u]: y_t = C_t · Σ_j taps_j (B·u)_{t-k+1+j}. Columns
-  // before a chunk's first row are its state, and the last columns are the state behind it.
+  // LFM2's gated short convolution of rows [B, C, u]: y_t = C_t · Σ_j taps_j (B·u)_{t-k+1+j}. The columns
+  // before a chunk's first row are its state. Its last columns become the next state.
   void convolve(const Layer& layer) {
     const int64_t hidden = model_.hidden, size = rows_an_item(step_.num_rows, 8);
     const int64_t items = ceil_div(step_.num_rows, size);
@@ -272,13 +272,13 @@ class Stepper {
         for (int64_t k = 0; k < hidden; k += F::kWidth) {
           store(gates + 2 * hidden + k, load(gates + k) * load(gates + 2 * hidden + k));
         }
-        // As the state has it, or where a chunk begins would show.
+        // Rounded like the state. Otherwise results would depend on the boundaries of chunks.
         if (model_.state_format == kBfloat16) {
           for (int64_t k = 2 * hidden; k < 3 * hidden; ++k) gates[k] = bfloat16_to_float(float_to_bfloat16(gates[k]));
         }
       }
     });
-    // No step reads a state that it writes, so both are done at once.
+    // No step reads a state that it writes, so states are written in the same region.
     team_.each(items + step_.num_chunks, [&](int64_t item, int thread) {
       if (item >= items) return keep_state(layer, step_.chunks[item - items]);
       const int64_t first = item * size, end = std::min(step_.num_rows, first + size);
@@ -394,7 +394,7 @@ class Stepper {
     });
   }
 
-  // Writes rounded rows of the sorted pairs, times the matrix of each one's expert, to `wide_rows`.
+  // Multiplies the rounded rows of the sorted pairs by their experts' matrices, into `wide_rows`.
   void multiply_runs(const Matrix& all, const Pairs& pairs) {
     const int64_t rows = all.rows / model_.num_experts, tiles = rows / kTileRows, groups = all.columns / all.group;
     const int64_t wanted = ceil_div(8 * team_.num_threads(), pairs.num_blocks());
@@ -418,8 +418,8 @@ class Stepper {
     return std::max<int64_t>(1, kRowsTogether * 4 / std::max<int64_t>(4, group));
   }
 
-  // Shares out the step's rows to pieces, rows of one chunk that are attended together: `kRowsTogether`
-  // of them, fewer where heads share keys widely, and no more than the largest chunk has.
+  // Divides the step's rows into pieces, which are rows of one chunk that are attended together. A piece
+  // has `kRowsTogether` rows, fewer if many heads share keys, and at most as many as the largest chunk.
   void make_pieces() {
     const int64_t group = model_.num_heads / model_.num_kv_heads;
     int64_t largest = 1;
@@ -440,7 +440,7 @@ class Stepper {
                           units * num_spans_ * stride * (model_.head_dim + 2) <= model_.num_partials;
     if (is_split) return attend_split(layer, width);
     team_.each(units, [&](int64_t item, int thread) {
-      // The latest chunks are the longest prompts: they begin first.
+      // The last chunks are the longest prompts, so they begin first.
       const Cache kv = cache(layer, item % kv_heads);
       Queries own = make_queries(num_pieces_ - 1 - item / kv_heads, item % kv_heads, kv, width, workspace(thread));
       float* scores = workspace(thread) + stride * model_.head_dim;
@@ -460,7 +460,7 @@ class Stepper {
     });
   }
 
-  // Few sequences of long contexts: each span is an item, and the spans are merged afterwards.
+  // For few sequences with long contexts: each span is an item, and the spans are merged afterwards.
   void attend_split(const Layer& layer, int64_t width) {
     const int64_t kv_heads = model_.num_kv_heads, units = num_pieces_ * kv_heads, spans = num_spans_;
     const int64_t stride = piece_rows_ * (model_.num_heads / kv_heads), dim = model_.head_dim;

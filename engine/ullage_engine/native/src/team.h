@@ -1,8 +1,7 @@
-// A team of threads that share out the items of one parallel region after another.
+// A team of threads, which computes the items of one parallel region after another.
 //
-// Items are handed out one by one, so that a thread whose core is taken from it delays nothing but the
-// item it holds. Between the regions of a step threads spin, and yield after some microseconds; between
-// steps they sleep.
+// Threads take items one by one, so that a thread that loses its core only delays the item that it holds.
+// Between the regions of a step threads spin, and yield after some microseconds. Between steps they sleep.
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -17,9 +16,9 @@
 
 namespace ullage {
 
-// As long as it lives, a thread rounds to nearest and keeps tiny numbers, as every processor does at first.
-// A process may have set that otherwise for some of its threads: torch.set_flush_denormal does, and so do
-// libraries that were compiled with -ffast-math, when they are loaded.
+// While an object lives, its thread rounds to nearest and keeps denormals, which is a processor's default.
+// A process may have changed that for some of its threads: torch.set_flush_denormal does so, and so do
+// libraries that were compiled with -ffast-math when they are loaded.
 class StandardRounding {
  public:
   StandardRounding() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
@@ -62,7 +61,7 @@ class Team {
   // Lets all threads sleep.
   void end() { awake_.store(0, std::memory_order_release); }
 
-  // Runs work(context, item, thread) for every item; returns when all are done.
+  // Runs work(context, item, thread) for every item, and returns when all are done.
   void run(int64_t num_items, Work work, void* context) {
     if (num_threads_ == 1 || num_items == 1) {
       for (int64_t item = 0; item < num_items; ++item) work(context, item, 0);
@@ -119,8 +118,8 @@ class Team {
     }
   }
 
-  // Takes items until there are none. A region that is over by now has another number in the ticket,
-  // so that what was read of it is never used.
+  // Takes items until none is left. If the region has ended in the meantime, the ticket has another number,
+  // and the copy that was read is not used.
   void share(uint64_t region, int thread) {
     const Region& current = regions_[region % kRegions];
     uint64_t ticket = ticket_.load(std::memory_order_acquire);

@@ -1,14 +1,14 @@
-// Vectors of float32, and the one order in which every instruction set sums them.
+// Vectors of float32, and the single order in which every instruction set sums them.
 //
-// An answer has the same bits on every processor, so nothing here depends on the width of a register.
-// `F` is sixteen numbers everywhere: one register of AVX-512, two of AVX2, a plain array of the portable
-// set, which the others are compared with. A sum over a row has sixteen partial sums, one a lane, and
-// `fold` adds these up by one tree. `V` is one register: loops that never add up lanes use it, and lanes
-// of theirs have the same bits in a register of any width.
+// An answer has the same bits on every processor, so results must not depend on the width of a register.
+// `F` is sixteen numbers everywhere: one register of AVX-512, two of AVX2, or a plain array in the portable
+// set, with which tests compare the others. A sum over a row has sixteen partial sums, one for each lane,
+// and `fold` adds them in a fixed tree. `V` is one register. Loops that never add lanes use it, and their
+// lanes have the same bits in a register of any width.
 //
-// No compiler may fuse or reorder (see OPTIONS in hatch_build.py): `fma` rounds once where it is written,
-// and everything else rounds after each operation. min and max give their second operand where one is
-// NaN, as the processor has it.
+// Compilers must not fuse or reorder operations (see OPTIONS in hatch_build.py): `fma` rounds once, and
+// every other operation rounds by itself. If an operand is NaN, min and max return the second operand, as
+// the processor does.
 #pragma once
 #if !ULLAGE_PORTABLE
 #include <immintrin.h>
@@ -77,12 +77,12 @@ inline V power_of_two(V n) {
 inline void store_int8(int8_t* p, V a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
-// The first `end` lanes of `a`, the others of `other`.
+// The first `end` lanes of `a`, and the rest of `other`.
 inline V choose(V a, V other, int end) {
   const uint32_t mask = end >= 16 ? 0xffffu : end <= 0 ? 0u : (1u << end) - 1;
   return {_mm512_mask_mov_ps(other.v, static_cast<__mmask16>(mask), a.v)};
 }
-// Lanes of `a` where `x` is above `limit`, else 0.
+// Lanes of `a` where `x` is above `limit`, and 0 elsewhere.
 inline V above(V x, V limit, V a) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GT_OQ), a.v)};
 }
@@ -119,7 +119,7 @@ inline V max(V a, V b) { return V::of([&](int i) { return a.v[i] > b.v[i] ? a.v[
 inline V min(V a, V b) { return V::of([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline V abs(V a) { return V::of([&](int i) { return __builtin_fabsf(a.v[i]); }); }
 inline V round(V a) { return V::of([&](int i) { return __builtin_nearbyintf(a.v[i]); }); }
-// A whole number in 32 bits; what has no place there is the least of them, as the processor has it.
+// The number as int32. A number that does not fit becomes INT32_MIN, as on the processor.
 inline int32_t whole_of(float a) { return a >= -0x1p31f && a < 0x1p31f ? static_cast<int32_t>(a) : INT32_MIN; }
 inline V power_of_two(V n) {
   return V::of([&](int i) { return float_of_bits((static_cast<uint32_t>(whole_of(n.v[i])) + 127) << 23); });
@@ -181,7 +181,7 @@ inline V above(V x, V limit, V a) { return {_mm256_and_ps(_mm256_cmp_ps(x.v, lim
 
 #endif
 
-// Members by name: a compiler keeps an array in memory where it does not unroll its loop early enough.
+// Members have names, since a compiler keeps an array in memory if it does not unroll its loop early.
 template <int kParts>
 struct Sixteen;
 template <>
@@ -206,7 +206,7 @@ inline First map(const Each& each, First first, Others... others) {
   }
 }
 
-// Makes a vector of what `each` has for its registers, which begin with lane 0 and 8.
+// Makes a vector whose registers are the results of `each`, called with the register's first lane.
 template <typename Made, typename Each>
 inline Made make(const Each& each) {
   if constexpr (V::kWidth == 16) {
@@ -256,7 +256,7 @@ inline Vector choose_sixteen(Vector a, Vector other, int end) {
 }
 inline F choose(F a, F other, int end) { return choose_sixteen(a, other, end); }
 
-// Folds sixteen lanes into one: each of the first eight with the lane eight behind it, then four, two, one.
+// Folds sixteen lanes into one: each of the first eight with the lane eight after it, then four, two, one.
 #if ULLAGE_PORTABLE
 template <typename Two>
 inline float fold(F a, const Two& two) {
@@ -299,8 +299,8 @@ struct Larger {
 inline float sum(F a) { return fold(a, Add()); }
 inline float largest(F a) { return fold(a, Larger()); }
 
-// e^x within 2 units of the last place, of x between -87 and 88: 2^n times a polynomial (Cephes, expf).
-// What is not a number stays so: the processor's min and max give their second operand then.
+// e^x within 2 units in the last place, for x between -87 and 88: 2^n times a polynomial (Cephes, expf).
+// A NaN stays NaN, since min and max return the second operand then.
 inline F exp(F x) {
   x = min(set1(88.0f), max(set1(-87.0f), x));
   const F n = round(x * set1(1.44269504088896341f));
@@ -316,25 +316,25 @@ inline F exp(F x) {
   return p * power_of_two(n);
 }
 
-// Rounds to the nearest, ties to even; what is not a number stays so.
+// Rounds to the nearest number, ties to even. A NaN stays NaN.
 inline uint16_t float_to_bfloat16(float number) {
   const uint32_t bits = bits_of(number);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
-// E4M3's bias is 8 less than float16's: as they lie in a float16, numbers are 2^-8 of their value, which
-// is how `V::float8` gives them.
+// The exponent bias of E4M3 is 8 less than that of float16. So the bits of a number, shifted into a
+// float16, are 2^-8 of its value. `V::float8` returns these.
 constexpr float kFloat8Unit = 256.0f;
 
-// Rounds to the nearest number of E4M3, ties to even; beyond its largest, to that.
+// Rounds to the nearest number of E4M3, ties to even. Larger numbers become the largest one.
 inline uint8_t float_to_float8(float number) {
   uint32_t bits = bits_of(number);
   const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
   bits &= 0x7fffffffu;
   if (bits > 0x7f800000u) return sign | 0x7f;
   if (bits >= 0x43e00000u) return sign | 0x7e;  // 448
-  // Below 2^-6 numbers are multiples of 2^-9; a sum above 2^23 has no place for what lies between.
+  // Below 2^-6 numbers are multiples of 2^-9. A sum above 2^23 has no fraction bits, so it rounds to these.
   if (bits < 0x3c800000u) return sign | static_cast<uint8_t>(float_of_bits(bits) * 0x1p9f + 0x1p23f - 0x1p23f);
   return sign | static_cast<uint8_t>(((bits + 0x7ffffu + (bits >> 20 & 1)) >> 20) - (120 << 3));
 }
