@@ -1,6 +1,5 @@
-"""Executes step plans on one rank's device: runs the model, samples tokens and exchanges
-activations with other ranks.
+"""The execution of step plans on one rank's device.
 
-It computes the plans it is given and never decides what runs; it knows nothing of gRPC or of
-requests that wait.
+A runner runs the model, samples tokens and exchanges activations with other ranks. It computes the
+plans that it is given and never decides what runs. It must not know gRPC or requests that wait.
 """

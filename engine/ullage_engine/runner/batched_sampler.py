@@ -39,14 +39,14 @@ SORT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The plan by which a batch of logits is sampled."""
+    """How a batch of logits is sampled."""
 
     chunks: Sequence[Chunk]
     counts: PenaltyCounts
     draws: Draws
     edits: Edits
     num_alternatives: int | None
-    """Most alternatives reported for a row; None without any log-probabilities."""
+    """Most alternatives reported for a row, None without any log-probabilities."""
 
 
 def plan_sampling(
@@ -55,7 +55,7 @@ def plan_sampling(
     """Plan the sampling of one token for each chunk.
 
     Args:
-        chunks: chunks to sample; each has sampling parameters.
+        chunks: chunks to sample, which all have sampling parameters.
         counts: token counts of the requests with penalties.
         vocab: number of tokens.
         width: number of candidates of filtered rows.

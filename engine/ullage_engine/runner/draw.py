@@ -24,8 +24,8 @@ from ullage_engine.protocol.requests import SamplingParams
 FIXED_POINT = 2.0**42
 """Weight of the likeliest token.
 
-Fractions of a weight are cut off; 1 is 2e-13 of the likeliest token's probability. A sum over 2**20
-tokens fits in int64.
+Fractions of a weight are cut off. A weight of 1 is 2e-13 of the likeliest token's probability. A
+sum over 2**20 tokens fits in int64.
 """
 
 BLOCK = 128
@@ -119,7 +119,7 @@ class Draws:
     needs_mass: bool
     """Whether the weights of a whole row must be added up."""
     arrays: HostArrays
-    """Parameters, [rows, 1] each; empty if all rows are greedy."""
+    """Parameters, [rows, 1] each, empty if all rows are greedy."""
 
 
 def plan_draws(rows: Sequence[Row], width: int) -> Draws:
@@ -183,9 +183,9 @@ def draw_tokens(
         on_device: the arrays of `draws`, on the device.
 
     Returns:
-        Tokens, int64 [rows, 1]. `UNSETTLED` if the candidates do not decide the token; candidates
-        of the whole vocabulary always do. Rows with NaN or infinite logits, or without a logit
-        above -inf, get any token, since callers know these rows.
+        Tokens, int64 [rows, 1]. `UNSETTLED` if the candidates do not decide the token, as those of
+        the whole vocabulary always do. Rows with NaN or infinite logits, or without a logit above
+        -inf, get any token, since callers know these rows.
     """
     if draws.any_greedy:
         greatest, first = logits.max(dim=-1, keepdim=True)
@@ -254,7 +254,7 @@ def _weigh(differences: torch.Tensor, temperature: torch.Tensor | None) -> torch
 def _blocks(
     logits: torch.Tensor, greatest: torch.Tensor, temperature: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return weights, whole numbers, as [rows, blocks, BLOCK]; overwrites the logits."""
+    """Return weights as whole numbers [rows, blocks, BLOCK], overwriting the logits."""
     rows, vocab = logits.shape
     if vocab % BLOCK:
         logits = pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
@@ -267,7 +267,7 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
     """Return the sum of each block as int64 [rows, blocks].
 
     Three additions in float32 come first, or int64 would take twice the memory of the logits. They
-    are element by element and so the same in any batch; they may be wrong by 3 * 2**-24.
+    are element by element and so the same in any batch. Their error is at most 3 * 2**-24.
     """
     half = BLOCK // 2
     quarter = BLOCK // 4
@@ -288,7 +288,7 @@ def _draw_of_blocks(
 
     weights = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
     inside = weights.long().cumsum(-1)
-    # The block's sum was rounded; the target must not be behind the block's last token.
+    # The block's sum was rounded, so the target could lie behind the block's last token.
     rest = torch.minimum(target - before, inside[:, -1:] - 1)
     place = torch.searchsorted(inside, rest, right=True).clamp_(max=BLOCK - 1)
     return place.add_(block, alpha=BLOCK)
@@ -302,7 +302,10 @@ def _draw_of_candidates(
     on_device: Mapping[str, torch.Tensor],
     vocab: int,
 ) -> torch.Tensor:
-    """Draw from what the filters keep of the sorted candidates; `mass` is that of the whole row."""
+    """Draw from the sorted candidates that the filters keep.
+
+    `mass` is the mass of the whole row.
+    """
     weights = _weigh(values - values[:, :1], on_device["temperature"])
     running = weights.long().cumsum(-1)
     last = _last_kept(weights, running, mass, draws, on_device)

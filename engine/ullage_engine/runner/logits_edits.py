@@ -28,7 +28,7 @@ It bounds the temporaries, about 45 bytes for each logit, for histories of any l
 
 
 class TokenCounts:
-    """The counts of tokens in a growing history; every position is counted once."""
+    """The counts of tokens in a growing history, in which every position is counted once."""
 
     def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
         self.history = history
@@ -63,7 +63,7 @@ class PenaltyCounts:
     def of(self, chunk: Chunk) -> TokenCounts:
         """Return the counts of a chunk's history.
 
-        The counts of the last step go on if the history is the same list, which only grows.
+        The counts of the last step are continued if the history is the same list, which only grows.
         """
         counts = self._by_request.pop(chunk.request_id, None)
         if counts is None or counts.history is not chunk.history:
@@ -81,10 +81,11 @@ def is_constrained(chunk: Chunk) -> bool:
 
 
 def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
-    """Apply penalties to one row in place; the logits stay finite.
+    """Apply penalties to one row in place. The logits stay finite.
 
-    Repetition divides positive and multiplies negative logits of every token seen (Keskar et al.,
-    2019); presence and frequency subtract, counting output only, as OpenAI documents them.
+    The repetition penalty divides positive and multiplies negative logits of every token seen
+    (Keskar et al., 2019). Presence and frequency penalties are subtracted and count output only, as
+    OpenAI documents them.
     """
     ids, outputs = (torch.from_numpy(each) for each in counts.update())
     values = logits[ids]
@@ -149,10 +150,10 @@ def _tokens_of(
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits of a batch as arrays; the index of a logit is row * vocab + token."""
+    """The edits of a batch as arrays. The index of a logit is row * vocab + token."""
 
     arrays: HostArrays
-    """Arrays uploaded with the batch's other parameters; empty if nothing is edited."""
+    """Arrays uploaded with the batch's other parameters, empty if nothing is edited."""
     more_penalties: Sequence[HostArrays]
     """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
 
@@ -226,8 +227,10 @@ def _bans(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gener
 
 
 def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the masks, a bit for each token that is ruled out, and the mask of each row; rows
-    without one share the first, which rules nothing out.
+    """Return the masks and the mask of each row.
+
+    A mask has a bit for each token that is ruled out. Rows without a mask share the first one,
+    which rules nothing out.
     """
     masks = [chunk.allowed for chunk in chunks if chunk.allowed is not None]
     if not masks:

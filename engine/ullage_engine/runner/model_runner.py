@@ -78,7 +78,7 @@ _Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
 
 
 class ModelRunner:
-    """The owner of the KV pool and of every buffer of a step. Not thread-safe.
+    """The runner, which owns the KV pool and every buffer of a step. Not thread-safe.
 
     Order of use: `allocate_arena`, `allocate_kv`, `warm_up`, then `execute`.
     """
@@ -102,10 +102,10 @@ class ModelRunner:
             device: device that computes.
             dtype: type of activations and plain products.
             limits: limits that size every buffer.
-            pipeline_rank: this rank's part of a group; None if one rank computes alone.
+            pipeline_rank: this rank's part of a group, None if one rank computes alone.
             wrap: replaces linear layers of the model.
             wrap_experts: replaces linear layers of experts.
-            kv_type: type of keys and values that are not float8; None for `dtype`.
+            kv_type: type of keys and values that are not float8, None for `dtype`.
             new_capture: makes the captures of decode steps as graphs. Graphs need one rank that
                 computes with kernels alone, and no experts: the host may have to count their rows.
         """
@@ -131,7 +131,7 @@ class ModelRunner:
         sampler = sampler_arena(loaded.model_config, self._limits)
         self._sampler_layout = sampler if self._rank.samples else ArenaLayout(())
 
-        # Set by `allocate_arena`; the library computes with `_native`, torch with `_model`.
+        # Set by `allocate_arena`. The library computes with `_native`, torch with `_model`.
         self._model: Decoder | None = None
         self._native: NativeDecoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
@@ -191,8 +191,8 @@ class ModelRunner:
     def state_pool_bytes(self) -> int:
         """Bytes that `allocate_kv` takes in addition to KV blocks.
 
-        They hold the convolution states and the block that rebuilds them; 0 for models without
-        convolutions.
+        They hold the convolution states and the block that rebuilds them, and are 0 for models
+        without convolutions.
         """
         state_bytes = self.model_config.state_bytes(self._dtype.itemsize)
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
@@ -257,7 +257,7 @@ class ModelRunner:
         Args:
             num_blocks: blocks of the KV pool, numbered from 0.
             num_host_slots: slots of the host, numbered from 0.
-            shared: slots of the host tier, numbered behind the host's own; see `HostPool`.
+            shared: slots of the host tier, numbered behind the host's own, see `HostPool`.
         """
         # The old pool is freed before its successor is allocated, so that memory never holds both.
         # Graphs hold pointers into the old pool, so they go with it.
@@ -349,12 +349,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_derived(self) -> str:
-        """Compute tables and scales a second time, and compare.
+        """Compute tables and scales again, and compare them with the first ones.
 
         The check overwrites the arena's activations.
 
         Returns:
-            The name of a tensor that differs; empty if all are equal.
+            The name of a tensor that differs, empty if all are equal.
         """
         decoder = self._native or self.decoder
         if self._kv_scales is not None:
@@ -479,7 +479,7 @@ class ModelRunner:
 
         Args:
             hidden: that result.
-            out: logits [rows, vocab]; the number of rows is the number of logits computed.
+            out: receives the logits [rows, vocab], of as many rows as it has.
             first: first row.
         """
         rows = range(first, first + len(out))
@@ -575,7 +575,10 @@ class ModelRunner:
             self._kv.clear(block)
 
     def _batch(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
-        """Lay out the rows of a step; `bucket` rounds the blocks of context, see `build_batch`."""
+        """Lay out the rows of a step.
+
+        `bucket` rounds the number of blocks of context, see `build_batch`.
+        """
         limits = self._limits
         if bucket is None:
             graphs = None if plan.prompts else self._graphs
@@ -609,7 +612,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
     ) -> _Computed | None:
-        """Compute the index-th micro-batch of a step; see `logits`."""
+        """Compute the index-th micro-batch of a step, see `logits`."""
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
 
@@ -625,7 +628,7 @@ class ModelRunner:
         return self._sampled(batch)
 
     def _replay(self, batch: StepBatch) -> bool:
-        """Replay the graph that computes a batch up to its logits; return False without a graph."""
+        """Replay the graph that computes a batch up to its logits, return False without a graph."""
         replay = self._graphs.find(batch) if self._graphs else None
         if replay is None:
             return False
@@ -664,7 +667,7 @@ class ModelRunner:
     def _decode_action(self, batch: StepBatch) -> Action:
         """Return the function that computes a step of decodes up to its logits.
 
-        The function also computes every later step of the same shape, once that is prepared.
+        The function also computes every later step of the same shape, once that step is prepared.
         """
         step = self.decoder.prepare(batch)
         caches = self._kv.layers

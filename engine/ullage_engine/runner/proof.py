@@ -29,7 +29,7 @@ def take_proof(
     Args:
         runner: runner with its KV pool.
         weights: weights in memory, by name.
-        tolerance: largest difference of logits; see `ullage_engine.model_loader.proof.tolerance`.
+        tolerance: largest difference of logits, see `ullage_engine.model_loader.proof.tolerance`.
         verifies: whether everything is computed twice and compared, since no earlier start did.
 
     Raises:

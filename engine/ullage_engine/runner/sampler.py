@@ -25,7 +25,7 @@ from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_const
 CANDIDATES = (128, 1024)
 """Numbers of likeliest tokens that a CPU tries before it sorts the whole vocabulary.
 
-Sorting 49,152 logits takes 3.2 ms a row; finding the 128 likeliest takes 0.06 ms.
+Sorting 49,152 logits takes 3.2 ms a row, finding the 128 likeliest ones 0.06 ms.
 """
 
 
@@ -45,11 +45,11 @@ def sample(
     Args:
         logits: float32 [rows, vocab], overwritten.
         chunks: chunk of each row.
-        counts: token counts of the requests' earlier steps; None to count the histories.
-        likeliest: likeliest token of each row, the first of equals, or -1 if a logit is not finite;
+        counts: token counts of the requests' earlier steps, None to count the histories.
+        likeliest: likeliest token of each row, the first of equals, or -1 if a logit is not finite.
             None to compute the tokens.
-        team: threads of the C++ library, which choose on a CPU; None if torch chooses.
-        computed: the same logits in any type, kept unchanged; only GPUs read them. None to copy the
+        team: threads of the C++ library, which choose on a CPU, None if torch chooses.
+        computed: the same logits in any type, kept unchanged. Only GPUs read them. None to copy the
             logits.
     """
     counts = counts or PenaltyCounts(len(chunks))

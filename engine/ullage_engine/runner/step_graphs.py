@@ -22,8 +22,10 @@ NewCapture = Callable[[], Capture]
 """Function that begins a set of captures, which share memory and are freed together."""
 
 WIDTH_RATIO = 4
-"""Ratio of neighbouring widths of block tables. A wider table costs a decode empty splits, and each
-width costs graphs at start."""
+"""Ratio of neighbouring widths of block tables.
+
+A wider table costs a decode empty splits, and each width costs graphs at start.
+"""
 
 LEAST_WIDTH = 64
 """Blocks of the narrowest table: contexts of 1,024 tokens with blocks of 16."""
@@ -59,7 +61,7 @@ class StepGraphs:
     """The graphs of one runner, by number of rows and width of the block tables."""
 
     def __init__(self, new_capture: NewCapture, most_blocks: int) -> None:
-        """Capture nothing yet; `most_blocks` is the width of the widest table, in blocks."""
+        """Prepare to capture, with tables of at most `most_blocks` blocks."""
         self._new_capture = new_capture
         self._capture: Capture | None = None
         self._replays: dict[tuple[int, int], Action] = {}

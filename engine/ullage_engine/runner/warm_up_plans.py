@@ -24,8 +24,10 @@ EVERYTHING = SamplingParams(
     logit_bias={0: 1.0},
     top_logprobs=20,
 )
-"""Sampling parameters that take the most memory: penalties, biases and a mask, a sort of the
-vocabulary, alternatives."""
+"""Sampling parameters that take the most memory.
+
+They have penalties, biases, a mask, a sort of the vocabulary, and alternatives.
+"""
 
 EVERY_TOKEN = b"\xff" * (1 << 17)
 """Mask that allows every token of any vocabulary up to 2**20."""
@@ -41,7 +43,7 @@ vocabulary and choose different experts."""
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a plan for every shape of a matrix product; see `ullage_engine.kernels.arena`."""
+    """Yield a plan for every shape of a matrix product, see `ullage_engine.kernels.arena`."""
     longest = min(limits.max_tokens, limits.max_model_len)
     for tokens in _largest_of_each(limits.product_rows, longest):
         yield StepPlan([make_chunk(0, tokens, 0, limits, num_blocks, None)])
@@ -83,8 +85,8 @@ def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPlan]:
     """Return the steps of the probe, a few dozen fixed tokens, in the order of computation.
 
-    The steps are a prompt, a decode with another prompt, and decodes of both; fewer if these do not
-    fit.
+    The steps are a prompt, a decode with another prompt, and decodes of both. There are fewer if
+    these do not fit.
     """
     block = limits.block_tokens
     longest = min(limits.max_model_len, num_blocks * limits.block_tokens)
@@ -164,7 +166,7 @@ def make_chunk(
     num_blocks: int,
     sampling: SamplingParams | None,
 ) -> Chunk:
-    """Make a chunk, whose blocks other chunks share if the pool is smaller than the step."""
+    """Make a chunk. Other chunks share its blocks if the pool is smaller than the step."""
     end = start + tokens
     table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
     return Chunk(

@@ -84,7 +84,7 @@ def model_weights(
         backend: makes unquantised layers.
         dtype: type of activations.
         scratch: uint8 of `linear_scratch_bytes`, shared by all layers.
-        rank: the rank's part in its group; None if the model is whole.
+        rank: the rank's part in its group, None if the model is whole.
     """
     reduce = rank.reduce if rank else None
     tensors = loaded.tensors
