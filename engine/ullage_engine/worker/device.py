@@ -50,8 +50,10 @@ _PROBE_SIZES = 64
 _HOST_PROBE_BYTES = 8 << 20
 """Bytes whose allocation shows that a step that ran out of host memory may be tried again."""
 _SMALL_SEGMENTS = 16 * _MIB
-"""Bytes of the workspace that are not taken back as one segment: small tensors have segments of
-2 MiB."""
+"""Bytes of the workspace that are not taken back as one segment.
+
+Small tensors have segments of 2 MiB.
+"""
 _FREE_FOR_LIBRARIES = 16 * _MIB
 """Bytes that must be free so that libraries, which do not use torch's allocator, load a kernel."""
 _RECENT_S = 1.0
@@ -59,7 +61,7 @@ _RECENT_S = 1.0
 
 
 class HostTier(NamedTuple):
-    """Memory of the host tier, as given on a command line; see `ullage_kv.Arena.attach`."""
+    """Memory of the host tier, as given on a command line, see `ullage_kv.Arena.attach`."""
 
     path: str
     num_bytes: int
@@ -75,7 +77,7 @@ class GpuAtStart(NamedTuple):
 
 
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
-    """Return the driver's figures of a rank's GPU; None on a CPU, or if the driver has none.
+    """Return the driver's figures of a rank's GPU, None on a CPU, or if the driver has none.
 
     Call it before anything touches the GPU: CUDA's context is memory of this process, too.
     """
@@ -87,12 +89,12 @@ def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
 
 
 def visible_gpus(num_gpus: int) -> list[Gpu]:
-    """Return the first GPUs that CUDA sees; fewer than `num_gpus` if the driver shows fewer."""
+    """Return the first GPUs that CUDA sees, fewer than `num_gpus` if the driver shows fewer."""
     try:
         return Nvml().gpus(os.environ, num_gpus)
     # AttributeError comes from other bindings of NVML.
     except (NvmlUnavailableError, AttributeError) as error:
-        log.info("the driver does not show whose memory of GPUs is whose: %s", error)
+        log.info("the driver does not show which process holds which memory of a GPU: %s", error)
         return []
 
 
@@ -117,7 +119,7 @@ def at_start(gpu: Gpu) -> GpuAtStart | None:
 
 
 def free_of(gpu: Gpu) -> int:
-    """Return the free bytes of a GPU, without a CUDA context; 0 if the driver fails."""
+    """Return the free bytes of a GPU without a CUDA context, 0 if the driver fails."""
     memory = gpu.free_and_total_bytes()
     return memory[0] if memory else 0
 
@@ -179,7 +181,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
     memory = config.memory
     if device.type == "cpu":
         if memory.tiers.asked_host_bytes is None:
-            # A tier that nobody asked for lies in the memory that the threshold leaves free.
+            # A tier that is not configured lies in the memory that the threshold leaves free.
             host_tier = 0
         total = _cpu_bytes(memory.device_bytes, config.gpus, host_tier)
         return Ledger(total, memory.threshold, configurable=True)
@@ -189,7 +191,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with the CPU budget that rank 0 decided; unchanged for None."""
+    """Return the configuration with the CPU budget that rank 0 decided, unchanged for None."""
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -197,7 +199,7 @@ def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
 
 
 def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
-    """Return the budget of one worker process: the configured one, or its share of usable memory.
+    """Return the budget of one worker process, the configured one or its share of usable memory.
 
     `host_tier` is the bytes of the host tier, which the budget does not include.
     """
@@ -222,7 +224,7 @@ class MemoryMeter:
     """A meter of this process's memory: resident bytes, or its own bytes of a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
-        """Measure a device; `driver` was opened before the device was prepared."""
+        """Measure a device, whose `driver` was opened before the device was prepared."""
         self._device = device
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
@@ -231,7 +233,7 @@ class MemoryMeter:
 
         self._driver = driver if driver is not None and self._is_shown_by(driver) else None
         self._pid = self._probe(self._driver) if self._driver is not None else None
-        """Id by which the driver lists this process; None if it does not."""
+        """Id by which the driver lists this process, None if it does not."""
         if device.type == "cuda":
             log.info("source of the GPU's own bytes: %s", self.source, extra={"pid": self._pid})
 
@@ -265,7 +267,7 @@ class MemoryMeter:
         return measured
 
     def reserved_bytes(self) -> int:
-        """Return the bytes of the device that torch's allocator has, used or cached; 0 on a CPU."""
+        """Return the device bytes that torch's allocator uses or caches, 0 on a CPU."""
         if self._device.type != "cuda":
             return 0
         return torch.cuda.memory_reserved(self._device)
@@ -278,13 +280,13 @@ class MemoryMeter:
         return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device; on a CPU, the bytes that the container may take."""
+        """Return the free bytes of the device, on a CPU those that the container may take."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
 
     def wait_for_free(self, enough: int) -> int:
-        """Wait until ended processes have returned their memory; see `wait_for_memory`."""
+        """Wait until ended processes have returned their memory, see `wait_for_memory`."""
         if self._device.type != "cuda":
             return self.free_bytes()
         return wait_for_memory(self.free_bytes, enough)
@@ -295,7 +297,7 @@ class MemoryMeter:
         return self._driver.gpu.process_bytes().get(self._pid)
 
     def _is_shown_by(self, driver: GpuAtStart) -> bool:
-        """Return whether CUDA uses the GPU that the driver shows; warn if it does not.
+        """Return whether CUDA uses the GPU that the driver shows, and warn if it does not.
 
         CUDA numbers unequal GPUs by their speed, the driver by their bus.
         """
@@ -339,14 +341,14 @@ def reserve_for_others(
     safety_reserve: int,
     longest_kv: int,
 ) -> None:
-    """Reserve the part of a GPU's budget that other processes hold, so that nothing promises it.
+    """Reserve the part of a GPU's budget that other processes hold, so that no request gets it.
 
     Args:
         ledger: the ledger of the GPU.
-        device: the device; only GPUs are shared with others.
+        device: the device. Only GPUs are shared with others.
         meter: the meter of the device.
         safety_reserve: bytes of the safety reserve.
-        longest_kv: bytes of KV of the longest sequence; see `bytes_of_others`.
+        longest_kv: bytes of KV of the longest sequence, see `bytes_of_others`.
     """
     if device.type != "cuda":
         return
@@ -401,13 +403,13 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter) -> None:
-        """Keep as much as the allocator has now; call it at the end of the start."""
+        """Keep as much as the allocator has now. Call it at the end of the start."""
         self._device = device
         self._meter = meter
         self._reserved = meter.reserved_bytes()
 
     def restore(self) -> bool:
-        """Take back the memory that was given away; return False if other processes have it.
+        """Take back the memory that was given away, and return False if other processes have it.
 
         Call it outside the handler of the error, whose frames keep the step's tensors alive.
         """
@@ -426,7 +428,7 @@ class Workspace:
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Make the allocator keep as much as at the start; return False if it cannot."""
+        """Make the allocator keep as much as at the start, and return False if it cannot."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:

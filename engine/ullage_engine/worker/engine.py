@@ -98,7 +98,7 @@ class Runner(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step; return one token for each chunk with `sampling`, in the plan's order.
+        """Compute a step, and return one token for each chunk with `sampling`, in the plan's order.
 
         A plan that is computed again after an error gives the same tokens.
         """
@@ -113,11 +113,11 @@ class PipelinedRunner(Runner, Protocol):
     """A runner whose stages compute different plans at the same time."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin to compute a step; moves and steps are executed in the order of their calls."""
+        """Begin to compute a step. Moves and steps are executed in the order of their calls."""
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the oldest submitted step that is not collected yet; see `execute`."""
+        """Wait for the oldest submitted step that is not collected yet, see `execute`."""
         ...
 
 
@@ -156,9 +156,9 @@ class EngineCore:
             scheduler: decides what each step computes.
             runner: computes the steps.
             throughput: learns from the time of each step.
-            grammars: grammars of requests; None for an engine without a vocabulary.
+            grammars: grammars of requests, None for an engine without a vocabulary.
             restore_workspace: takes back the memory of steps' temporaries after a step ran out of
-                memory; returns False if other processes hold the memory.
+                memory. It returns False if other processes hold the memory.
             clock: monotonic time in seconds.
         """
         self.scheduler = scheduler
@@ -184,7 +184,7 @@ class EngineCore:
         self._restore_workspace = restore_workspace
         self._clock = clock
         self._short_since: float | None = None
-        """Time since which other processes hold memory that steps need; None without a shortage."""
+        """Time since which other processes hold memory that steps need, None without a shortage."""
         self._retry_at = 0.0
         """Time of the next attempt to compute a step during a shortage."""
 
@@ -210,7 +210,7 @@ class EngineCore:
 
     @property
     def tiers(self) -> TierTransfers | None:
-        """Transfers of KV to and from tiers outside the device; None without tiers."""
+        """Transfers of KV to and from tiers outside the device, None without tiers."""
         return self.scheduler.tiers
 
     @property
@@ -219,17 +219,17 @@ class EngineCore:
         return self.scheduler.events
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled; if not, begin to compile the grammar."""
+        """Return whether a request's grammar is compiled, and begin to compile it if not."""
         return self.grammars.compile(request.grammar).done()
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch; see `Scheduler.set_batch_share`."""
+        """Limit the batch, see `Scheduler.set_batch_share`."""
         self.scheduler.set_batch_share(share)
 
     def submit(
         self, request: EngineRequest, *, resumed: bool = False
     ) -> Rejected | TokenOutput | None:
-        """Admit or refuse a request; see `Scheduler.submit`."""
+        """Admit or refuse a request, see `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
     def submit_group(
@@ -237,7 +237,7 @@ class EngineCore:
     ) -> Rejected | list[TokenOutput]:
         """Admit the samples of one prompt, as a beam search if they are one, or refuse them all.
 
-        The call blocks until their grammar is compiled; see `Grammars.compile`.
+        The call blocks until their grammar is compiled, see `Grammars.compile`.
         """
         if requests[0].beam:
             return self._beams.start(requests, resumed=resumed)
@@ -246,7 +246,7 @@ class EngineCore:
         return self.scheduler.submit_group(requests, resumed=resumed)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request; see `Scheduler.cancel`."""
+        """Drop a request, see `Scheduler.cancel`."""
         self.grammars.close(request_id)
         if not self._beams.cancel(request_id):
             self.scheduler.cancel(request_id, is_answered=is_answered)
@@ -271,7 +271,7 @@ class EngineCore:
         return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Commit the oldest plan in flight; return its outputs for clients."""
+        """Commit the oldest plan in flight, and return its outputs for clients."""
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
             # All tokens of an output except one are accepted draft tokens.
@@ -338,7 +338,7 @@ class EngineCore:
                 if is_device_lost(error):
                     raise
                 if not is_out_of_memory(error):
-                    log.exception("a step failed; computing its %d chunks alone", len(plan.chunks))
+                    log.exception("a step failed, so its %d chunks run alone", len(plan.chunks))
                 cause = error.with_traceback(None)
                 reason = _first_line(error)
 
@@ -390,7 +390,7 @@ class EngineCore:
 
         Args:
             seconds: time from the start of the first plan to its end.
-            plans: plans that were computed in that time; the first one is finished.
+            plans: plans that were computed in that time, of which the first one is finished.
         """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
@@ -427,7 +427,9 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens; fail requests that have none, before the step is committed.
+        """Return the step's tokens, and fail requests that have none.
+
+        Call it before the step is committed.
 
         The KV of a request with NaN logits may be damaged, too. Its cached blocks are therefore
         evicted, and all cached blocks if NaN logits occur again soon. The same holds for requests
@@ -442,7 +444,7 @@ class EngineCore:
             if not is_awaited:
                 log.error("logits are NaN or infinite, of %s, which was cancelled", request_id)
                 continue
-            log.error("logits are NaN or infinite; failing the request %s", request_id)
+            log.error("logits are NaN or infinite, so the request %s fails", request_id)
             self._give_up(
                 request_id,
                 "its logits are NaN or infinite, so weights or device may be damaged; send it "
@@ -460,7 +462,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens; fail requests whose constraints rule out every token."""
+        """Return the step's tokens, and fail requests whose constraints rule out every token."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
@@ -502,7 +504,7 @@ class EngineCore:
         # An old shortage that ended when its last request was cancelled does not count.
         if self._short_since is None or now > self._retry_at + _SHORTAGE_S:
             self._short_since = now
-            log.warning("other processes hold memory that steps need; they wait: %s", reason)
+            log.warning("steps wait for memory that other processes hold: %s", reason)
 
         if now - self._short_since >= _SHORTAGE_S:
             raise MemoryShortError(
@@ -513,7 +515,7 @@ class EngineCore:
         self.scheduler.abandon()
 
     def _raise_fault(self) -> None:
-        """Raise an injected fault that is due; see `inject_out_of_memory`."""
+        """Raise an injected fault that is due, see `inject_out_of_memory`."""
         if not self._faults:
             return
 
@@ -537,7 +539,7 @@ class PipelinedEngine(EngineCore):
 
     Up to `SchedulerLimits.max_in_flight` plans of different sequences are submitted before the
     first result is collected. Results are collected in the order of submission. A step that fails
-    on a rank ends the group and all plans in flight; another worker resumes their requests.
+    on a rank ends the group and all plans in flight, whose requests another worker resumes.
     """
 
     def __init__(
@@ -561,7 +563,7 @@ class PipelinedEngine(EngineCore):
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
-        """Submit as many plans as may be in flight; collect and commit the oldest one."""
+        """Submit as many plans as may be in flight, then collect and commit the oldest one."""
         # A step with an injected fault is computed alone, so that it can be computed again.
         if self._faults and not self._in_flight:
             return super().step()
@@ -573,7 +575,7 @@ class PipelinedEngine(EngineCore):
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submit the next plan; return False if there is nothing more to compute now."""
+        """Submit the next plan, and return False if there is nothing more to compute now."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)

@@ -19,8 +19,10 @@ _DIGITS = 16
 """Hexadecimal digits of a digest."""
 
 _ORDER = "16 sums, 1"
-"""Name of the order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52). Change
-the name whenever the order or a polynomial changes."""
+"""Name of the order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52).
+
+Change the name whenever the order or a polynomial changes.
+"""
 
 _CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """Entries of /proc/cpuinfo that name the kind of CPU, on x86 and on Arm."""
@@ -33,7 +35,7 @@ _CPU_FLAGS = {
 
 
 def canonical_order() -> str:
-    """Return the name of the C++ library's order of sums and polynomials; empty without library.
+    """Return the name of the C++ library's order of sums and polynomials, empty without library.
 
     Processors with the same name get the same bits from the same build of the library.
     """
@@ -42,7 +44,7 @@ def canonical_order() -> str:
 
 @cache
 def build_digest(*, with_library: bool) -> str:
-    """Return a digest of the code that computes: Python, and the C++ library as it was compiled."""
+    """Return a digest of the code that computes, in Python and in the compiled C++ library."""
     root = Path(ullage_engine.__file__).parent
     digest = hashlib.sha256(_library_bytes() if with_library else b"")
     for path in sorted(path for name in _COMPUTING for path in (root / name).rglob("*.py")):

@@ -29,7 +29,7 @@ _MAX_COMPILED = 8
 
 
 class GrammarError(Exception):
-    """The grammar cannot be followed; the message is one line for the client."""
+    """The grammar cannot be followed. The message is one line for the client."""
 
 
 class VocabularyError(GrammarError):
@@ -83,7 +83,7 @@ class Grammars:
     """The grammars of all requests of the engine. Not thread-safe."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
-        """Compile nothing yet.
+        """Prepare to compile grammars.
 
         `load` makes the vocabulary, in the compiling thread, for the first grammar. It raises
         GrammarError if the model cannot follow grammars. Any other error fails the requests with
@@ -121,7 +121,7 @@ class Grammars:
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop a request's state; a request without a grammar is no error."""
+        """Drop a request's state. A request without a grammar is no error."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
@@ -173,7 +173,7 @@ class Grammars:
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raise GrammarError; the loader of engines without a tokenizer."""
+    """Raise GrammarError, as the loader of engines without a tokenizer."""
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 

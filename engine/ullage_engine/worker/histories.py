@@ -18,12 +18,12 @@ T = TypeVar("T")
 KEPT_PLANS = 64
 """Number of plans without a request after which its history is dropped.
 
-A running request is in every plan; with several plans in flight, in one of that many.
+A running request is in every plan, or with several plans in flight in one of that many.
 """
 
 
 class _Recent(Generic[T]):
-    """Values of the requests in the latest plans, by id; both ranks keep the same requests."""
+    """Values of the requests in the latest plans, by id. Both ranks keep the same requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -42,7 +42,7 @@ class _Recent(Generic[T]):
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:
-        """Keep a value as the most recently used one; drop the least recently used one if full."""
+        """Keep a value as the most recently used one. If full, drop the least recently used one."""
         self._kept[request_id] = (value, self._num_plans)
         if len(self._kept) > self._max_requests:
             self._kept.popitem(last=False)
@@ -56,7 +56,7 @@ class SentHistories:
         """History of each request, and the number of its tokens that were sent."""
 
     def begin_plan(self) -> None:
-        """Drop requests of old plans; call it once before the chunks of each plan."""
+        """Drop requests of old plans. Call it once before the chunks of each plan."""
         self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
@@ -78,7 +78,7 @@ class ReceivedHistories:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Drop the requests that the sender drops; call it once before the chunks of each plan."""
+        """Drop the requests that the sender drops. Call it once before the chunks of each plan."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:

@@ -82,8 +82,10 @@ log = logging.getLogger("ullage.engine.worker")
 
 # Messages.
 DRAIN_S = 0.02
-"""Seconds for which messages are taken between two steps. The rest of a flood waits for the next
-turn, so that decodes do not wait for the flood."""
+"""Seconds for which messages are taken between two steps.
+
+The rest of a flood waits for the next turn, so that decodes do not wait for the flood.
+"""
 _SEND_TIMEOUT_S = 30.0
 """Seconds after which a server that reads nothing counts as gone."""
 _COMPILED_S = 0.005
@@ -99,8 +101,10 @@ _HEARTBEAT_S = 0.5
 _LOG_INTERVAL_S = 10.0
 """Least seconds between two lines about hits of the prefix cache."""
 TRACES_WITHIN_S = 1.0
-"""Seconds that the export of the last spans may take, while the server waits for the worker's
-end."""
+"""Seconds that the export of the last spans may take.
+
+The server waits for the worker's end meanwhile.
+"""
 
 _PR_SET_PDEATHSIG = 1
 """Operation of prctl(2) that sets the signal sent at the parent's end."""
@@ -166,7 +170,7 @@ class LoraAdapters(Protocol):
     """LoRA adapters that are added and removed while the worker serves, as the loop sees them."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Load an adapter; return the reason if that fails, otherwise an empty string.
+        """Load an adapter, and return the reason if that fails, otherwise an empty string.
 
         Args:
             name: name by which requests choose the adapter.
@@ -175,7 +179,7 @@ class LoraAdapters(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Remove an adapter that no request uses; an unknown name is no error."""
+        """Remove an adapter that no request uses. An unknown name is no error."""
 
 
 class WorkerEngine(Protocol):
@@ -183,11 +187,11 @@ class WorkerEngine(Protocol):
 
     @property
     def tiers(self) -> KvTransfers | None:
-        """KV outside the device; None without tiers."""
+        """KV outside the device, None without tiers."""
 
     @property
     def adapters(self) -> LoraAdapters | None:
-        """LoRA adapters; None if the engine serves none."""
+        """LoRA adapters, None if the engine serves none."""
 
     @property
     def events(self) -> RequestEvents:
@@ -206,7 +210,7 @@ class WorkerEngine(Protocol):
         """Number of computed steps that had work."""
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled; if not, begin to compile the grammar."""
+        """Return whether a request's grammar is compiled, and begin to compile it if not."""
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
@@ -218,7 +222,7 @@ class WorkerEngine(Protocol):
         """
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request; an unknown id is no error."""
+        """Drop a request. An unknown id is no error."""
 
     def inject_out_of_memory(self, after_steps: int) -> None:
         """Make one step run out of memory after `after_steps` more steps."""
@@ -245,7 +249,7 @@ class StartedEngine(Protocol):
         """Reservations of all ranks together."""
 
     def state(self) -> WorkerState:
-        """Measure memory and load; end sessions that have been idle for too long."""
+        """Measure memory and load, and end sessions that have been idle for too long."""
 
     def ready(self, state: WorkerState) -> Ready:
         """Return the message that describes the model and the worker, with its first state."""
@@ -261,7 +265,7 @@ Report = Callable[[Loading], None]
 """Function that reports the progress of a start to the server."""
 
 Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
-"""Function that loads the model of a configuration; it also gets the options of the command."""
+"""Function that loads the model of a configuration. It also gets the options of the command."""
 
 
 class Worker:
@@ -382,12 +386,12 @@ class Worker:
             self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
-        """Take pending messages for at most `DRAIN_S`; wait only if there is nothing to compute.
+        """Take pending messages for at most `DRAIN_S`, and wait only if nothing is to compute.
 
         A lone request starts at once. If two or more requests came together, more are likely on
         their way, and one step for all is cheaper than a step before them. The loop then waits for
         the rest: at most the prefill window, or the shorter decode window while prompts are
-        computed. Decodes never wait; requests that arrive meanwhile join their next step.
+        computed. Decodes never wait. Requests that arrive meanwhile join their next step.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
@@ -528,7 +532,7 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Return the message without a cancelled request; empty if no other request is left."""
+    """Return the message without a cancelled request, empty if no other request is left."""
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
 
@@ -542,9 +546,9 @@ def run(
     """Run a worker from its command line, and return the exit status.
 
     Args:
-        parser: parser with the worker's own options; the options of every worker are added.
+        parser: parser with the worker's own options, to which those of every worker are added.
         start: loads the model.
-        arguments: the command line; None for the process's.
+        arguments: the command line, None for the process's.
         import_libraries: imports the libraries of `start`, so that a standby worker has them.
     """
     parent = os.getppid()
@@ -560,7 +564,7 @@ def run(
     die_with_parent(parent)
     dump_on_signal()
     end_aborts_for_memory(HOST_SHORT)
-    # Ctrl-C reaches the whole group; the server decides when the worker ends.
+    # Ctrl-C reaches the whole group, but the server decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     if options.standby:
@@ -613,7 +617,7 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         log.exception("the group of ranks is lost")
         return shortage_status(error.__cause__) or GROUP_LOST
     except MemoryShortError as error:
-        log.error("this worker ends, and the next one goes on with its requests: %s", error)
+        log.error("this worker ends, and the next one continues its requests: %s", error)
         return MEMORY_SHORT
     except Exception as error:
         status = shortage_status(error)

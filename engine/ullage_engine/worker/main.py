@@ -16,7 +16,7 @@ from ullage_engine.worker.startup import RankCommand, Started, start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker; return the exit status."""
+    """Run a worker, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.worker.main",
         description="Compute for one ullage-engine, which starts this process itself.",

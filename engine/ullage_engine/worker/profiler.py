@@ -151,7 +151,7 @@ class Profile:
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """End the recording when it is time; return the answer once the file is written."""
+        """End the recording when it is time, and return the answer once the file is written."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:

@@ -81,20 +81,22 @@ _STAGING_BYTES = 16 << 20
 _PREFILL_CHUNK_TOKENS = 512
 """Most prompt tokens of one step if the configuration sets no limit."""
 _LEAST_CHUNK_TOKENS = 128
-"""Fewest prompt tokens that a measured limit allows; products of fewer rows are slower."""
+"""Fewest prompt tokens that a measured limit allows. Products of fewer rows are slower."""
 _CHUNK_UNIT = 64
 """Measured limits are multiples of this many tokens."""
 _PREFILL_S = 0.5
-"""Seconds that a step with a prompt's first tokens may take while decodes wait for the step. The
-limit applies if the configuration sets none and chunks do not change answers."""
+"""Seconds that a step with a prompt's first tokens may take while decodes wait for the step.
+
+The limit applies if the configuration sets none and chunks do not change answers.
+"""
 _DEADLINE_SHARE = 0.25
 """Largest share of limits.step_deadline that the prompt tokens of one step may take."""
 
 # How the cost of context is measured.
 _DEEP_TOKENS = 64
-"""Prompt tokens that are timed twice: at a prompt's beginning and behind a long context."""
+"""Prompt tokens that are timed twice, at a prompt's beginning and behind a long context."""
 _DEEP_CONTEXT = 4096
-"""Tokens of the long context; fewer if the longest sequence is shorter."""
+"""Tokens of the long context, fewer if the longest sequence is shorter."""
 _SHALLOW_CONTEXT = 256
 """Tokens of context whose reading takes too little time to be measured."""
 
@@ -102,10 +104,10 @@ _SHALLOW_CONTEXT = 256
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may spend reading KV while a new prompt waits."""
 _ANY_CONTEXT = 1 << 40
-"""Tokens of context that no step reaches: no limit."""
+"""Number of tokens of context that no step reaches, so it stands for no limit."""
 
 _TRANSFER_TIMEOUT_S = 60.0
-"""Least seconds after which a transfer between ranks has failed; the server notices it sooner."""
+"""Least seconds after which a transfer between ranks has failed. The server notices it sooner."""
 
 _COMPUTING_ROOMS = (
     "kernels",
@@ -125,7 +127,7 @@ def chunk_tokens(token_s: float, most: int) -> int:
     The number is never so small that products get slower, unless `most` is.
 
     Args:
-        token_s: seconds of one token at a prompt's beginning; later tokens take longer.
+        token_s: seconds of one token at a prompt's beginning. Later tokens take longer.
         most: upper limit.
     """
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
@@ -192,11 +194,12 @@ class RankStartup:
         self._workspace: Workspace | None = None
 
         self.swap_bytes_per_second = 0.0
-        """Bandwidth to host memory over all ranks, measured by this rank; 0 without host memory."""
+        """Bandwidth of all ranks to host memory, as this rank measured it, 0 without host
+        memory."""
         self.decode_tokens = _ANY_CONTEXT
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
         self.prompt_tokens = 0
-        """Most prompt tokens of one step; `finalize` measures it or takes the configured value."""
+        """Most prompt tokens of one step, as `finalize` measures it or as configured."""
         self.prompt_cost = PromptCost()
         """Cost of prompt tokens by position, measured by `finalize`."""
         self.longest_step_s = 0.0
@@ -297,19 +300,19 @@ class RankStartup:
     def window_tokens(self) -> int:
         """Length of the sliding windows whose layers have KV blocks of their own.
 
-        0 if no sequence is longer than a window and a prompt chunk: then no layer has its own.
+        0 if no sequence is longer than a window and a prompt chunk. Then no layer has its own.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes of one stored element of KV; every size of KV is computed from them."""
+        """Bytes of one stored element of KV, from which every size of KV is computed."""
         return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
 
     @cached_property
     def library_refusal(self) -> str:
-        """The reason why the C++ library does not compute whole steps; empty if it does."""
+        """The reason why the C++ library does not compute whole steps, empty if it does."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -351,10 +354,10 @@ class RankStartup:
     def allocate_arenas(self, store: Path | None = None) -> None:
         """Join the other ranks and allocate the buffers of a step.
 
-        The last phase before ranks compute together: a rank that lacks memory fails here.
+        It is the last phase before ranks compute together, so a rank that lacks memory fails here.
 
         Args:
-            store: file at which the ranks meet; None for a rank that computes alone.
+            store: file at which the ranks meet, None for a rank that computes alone.
         """
         assert self._loaded is not None, "load comes first"
         pipeline_rank = self._join_group(store)
@@ -392,7 +395,7 @@ class RankStartup:
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def _new_capture(self) -> NewCapture | None:
-        """Return the class that captures decode steps; None if every kernel is launched singly."""
+        """Return the class that captures decode steps, None if every kernel is launched singly."""
         if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
@@ -404,7 +407,7 @@ class RankStartup:
         """Run the largest steps on a pool of one block, so that libraries take their workspace.
 
         Returns:
-            The number of KV blocks that fit in the remaining memory: an upper limit for the pool.
+            The number of KV blocks that fit in the remaining memory, an upper limit for the pool.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
@@ -493,7 +496,7 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
-        """Measure the cost of prompt tokens; decide how many a step computes at each position."""
+        """Measure the cost of prompt tokens, and decide how many a step computes at a position."""
         most = self.limits.prompt_tokens
         measured = min(_LEAST_CHUNK_TOKENS, most)
         token_s = self.runner.measure_prompt_seconds(measured) / measured
@@ -823,7 +826,7 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
 
     Args:
         ledger: the ledger of the device.
-        limit: most bytes of the blocks; None for the remaining bytes of the ledger.
+        limit: most bytes of the blocks, None for the remaining bytes of the ledger.
         block_bytes: bytes of one block on this device.
         chunk_blocks: blocks of the largest prompt chunk.
 

@@ -74,11 +74,11 @@ class Join(GroupMessage, frozen=True):
     """Command: join the other ranks, and allocate the arenas and everything for the warm-up."""
 
     store: str
-    """Path of the file through which ranks meet; it does not exist yet."""
+    """Path of the file through which ranks meet, which does not exist yet."""
 
 
 class WarmUp(GroupMessage, frozen=True):
-    """Command: run the largest steps with all ranks; report how many KV blocks still fit."""
+    """Command: run the largest steps with all ranks, and report how many KV blocks still fit."""
 
 
 class Allocate(GroupMessage, frozen=True):
@@ -165,7 +165,7 @@ def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
 
     Args:
         plan: plan of rank 0.
-        sent: histories that the rank already has; None if the rank does not sample.
+        sent: histories that the rank already has, None if the rank does not sample.
     """
     if sent is not None:
         sent.begin_plan()
@@ -238,10 +238,10 @@ class RankProcesses:
             link.send(encoded)
 
     def wait_done(self) -> list[Done]:
-        """Wait for every rank's answer to the last command; return them in the order of ranks.
+        """Wait for every rank's answer to the last command, and return all in the order of ranks.
 
         Raises:
-            RankFailedError: a rank cannot go on.
+            RankFailedError: a rank cannot continue.
         """
         answers = {rank: self._answer(rank) for rank in self._links}
         failed = {rank: each for rank, each in answers.items() if isinstance(each, Failed)}
@@ -250,7 +250,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report in time, or None; drop other answers."""
+        """Return the error that ranks report in time, or None, and drop other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
 
@@ -340,13 +340,13 @@ class RankProcesses:
         status = self._popens[rank].wait()
         # A shortage of memory is reported even while the group is about to end because of it.
         if status in (OUT_OF_MEMORY, HOST_SHORT):
-            log.error("rank %d ran out of memory; the group starts again", rank)
+            log.error("rank %d ran out of memory, so the group starts again", rank)
             sys.stderr.flush()
             os._exit(status)
         if self._is_stopping.is_set() or status in (CANNOT_SERVE, START_FAILED):
             return
 
-        log.error("rank %d ended with status %d; the group starts again", rank, status)
+        log.error("rank %d ended with status %d, so the group starts again", rank, status)
         sys.stderr.flush()
         os._exit(GROUP_LOST)
 
@@ -389,7 +389,7 @@ class DistributedRunner:
         self._sent = SentHistories(max_sequences)
 
     def move(self, moves: Moves) -> None:
-        """Move blocks on every rank; see `ullage_engine.worker.engine.Runner`."""
+        """Move blocks on every rank, see `ullage_engine.worker.engine.Runner`."""
         self._processes.broadcast(Move(moves))
         try:
             self._own_runner.move(moves)
@@ -397,7 +397,7 @@ class DistributedRunner:
             raise GroupLostError(f"rank 0 cannot move blocks: {error}") from error
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step on every rank; see `ullage_engine.worker.engine.Runner`.
+        """Compute a step on every rank, see `ullage_engine.worker.engine.Runner`.
 
         Raises:
             GroupLostError: the group can no longer compute.
@@ -425,13 +425,13 @@ class DistributedRunner:
         return self._processes.wait_sampled(self._sampling_rank).tokens
 
     def sync(self) -> None:
-        """Wait until all ranks have finished their commands; no step may be in flight."""
+        """Wait until all ranks have finished their commands. No step may be in flight."""
         self._processes.broadcast(Sync())
         self._own_runner.sync()
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Send a plan to every rank and compute rank 0's part; return the tokens it sampled."""
+        """Send a plan to every rank, compute rank 0's part, and return the tokens it sampled."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank

@@ -90,12 +90,12 @@ class Rank0Link:
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
-        """Close the socket; the last messages are still sent."""
+        """Close the socket. The last messages are still sent."""
         self._socket.close()
 
 
 class Reporter:
-    """The reporter of this rank's loading to rank 0: each stage, its end, and once a second."""
+    """The reporter of this rank's loading to rank 0 at each stage, its end, and once a second."""
 
     def __init__(self, rank: int, link: Rank0Link) -> None:
         self._rank = rank
@@ -172,12 +172,12 @@ def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a rank; return the exit status."""
+    """Run a rank, and return the exit status."""
     options = _parse(arguments)
     die_with_parent(options.parent)
     dump_on_signal()
     end_aborts_for_memory(HOST_SHORT)
-    # Ctrl-C reaches the whole group; rank 0 decides when this rank ends.
+    # Ctrl-C reaches the whole group, but rank 0 decides when this rank ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

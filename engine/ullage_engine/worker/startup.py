@@ -69,7 +69,7 @@ class Started:
     swap_seconds: Callable[[], float]
     """Measure of the seconds spent on copies of KV to host memory and back, on rank 0."""
     swap_bytes_per_second: float
-    """Bandwidth to host memory measured at start; 0 without host memory for KV."""
+    """Bandwidth to host memory measured at start, 0 without host memory for KV."""
     free_memory: FreeMemoryMonitor
     """Monitor of the memory that other processes took from rank 0's device."""
     stop_ranks: Callable[[], None]
@@ -85,7 +85,7 @@ class Started:
     fingerprint: Fingerprint
     """Everything that decides the bits of the engine's answers."""
     kv_space: bytes
-    """Namespace of KV outside the device; empty without such KV."""
+    """Namespace of KV outside the device, empty without such KV."""
     longest_step_s: float
     """Seconds of the longest step, measured at the start."""
 
@@ -159,11 +159,11 @@ def start(
         report: receives the progress of the start.
         group_path: beginning of the paths of the other ranks' sockets.
         rank_command: makes the command lines of the other ranks.
-        host_tier: memory of the host tier; None without one.
+        host_tier: memory of the host tier, None without one.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
-        RankFailedError: another rank failed unexpectedly; another start may succeed.
+        RankFailedError: another rank failed unexpectedly, so another start may succeed.
         ProofError: a rank's results differ from those of a verified start.
     """
     own = RankStartup(config, 0, report, host_tier)
@@ -214,10 +214,10 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Start all ranks phase by phase; all ranks end a phase before any begins the next."""
+    """Start all ranks phase by phase. All ranks end a phase before any begins the next."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
-        # The source may have changed meanwhile; the next start maps one file for all ranks.
+        # The source may have changed meanwhile. The next start maps one file for all ranks.
         raise RankFailedError("ranks have prepared the weights differently", may_retry=True)
 
     store = group_path.with_name(group_path.name + ".store")
@@ -353,7 +353,7 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Return the sums of all ranks' reservations by name; every rank has kept its own budget."""
+    """Return the sums of all ranks' reservations by name. Every rank has kept its own budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
