@@ -4,27 +4,31 @@ WeightsError      the model cannot be loaded
 WorkerStartError  the worker cannot serve with this configuration
 LayoutError       the model cannot be split over ranks as asked (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
-ProofError        this start computes other results than the one that was verified
+ProofError        this start's results differ from those of the verified one
 GroupLostError    another rank is gone
 MemoryShortError  other processes hold memory that this worker needs
 """
 
 GROUP_LOST = 3
-"""Exit status of a rank that ends because another did, or a collective with it failed."""
+"""Exit status of a rank that ends because another one did, or because a collective failed."""
 
 MEMORY_SHORT = 5
-"""Exit status of a worker that ends with a MemoryShortError; 4 is a rank's."""
+"""Exit status of a worker that ends with a MemoryShortError. 4 is a rank's."""
 
 OUT_OF_MEMORY = 6
-"""Exit status of a worker or rank whose step ran out of device memory. The worker of such a rank's
-group has it, too."""
+"""Exit status of a worker or rank whose step ran out of device memory.
+
+The worker of such a rank's group has it, too.
+"""
 
 UNPROVEN = 7
 """Exit status of a worker whose start ends with a ProofError."""
 
 HOST_SHORT = 8
-"""Exit status of a worker that got no host memory, or whose rank got none, beyond the memory set
-aside for steps."""
+"""Exit status of a worker that, or whose rank, got no more host memory.
+
+The memory that is set aside for steps does not count.
+"""
 
 
 class WeightsError(Exception):
@@ -35,11 +39,14 @@ class WeightsError(Exception):
 
 
 class WorkerStartError(Exception):
-    """The worker cannot serve with this configuration; the message is one line naming the field."""
+    """The worker cannot serve with this configuration.
+
+    The message is one line that names the field.
+    """
 
 
 class RankFailedError(Exception):
-    """Another rank cannot serve; the message is one line with the rank and the reason."""
+    """Another rank cannot serve. The message is one line with the rank and the reason."""
 
     def __init__(self, message: str, may_retry: bool = False, is_unproven: bool = False) -> None:
         """Create the error of a rank.
@@ -55,14 +62,14 @@ class RankFailedError(Exception):
 
 
 class ProofError(Exception):
-    """This start computes other results than the one that was verified.
+    """The results of this start differ from those of the verified one.
 
     Another start may succeed. The message is one line.
     """
 
 
 class GroupLostError(RuntimeError):
-    """Another rank is gone, or out of step with this one; only a new group helps."""
+    """Another rank is gone, or out of step with this one. Only a new group helps."""
 
 
 class MemoryShortError(Exception):
@@ -73,7 +80,7 @@ class MemoryShortError(Exception):
 
 
 def is_unproven(error: Exception) -> bool:
-    """Whether a start failed because a rank computes other results than before."""
+    """Return whether a start failed because a rank's results differ from the verified ones."""
     if isinstance(error, RankFailedError):
         return error.is_unproven
     return isinstance(error, ProofError)

@@ -50,7 +50,10 @@ class Figures(msgspec.Struct, array_like=True):
     def observe_start(self, accepted_at: float, ago_s: float = 0.0) -> None:
         """Count a request that began to be computed `ago_s` seconds ago.
 
-        `accepted_at`: when the server accepted it, by `time.monotonic`; 0: it is not counted.
+        Args:
+            accepted_at: time at which the server accepted it, by `time.monotonic`. A request with 0
+                is not counted.
+            ago_s: seconds since it began.
         """
         if accepted_at:
             seconds = time.monotonic() - accepted_at - ago_s

@@ -13,26 +13,28 @@ from collections import deque
 READ_BYTES = 64 << 10
 """Most bytes of one read."""
 SEND_BUFFER_BYTES = 4 << 20
-"""Bytes that either end may send before the other one reads, so that a long prompt waits whole for
-a busy worker. The kernel gives at most `net.core.wmem_max`."""
+"""Bytes that either end may send before the other one reads.
+
+A long prompt can so wait whole for a busy worker. The kernel gives at most `net.core.wmem_max`.
+"""
 
 _LENGTH = struct.Struct("<I")
 """Length of a message, little-endian."""
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message with its length before it."""
+    """Return a message with its length in front."""
     return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
-    """Cuts the bytes of a stream into messages."""
+    """Splits the bytes of a stream into messages."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the messages that they complete."""
+        """Add received bytes, and return the messages that they complete."""
         pending = self._pending
         pending += data
         messages = []
@@ -70,7 +72,7 @@ class BlockingLink:
         self._messages: deque[bytes] = deque()
 
     def send(self, message: bytes) -> None:
-        """Send a message; wait while the send buffer is full.
+        """Send a message, waiting while the send buffer is full.
 
         Raises:
             OSError: the other end is gone, or has read nothing for too long.
@@ -78,7 +80,7 @@ class BlockingLink:
         self._socket.sendall(framed(message))
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next message; None if none came in time.
+        """Return the next message, None if none came in time.
 
         Raises:
             OSError: the other end is gone, and all of its messages were returned.

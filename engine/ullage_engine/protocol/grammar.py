@@ -1,6 +1,6 @@
 """The limits of grammars, and a process that checks whether a grammar can be compiled.
 
-A schema may be made to exhaust the stack or the memory of the process that compiles it. So a new
+A malicious schema may exhaust the stack or the memory of the process that compiles it. So a new
 grammar is first compiled by a process of its own, `python -m ullage_engine.protocol.grammar`. It
 reads the grammar from its input and writes the reason why it cannot be used, or nothing.
 """
@@ -31,19 +31,19 @@ _FIRST_STACK_BYTES = 4 << 20
 _MOST_BYTES = 24 << 20
 """Most bytes that a grammar may take before it has matched anything."""
 _HARD_BYTES = 2 << 30
-"""Most bytes of address space; a process that needs more is killed."""
+"""Most bytes of address space. A process that needs more is killed."""
 _CPU_SECONDS = 3
 """Most CPU time of the process."""
 
 
 def compile_error(text: str) -> str:
-    """Return why a grammar in llguidance's form cannot be used; empty if it can."""
+    """Return why a grammar in llguidance's form cannot be used, empty if it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return " ".join(messages[0].split())[:300] if is_error else ""
 
 
 def _cost_error(text: str) -> str:
-    """Return why a grammar cannot be used with a vocabulary, here one of bytes; empty if it can."""
+    """Return why a grammar cannot be used with a vocabulary of bytes, empty if it can."""
     before = _peak_bytes()
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()
@@ -60,7 +60,10 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Read a grammar and write its error; end by a signal, not SIGKILL, if it costs too much."""
+    """Read a grammar and write its error.
+
+    If the grammar costs too much, the process ends by a signal other than SIGKILL.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))
     # With an equal hard limit it would end by SIGKILL, which means a shortage of memory.

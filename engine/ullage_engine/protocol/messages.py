@@ -52,11 +52,16 @@ class Submit(Message, frozen=True, kw_only=True):
     """Command: admit requests and serve them."""
 
     requests: list[EngineRequest]
-    """Samples of one prompt, admitted together or refused together by one `Rejected` that names the
-    first. Or the hypotheses of a beam search, best to worst, answered when all are known."""
+    """Samples of one prompt, or the hypotheses of a beam search.
+
+    Samples are admitted together, or refused together by one `Rejected` that names the first.
+    Hypotheses are ordered from best to worst and answered when all are known.
+    """
     resumed: bool = False
-    """Whether a former worker had admitted them. They wait for memory and are never rejected for
-    lack of it."""
+    """Whether a former worker had admitted them.
+
+    They wait for memory and are never rejected for lack of it.
+    """
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -64,7 +69,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     request_id: str
     is_answered: bool = False
-    """Whether a stop string ended it, which only the server sees; else its client has gone."""
+    """Whether a stop string ended it, which only the server sees. Otherwise its client has gone."""
 
 
 class Fault(Message, frozen=True, kw_only=True):
@@ -84,7 +89,10 @@ class LimitBatch(Message, frozen=True, kw_only=True):
 
 
 class StartProfile(Message, frozen=True, kw_only=True):
-    """Command: profile the coming steps and answer with `ProfileDone`; only one profile at once."""
+    """Command: profile the coming steps and answer with `ProfileDone`.
+
+    There is only one profile at a time.
+    """
 
     kind: Literal["operations", "timeline"]
     steps: int
@@ -113,12 +121,14 @@ class KvFound(Message, frozen=True, kw_only=True):
     window_slots: list[int] = []
     """Slots of the last window blocks up to there, where layers with windows have their own."""
     more_from: int | None = None
-    """Index in the sequence of the first of more blocks, which are being loaded. The worker asks
-    for them with `is_rest`. None: there are no more."""
+    """Index in the sequence of the first of more blocks, which are being loaded.
+
+    The worker asks for them with `is_rest`. None if there are no more.
+    """
 
 
 class AddAdapter(Message, frozen=True, kw_only=True):
-    """Command: serve requests with one more LoRA adapter; the answer is `AdapterAdded`."""
+    """Command: serve requests with one more LoRA adapter. The answer is `AdapterAdded`."""
 
     name: str
     """Name that requests have as `adapter`. A name always stands for the same files."""
@@ -164,24 +174,26 @@ class Ready(Message, frozen=True, kw_only=True):
     fingerprint: Fingerprint = UNKNOWN
     """Everything that decides the bits of its answers."""
     kv_space: bytes = b""
-    """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
+    """Namespace of its KV blocks in tiers outside the device, empty if it uses none."""
     computes_beside_loads: bool = True
-    """Whether it computes the first blocks of a sequence while tiers load the last ones. If not,
-    every `KvWanted` is answered when all of its blocks are loaded."""
+    """Whether it computes the first blocks of a sequence while tiers load the last ones.
+
+    If not, every `KvWanted` is answered when all of its blocks are loaded.
+    """
     longest_step_s: float = 0.0
-    """Seconds that a step takes at most, as measured at the start; 0: not measured."""
+    """Seconds that a step takes at most, as measured at the start, 0 if not measured."""
     state: WorkerState
 
 
 class StartFailed(Message, frozen=True, kw_only=True):
-    """The worker cannot serve; another start does not help either unless `may_retry`."""
+    """The worker cannot serve, nor can another one unless `may_retry`."""
 
     error: str
     """One line naming the field or file."""
     may_retry: bool = False
     """Whether another start may succeed, because the error was unforeseen."""
     is_unproven: bool = False
-    """Whether the worker computes other results than a start that was verified."""
+    """Whether the worker's results differ from those of the verified start."""
 
 
 class AdapterAdded(Message, frozen=True, kw_only=True):
@@ -189,7 +201,7 @@ class AdapterAdded(Message, frozen=True, kw_only=True):
 
     name: str
     error: str = ""
-    """Why its requests cannot be computed, as a line for the operator; empty: they can."""
+    """Why its requests cannot be computed, as a line for the operator, empty if they can."""
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -200,13 +212,13 @@ class StepDone(Message, frozen=True, kw_only=True):
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """The worker has admitted a request: it computes it, or keeps it waiting for memory."""
+    """The worker has admitted a request, and computes it or lets it wait for memory."""
 
     request_id: str
 
 
 class Rejected(Message, frozen=True, kw_only=True):
-    """Admission refused a request; nothing of it is kept."""
+    """Admission has refused a request, of which the worker keeps nothing."""
 
     request_id: str
     needed_bytes: int
@@ -226,7 +238,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     request_id: str
     message: str
     field: str = ""
-    """Field of the request that is at fault; empty: the engine is."""
+    """Field of the request that is at fault, empty if the engine is."""
 
 
 class ProfileDone(Message, frozen=True, kw_only=True):
@@ -243,7 +255,7 @@ class StateReport(Message, frozen=True, kw_only=True):
 
 
 class KvOffer(Message, frozen=True, kw_only=True):
-    """Blocks to copy to the host tier; answered by `KvGranted`."""
+    """Blocks to copy to the host tier. The answer is `KvGranted`."""
 
     blocks: list[KvBlock]
 
@@ -258,7 +270,7 @@ class KvWritten(Message, frozen=True, kw_only=True):
 
 
 class KvWanted(Message, frozen=True, kw_only=True):
-    """Blocks that a sequence can begin with; answered by `KvFound`."""
+    """Blocks that a sequence can begin with. The answer is `KvFound`."""
 
     number: int
     """Number of the query, unique in this worker."""
@@ -268,8 +280,10 @@ class KvWanted(Message, frozen=True, kw_only=True):
     keys: list[bytes]
     """Keys of the sequence's blocks from the beginning on."""
     is_rest: bool = False
-    """Whether the answer waits until the blocks are loaded; else it comes at once with those that
-    are there."""
+    """Whether the answer waits until the blocks are loaded.
+
+    Otherwise it comes at once with those that are there.
+    """
 
 
 class KvRead(Message, frozen=True, kw_only=True):
@@ -281,10 +295,10 @@ class KvRead(Message, frozen=True, kw_only=True):
 
 
 class KvDamaged(Message, frozen=True, kw_only=True):
-    """Blocks whose bytes may be wrong; none of them is read again."""
+    """Blocks whose bytes may be wrong, so that none of them is read again."""
 
     chains: list[bytes] | None
-    """Beginnings of their keys, `ullage_kv.keys.CHAIN_BYTES` each; None: all blocks."""
+    """Beginnings of their keys, `ullage_kv.keys.CHAIN_BYTES` each. None stands for all blocks."""
 
 
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged

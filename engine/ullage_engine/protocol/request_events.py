@@ -3,8 +3,8 @@
 Both processes log the client's request id, so that their lines and the router's can be joined. The
 server has a span for each call of its service. The worker, which knows when tokens are computed,
 makes the spans inside: queue, prefill and decode, each when it is over. The span that is open when
-a worker is killed is lost, and the server's span says that the request went on. Lines and spans
-never contain prompts or answers.
+a worker is killed is lost, and the server's span says that the request was continued. Lines and
+spans never contain prompts or answers.
 
 A worker has a tracer of its own, which is one thread that sends spans. The alternative would be a
 message to the server for each span, also where nothing is traced.
@@ -46,7 +46,7 @@ class ServedRequest:
     """One call of the engine's service, in the log and as a span.
 
     Args:
-        tracer: the server's tracer; None: nothing is traced.
+        tracer: the server's tracer, None if nothing is traced.
         client_id: the request's name in the logs.
         metadata: the call's metadata, with the trace that it continues.
         attributes: attributes of the span.
@@ -69,7 +69,7 @@ class ServedRequest:
 
     @property
     def traceparent(self) -> str:
-        """The parent of the worker's spans; empty where nothing is traced."""
+        """The parent of the worker's spans, empty if nothing is traced."""
         return self._span.traceparent if self._span and self._span.is_recording else ""
 
     @property
@@ -96,7 +96,10 @@ class ServedRequest:
     def end(self, event: str, fields: Mapping[str, object], *, error: str = "") -> None:
         """Log the end of the request and end the span.
 
-        `error`: kind of the failure; empty: there was none.
+        Args:
+            event: name of the event.
+            fields: fields of the log line.
+            error: kind of the failure, empty if there was none.
         """
         _log(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
         if self._span:
@@ -177,9 +180,12 @@ class RequestEvents:
         self._enter(request.request_id, "prefill", is_again=is_again, ago_s=ago_s)
 
     def on_preempted(self, request: EngineRequest, count: int, is_swapped: bool) -> None:
-        """Record that a running request gave its memory to another, for the `count`-th time.
+        """Record that a running request gave its memory to another one.
 
-        `is_swapped`: whether its KV was copied to the host; else it will be computed again.
+        Args:
+            request: the request.
+            count: how often that has happened to it.
+            is_swapped: whether its KV was copied to the host. Otherwise it is computed again.
         """
         self._num_preemptions += 1
         total = self._num_preemptions
@@ -188,7 +194,7 @@ class RequestEvents:
         self._enter(request.request_id, "queue", is_again=True, ended="preempted")
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
-        """Record a computed step; call it only where `wants_steps`."""
+        """Record a computed step. Call it only if `wants_steps`."""
         now = time.time()
         prompts = 0
         num_prompt_tokens = 0

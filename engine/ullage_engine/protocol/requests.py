@@ -11,20 +11,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of sampling, already validated by the server."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0 is greedy."""
+    """Divisor of the logits, 0 for greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    """Number of likeliest tokens that are kept; 0 keeps all."""
+    """Number of likeliest tokens that are kept, 0 for all."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    """Always set: noise is a function of (seed, position), so a resumed request repeats itself."""
+    """Always set. Noise is a function of (seed, position), so a resumed request repeats itself."""
     logit_bias: dict[int, float] = {}
     """Biases added to the logits of these tokens, after penalties."""
     top_logprobs: int | None = None
-    """Alternatives reported for each token; None reports no log-probabilities at all."""
+    """Alternatives reported for each token, None for no log-probabilities at all."""
 
     @property
     def is_penalised(self) -> bool:
@@ -37,7 +37,7 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a beam search over one prompt."""
 
     width: int
-    """Hypotheses kept."""
+    """Number of hypotheses that are kept."""
     length_penalty: float = 1.0
     """Exponent of the length that divides a hypothesis' log-probability."""
 
@@ -47,13 +47,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     client_id: str = ""
-    """The client's name of the request, for logs; the same for all of its samples."""
+    """The client's name of the request in logs, the same for all of its samples."""
     traceparent: str = ""
-    """Parent of the worker's spans for it; empty: it is not traced."""
+    """Parent of the worker's spans for it, empty if it is not traced."""
     token_ids: list[int]
     """Prompt, followed by the output already sent when the request is resumed."""
     num_prompt_tokens: int
-    """Number of `token_ids` that are prompt; penalties and positions count from here."""
+    """Number of `token_ids` that are prompt. Penalties and positions count from here."""
     max_tokens: int
     """Output limit, counting output that is already part of `token_ids`."""
     sampling: SamplingParams
@@ -61,27 +61,27 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end the output. End-of-sequence tokens that the client ignores are not listed."""
     priority: int = 0
     session_id: str = ""
-    """Turns of one conversation, whose KV is kept between them; empty: none."""
+    """Name of the session, whose KV is kept between its turns, empty for none."""
     cache_salt: str = ""
     """Requests share cached KV only with requests of the same salt."""
     min_tokens: int = 0
     """Tokens of output before which no stop token is chosen."""
     grammar: str = ""
-    """Grammar that the output must match, in llguidance's form; empty: any text."""
+    """Grammar that the output must match, in llguidance's form, empty for any text."""
     beam: BeamParams | None = None
     """Parameters of a beam search that replaces sampling."""
     adapter: str = ""
-    """Name of its LoRA adapter; empty: none."""
+    """Name of its LoRA adapter, empty for none."""
     embed: bool = False
-    """Whether the answer is the prompt's embedding instead of output: `max_tokens` is 0."""
+    """Whether the answer is the prompt's embedding instead of output. Then `max_tokens` is 0."""
     accepted_at: float = 0.0
-    """Time at which the server accepted it, by `time.monotonic`; 0 where it has output already."""
+    """Time at which the server accepted it, by `time.monotonic`, 0 if it has output already."""
     num_stored_blocks: int = 0
     """Leading blocks of `token_ids` whose KV tiers outside the device have, or are likely to."""
 
     @property
     def session_key(self) -> str:
-        """The session's name among those of all salts; empty: no session."""
+        """The session's name among those of all salts, empty without a session."""
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
@@ -103,7 +103,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             expected_output: usual output length, tokens.
-            limit: longest sequence that this engine can hold, tokens; the result is never above it.
+            limit: longest sequence that this engine can hold, tokens. The result is never above it.
         """
         produced = len(self.token_ids) - self.num_prompt_tokens
         output = charged_output(self.max_tokens, expected_output, produced)
@@ -124,7 +124,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     token_ids: list[int]
     finish: Literal["", "stop", "length"]
-    """Reason why the request ended; empty: more to come."""
+    """Reason why the request ended, empty if more is to come."""
     logprobs: list[TokenLogprobs] | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0

@@ -29,33 +29,48 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Block table of positions 0 to end - 1, in order, and perhaps of some behind them. A
     sequence's steps have the same list object until an entry changes. It may grow between them."""
     sampling: SamplingParams | None
-    """Parameters of sampling behind the last of `token_ids`; None: nothing is sampled, because more
-    of the prompt is to come."""
+    """Parameters of sampling behind the last of `token_ids`.
+
+    None if nothing is sampled, because more of the prompt is to come.
+    """
     history: list[int]
-    """Prompt and output so far including `token_ids`; it only grows. Only penalties read it, so
-    other ranks get it only for these."""
+    """Prompt and output so far, including `token_ids`, a list that only grows.
+
+    Only penalties read it, so other ranks get it only for these.
+    """
     num_prompt_tokens: int
     num_replayed: int = 0
-    """Leading `token_ids` whose KV is stored already. They are computed again to rebuild the
-    convolution state, and their new KV is dropped."""
+    """Number of leading `token_ids` whose KV is stored already.
+
+    They are computed again to rebuild the convolution state, and their new KV is dropped.
+    """
     state_slot: int | None = None
-    """Slot of the convolution state before `start`; None: the chunk begins from the zero state."""
+    """Slot of the convolution state before `start`, None if the chunk begins from zeros."""
     next_state_slot: int = 0
-    """Slot for the state after the last token. No chunk of the same step reads it, so that a plan
-    can be computed again. Unused by models without convolutions."""
+    """Slot for the state after the last token, unused by models without convolutions.
+
+    No chunk of the same step reads it, so that a plan can be computed again.
+    """
     allowed: bytes | None = None
-    """Mask of the tokens that may be sampled, one bit each, the lowest of a byte first; None: any
-    token."""
+    """Mask of the tokens that may be sampled, None for any token.
+
+    Each token has one bit, and the lowest bit of a byte comes first.
+    """
     banned: list[int] = msgspec.field(default_factory=list)
     """Tokens that may not be sampled."""
     window_block_ids: list[int] = msgspec.field(default_factory=list)
-    """Block table of the layers with sliding windows, where these have blocks of their own. It is
-    as long as `block_ids`. The first held block fills the entries that every window has passed."""
+    """Block table of the layers with sliding windows, if these have blocks of their own.
+
+    It is as long as `block_ids`. The first held block fills the entries that every window has
+    passed.
+    """
     history_start: int = 0
     """In messages between ranks, the number of tokens before `history`, which the receiver has."""
     num_sampled: int = 1
-    """With `sampling`, the number of last `token_ids` behind which a token is sampled. It is more
-    than 1 for a decode with a draft."""
+    """With `sampling`, the number of last `token_ids` behind which a token is sampled.
+
+    It is more than 1 for a decode with a draft.
+    """
 
     @property
     def end(self) -> int:
@@ -110,8 +125,10 @@ class Moves:
     copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (source block, destination block) to copy."""
     prefetch: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (host slot, block) to copy while the step runs, which neither reads nor writes these
-    blocks. The copies are done when the step is."""
+    """Pairs (host slot, block) to copy while the step runs.
+
+    The step neither reads nor writes these blocks. The copies are done when the step is.
+    """
 
     def __add__(self, other: "Moves") -> "Moves":
         return Moves(
@@ -127,7 +144,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: at most one chunk a sequence; decodes first."""
+    """One step, with at most one chunk a sequence, decodes first."""
 
     chunks: list[Chunk]
     moves: Moves = field(default_factory=Moves)
@@ -142,7 +159,7 @@ class StepPlan:
         return [chunk for chunk in self.chunks if not chunk.is_decode]
 
     def sampled_parts(self) -> list[Chunk]:
-        """Return the `Chunk.sampled_parts` of all chunks: one chunk for each token to sample."""
+        """Return the `Chunk.sampled_parts` of all chunks, one for each token to sample."""
         sampled = [chunk for chunk in self.chunks if chunk.sampling is not None]
         return [part for chunk in sampled for part in chunk.sampled_parts()]
 
@@ -152,7 +169,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     request_id: str
     token_id: int
-    """The token; `NO_TOKEN` or `NOTHING_ALLOWED` where there is none."""
+    """The token, or `NO_TOKEN` or `NOTHING_ALLOWED` if there is none."""
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]

@@ -18,7 +18,7 @@ class Timeline:
     """The events of a trace."""
 
     def __init__(self, began: float) -> None:
-        """Begin a trace; `began` in Unix seconds."""
+        """Begin a trace at `began`, in Unix seconds."""
         self.began = began
         self._lanes: dict[str, int] = {}
         self._steps_until = {_STEPS: 0.0}
@@ -54,7 +54,7 @@ class Timeline:
         until: float,
         fields: dict[str, object],
     ) -> None:
-        """Add a phase of a request; time before the trace's beginning is cut off.
+        """Add a phase of a request, without its time before the trace's beginning.
 
         Args:
             key: the request's key, which has a lane of its own.

@@ -55,7 +55,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_committed_bytes: int
     """KV bytes that are reserved and not yet allocated, or withheld from new requests."""
     kv_used_bytes: int = 0
-    """Bytes of tokens in the allocated blocks; the rest of these blocks is waste."""
+    """Bytes of tokens in the allocated blocks. The rest of these blocks is waste."""
     num_running: int
     num_waiting: int
     num_steps: int
@@ -111,20 +111,23 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerState(SchedulerStats, frozen=True, kw_only=True):
-    """The worker's memory and load at one moment; see ullage.headroom.v1.Headroom."""
+    """The worker's memory and load at one moment, see ullage.headroom.v1.Headroom."""
 
     total_bytes: int
     threshold: float
     decode_tokens_per_second: float
     prefill_tokens_per_second: float
     step_seconds: list[float] = []
-    """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on; empty until measured."""
+    """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on.
+
+    Empty until measured.
+    """
     pressure_level: int = 0
-    """Current degrade level, from 1, the mildest; 0 is none."""
+    """Current degrade level, from 1, the mildest, or 0 for none."""
     batch_share: float = 1.0
     """Share of `batching.max_sequences` that may run at once, 0 to 1."""
     batch_limit: float = 1.0
-    """Last upper bound that the server set for `batch_share`; 1 is none."""
+    """Last upper bound that the server set for `batch_share`, 1 for none."""
     num_oom_events: int
     """Steps that ran out of memory since the worker started."""
     num_nonfinite_logits: int = 0
@@ -134,10 +137,10 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int
-    """Resident bytes of the worker's ranks; on CUDA rank 0's own bytes of its device."""
+    """Resident bytes of the worker's ranks, or on CUDA rank 0's own bytes of its device."""
     swap_seconds: float = 0.0
     """Seconds of copying to host memory and back since the worker started, on rank 0."""
     swap_bytes_per_second: float = 0.0
-    """Bandwidth to host memory measured at start, over all ranks; 0 without host memory for KV."""
+    """Bandwidth of all ranks to host memory, measured at start, 0 without host memory for KV."""
     kv_withheld_bytes: int = 0
     """KV bytes that new requests may not take, because other processes took device memory."""
