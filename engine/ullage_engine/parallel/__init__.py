@@ -1,5 +1,4 @@
-"""How a model is laid out over tensor and pipeline ranks, and how ranks send tensors to one
-another.
+"""The layout of a model over tensor and pipeline ranks, and the transport between them.
 
 It knows layouts and transport, and nothing of layers, workers or requests.
 """

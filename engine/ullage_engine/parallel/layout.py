@@ -17,7 +17,7 @@ from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.protocol.worker_state import RankPlace
 
 Criterion = Callable[[int, int, int], int]
-"""Function that returns the cost of run `index`, from `start` to `end`.
+"""Function of `index`, `start` and `end` that returns the cost of the index-th run.
 
 A longer run never costs less.
 """
@@ -88,7 +88,10 @@ def _first_cut(
 
 
 class LayoutError(ValueError):
-    """The ranks cannot share the model; one line that names field, value and remedy."""
+    """The ranks cannot share the model.
+
+    The message is one line that names field, value and remedy.
+    """
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -196,7 +199,10 @@ def share(count: int, parts: int, index: int) -> Share:
 
 
 def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return the KV heads of a rank; with more tensor ranks than heads, a head that ranks share."""
+    """Return the KV heads of a rank.
+
+    With more tensor ranks than heads, it is one head, which several ranks share.
+    """
     tensor = layout.tensor
     index = layout.tensor_rank(rank)
     if tensor <= model_config.num_kv_heads:

@@ -24,7 +24,7 @@ from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 
 MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
-"""Least tokens of a micro-batch by device; with fewer, another one costs more than it hides.
+"""Least tokens of a micro-batch by device. A smaller one costs more than it hides.
 
 Every micro-batch reads the weights of a stage once more. The read is free while the products take
 longer: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a processor a bfloat16
@@ -34,7 +34,7 @@ so that a prompt chunk of 512 tokens is four micro-batches, of which a stage wai
 
 
 class RankGroup:
-    """A rank's view of its group; made once a process, ended by `close`."""
+    """A rank's view of its group, made once in a process and ended by `close`."""
 
     def __init__(
         self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
@@ -78,14 +78,14 @@ class RankGroup:
                 distributed.all_reduce(tensor, group=self._tensor)
 
     def send(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begin to send to the next stage; the tensor must not change until the work is done."""
+        """Begin to send to the next stage. The tensor must not change until the work is done."""
         with ranges("transfer"):
             work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
         assert work is not None, "a rank of the pair"
         return work
 
     def receive(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begin to receive from the previous stage; the tensor has as many rows as it sends."""
+        """Begin to receive from the previous stage, as many rows as the tensor has."""
         work = distributed.irecv(tensor, self.rank - self.layout.tensor, group=self._before)
         assert work is not None, "a rank of the pair"
         return work
@@ -95,7 +95,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Make groups; return the group that this rank is in, or None."""
+        """Make groups, and return the group that this rank is in, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -204,14 +204,14 @@ class PipelineRank:
         """Allocate the buffers of a rank.
 
         Args:
-            group: the group; None for a rank that computes alone, and splits, sums and sends
+            group: the group, None for a rank that computes alone and so splits, sums and sends
                 nothing.
             max_rows: rows of the largest product of a whole step, padding included.
             hidden: width of hidden rows.
             dtype: type of hidden rows.
             max_batches: most micro-batches of a step.
-            splits_chunks: whether a chunk may be split over several micro-batches; false if a layer
-                has a convolution state.
+            splits_chunks: whether a chunk may be split over several micro-batches, which is false
+                if a layer has a convolution state.
         """
         layout = group.layout if group else RankLayout()
         rank = group.rank if group else 0
@@ -222,7 +222,7 @@ class PipelineRank:
         self.is_alone = group is None
         """Whether there is no other rank."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
-        """Sum over the ranks that share a layer, in place; None if only one rank has the layer."""
+        """Sum in place over the ranks that share a layer, None if only one rank has the layer."""
 
         self._group = group
         self._hidden = hidden
@@ -235,14 +235,14 @@ class PipelineRank:
             return torch.zeros(max_rows * hidden * is_needed, dtype=dtype, device=device)
 
         self.partial_sums = buffer(layout.tensor > 1)
-        """Flat buffer for the largest partial product; products are summed one after another."""
+        """Flat buffer for the largest partial product. Products are summed one after another."""
         self._received = buffer(not layout.is_first(rank))
         self._sent = buffer(not layout.is_last(rank))
         self._stream = _side_stream(device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers; `transfer_bytes` computes them in advance."""
+        """Bytes of the buffers, which `transfer_bytes` computes in advance."""
         return self.partial_sums.nbytes + self._received.nbytes + self._sent.nbytes
 
     def split(self, plan: StepPlan) -> list[StepPlan]:
@@ -255,7 +255,7 @@ class PipelineRank:
         )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
-        """Start the transfers of a step; `rows` has the number of rows of each micro-batch."""
+        """Start the transfers of a step with these numbers of rows of its micro-batches."""
         received = self._parts(self._received, rows)
         sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)
@@ -313,7 +313,7 @@ def micro_batches(
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Append chunks to batches; cut a chunk where a batch has its even share of the tokens."""
+    """Append chunks to batches, and cut a chunk if a batch has its even share of the tokens."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0
@@ -336,7 +336,10 @@ def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> 
 
 
 def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
-    """Return consecutive tokens of a chunk; only the piece with the chunk's last token samples."""
+    """Return consecutive tokens of a chunk.
+
+    Only the piece with the chunk's last token samples.
+    """
     is_last = end == len(chunk.token_ids)
     return replace(
         chunk,

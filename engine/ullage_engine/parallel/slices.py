@@ -38,12 +38,12 @@ ADDED_ONCE = ("experts_down_bias",)
 
 ROWS = -2
 COLUMNS = -1
-"""Axes of matrices [..., out, in]; the only axis of a vector is `COLUMNS`."""
+"""Axes of matrices [..., out, in]. The only axis of a vector is `COLUMNS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Runs of one axis; a cut without runs leaves a tensor whole."""
+    """Runs of one axis. A cut without runs leaves a tensor whole."""
 
     axis: int
     runs: tuple[Share, ...]
@@ -96,7 +96,7 @@ class Slicer:
         return self._is_last
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a tensor: a view if the part is contiguous, else a copy."""
+        """Return the rank's part of a tensor, as a view if it is contiguous, else as a copy."""
         matrix, _, kind = name.rpartition(".")
         if matrix in self.encodings:
             return self._cut_piece(matrix, kind, tensor)
@@ -135,12 +135,12 @@ class Slicer:
         return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's part of a tensor; None if the rank does not hold any."""
+        """Return the rank's part of a tensor, None if the rank does not hold any."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 
 def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
-    """Return runs of an axis, one after another: a view if they are contiguous."""
+    """Return runs of an axis one after another, as a view if they are contiguous."""
     parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
 
