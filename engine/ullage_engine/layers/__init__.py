@@ -1,5 +1,5 @@
-"""The layers of a decoder and the decoder that is built of them.
+"""The layers of a decoder, and the decoder that is built of them.
 
-They compute with weights they are given; they know nothing of schedulers, processes or where
-weights came from.
+They compute with the weights that they are given. They know nothing of schedulers, of processes, or
+of the source of the weights.
 """

@@ -1,4 +1,4 @@
-"""The layers that mix tokens: attention with its backends, and LFM2's gated short convolution.
+"""The layers that mix tokens, attention with its backends and LFM2's gated short convolution.
 
 Attention consists of projections, head norms, rotation and paged KV. Rotary position embedding
 rotates halves (Su et al., 2021, in GPT-NeoX's order). Norms are root mean square norms (Zhang and
@@ -107,7 +107,7 @@ class AttentionBackend(Protocol):
             put: copies index arrays to the device.
             rotated: input [heads + kv_heads, tokens, head_dim].
             attended: output [tokens, heads * head_dim].
-            window: number of last tokens that a row attends to; 0 for all.
+            window: number of last tokens that a row attends to, or 0 for all.
         """
         ...
 
@@ -281,7 +281,7 @@ class ForwardContext:
     ) -> None:
         """Lay out a batch in the arena.
 
-        `staging` copies index arrays to the device for `PagedBackend`; other backends have None.
+        `staging` copies index arrays to the device for `PagedBackend`. Other backends have None.
         """
         self.batch = batch
         self.device = arena["hidden"].device
@@ -321,7 +321,7 @@ class ForwardContext:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotate heads x [heads, tokens, head_dim] by tables [tokens, head_dim]; write to `out`."""
+    """Rotate heads x [heads, tokens, head_dim] by tables [tokens, head_dim] into `out`."""
     half = x.shape[-1] // 2
     torch.mul(x, cos, out=out)
     out[..., :half].addcmul_(x[..., half:], sin[:, :half])
@@ -371,7 +371,7 @@ class Rotary(Protocol):
 
 
 class TorchRotary:
-    """Rotary of torch: one operation after another, each for all heads."""
+    """Rotary of torch, which runs one operation after another, each for all heads."""
 
     def __init__(
         self,
@@ -411,7 +411,7 @@ class TorchRotary:
 
 
 class FusedRotary:
-    """Rotary of one Triton kernel, which reads the tables and writes the pages in place."""
+    """Rotary of Triton, one kernel that reads the tables and writes the pages in place."""
 
     def __init__(
         self,
@@ -449,7 +449,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """Prepare a step; `fused` if Triton's kernels compute, which need no rotated keys."""
+        """Prepare a step, `fused` if Triton's kernels compute, which need no rotated keys."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -526,7 +526,7 @@ class ConvStep:
     def __init__(
         self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
     ) -> None:
-        """Prepare a step; `fused` if one Triton kernel computes, which needs no further buffers."""
+        """Prepare a step, `fused` if one Triton kernel computes, which needs no further buffers."""
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)
@@ -569,7 +569,7 @@ class GatheredConvolution:
         self._slots = step.indices(np.maximum(plan.slots, 0))
         self._next_slots = step.indices(plan.next_slots)
 
-        # Chunks at the beginning of a sequence have no slot; their state is zeros.
+        # Chunks at the beginning of a sequence have no slot, and their state is zeros.
         fresh = np.flatnonzero(plan.slots == NO_SLOT)
         self._fresh = step.indices(fresh) if len(fresh) else None
 
@@ -598,7 +598,7 @@ class GatheredConvolution:
 
 @dataclass(frozen=True, slots=True)
 class ConvLayer:
-    """One convolution layer; `taps` is [kernel, channels], the oldest first."""
+    """One convolution layer with `taps` [kernel, channels], the oldest first."""
 
     project: Linear
     taps: torch.Tensor

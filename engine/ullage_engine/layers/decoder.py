@@ -135,8 +135,8 @@ def head_bounds(
     Args:
         lengths: |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
         model_config: the configuration of this rank's part of the model.
-        k_norm: weights [head_dim] of the norm of keys; None without a norm.
-        qkv_bias: bias [qkv_width] of the projection; None without a bias.
+        k_norm: weights [head_dim] of the norm of keys, None without a norm.
+        qkv_bias: bias [qkv_width] of the projection, None without a bias.
     """
     largest = math.sqrt(model_config.hidden) * lengths
     if qkv_bias is not None:
@@ -194,12 +194,12 @@ class Weights:
     embedding: TiledEmbedding | None = None
     """The embedding, if it is tiled."""
     reduce: Reduce | None = None
-    """Sum over ranks that each have a part of every expert; None without other ranks."""
+    """Sum over ranks that each have a part of every expert, None without other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer; `memory` is the index of its KV cache or of its convolution state."""
+    """One layer. `memory` is the index of its KV cache or of its convolution state."""
 
     mixer_norm: torch.Tensor
     mixer: AttentionLayer | ConvLayer
@@ -220,7 +220,7 @@ class DecoderLayer:
 
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
-    """Return rows padded to the rows of a product; padding repeats the last row."""
+    """Return rows padded to the rows of a product by repeating the last row."""
     count = limits.product_rows(len(rows)) if len(rows) else 0
     padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
     return padded
@@ -285,9 +285,9 @@ class Decoder:
             batch: rows of the step.
             caches: KV of each attention layer.
             states: states of each convolution layer.
-            hidden_in: hidden states [tokens, hidden] of the previous stage; None on the first
+            hidden_in: hidden states [tokens, hidden] of the previous stage, None on the first
                 stage, which embeds the tokens.
-            layers: indices of the layers to run; None for all.
+            layers: indices of the layers to run, None for all.
 
         Returns:
             Hidden states [tokens, hidden] after the last layer, not normalised. They lie in the
@@ -324,7 +324,7 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute a prepared step; see `forward`.
+        """Compute a prepared step, see `forward`.
 
         Triton's kernels read nothing on the host, unless the model has experts.
         """
@@ -355,7 +355,7 @@ class Decoder:
         self._project(chosen.copy_(rows), out)
 
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of hidden states [rows, hidden], and overwrite those."""
+        """Write the logits of hidden states [rows, hidden], overwriting the states."""
         assert self._head is not None, "not the last stage"
         assert self._norm is not None, "not the last stage"
         eps = self._model_config.rms_eps
@@ -387,11 +387,11 @@ class Decoder:
         return scales
 
     def check_tables(self) -> str:
-        """Compute the rotary tables a second time; return the name of one that differs, or ""."""
+        """Compute the rotary tables again, and return the name of one that differs, or ""."""
         return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:
-        """Check batch invariance; see `AttentionBackend.verify_row_invariance`."""
+        """Check batch invariance, see `AttentionBackend.verify_row_invariance`."""
         return self._backend.verify_row_invariance(self._head)
 
     def _embed(self, token_ids: torch.Tensor, step: ForwardContext) -> None:

@@ -28,12 +28,14 @@ from ullage_engine.quantization.formats import (
 
 # Dequantisation.
 PANEL_BYTES = 2 << 20
-"""Bytes of weights dequantised at a time: about the size that stays in a core's cache until the
-product reads them."""
+"""Bytes of weights dequantised at a time.
+
+About so many stay in a core's cache until the product reads them.
+"""
 
 # Products of int8.
 PASS_ROWS = 64
-"""Rows rounded and multiplied at a time; they bound the scratch memory."""
+"""Rows rounded and multiplied at a time, which bounds the scratch memory."""
 _MOST = 127
 """Largest rounded activation."""
 _LEAST_SCALE = 1e-12
@@ -48,7 +50,7 @@ FusedProduct = Callable[..., None]
 
 
 class Linear(Protocol):
-    """A linear layer with weights [in, out]; both operations write to the caller's memory."""
+    """A linear layer with weights [in, out]. Both operations write to the caller's memory."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,7 +97,7 @@ class RowInvariantLinear:
         self._products.add(x, self._weight, out)
 
     def verify_row_invariance(self, sizes: Iterable[int]) -> bool:
-        """Check the products of each number of rows; see `RowProducts.verify_row_invariance`."""
+        """Check the products of each number of rows, see `RowProducts.verify_row_invariance`."""
         return self._products.verify_row_invariance(self._weight, sizes)
 
 
@@ -214,7 +216,7 @@ class Int8Linear:
     """Linear layer of w8a8: int8 weights and activations, with a scale for each row of both."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
-        """Multiply by `packed`; `scratch` is uint8 of `int_scratch_bytes` or more."""
+        """Multiply by `packed` with `scratch`, uint8 of `int_scratch_bytes` or more."""
         num_rows, num_columns = packed.encoding.shape
         self.shape = (num_columns, num_rows)
         self._weight = packed.values.t()
@@ -253,7 +255,7 @@ class Int8Linear:
         return products
 
     def _round(self, x: torch.Tensor) -> None:
-        """Round rows to int8; |x - rounded * scale| <= scale / 2 for scale = max|row| / 127."""
+        """Round rows to int8 so that |x - rounded * scale| <= scale / 2, scale = max|row| / 127."""
         count = x.shape[0]
         floats = self._floats[:count].copy_(x)
         scales = self._row_scales[:count]
@@ -276,10 +278,10 @@ def native_matrix(packed: Packed) -> Matrix:
 
 
 class NativeLinear:
-    """Linear layer of tiled weights, computed by the C++ library; batch-invariant."""
+    """Batch-invariant linear layer of tiled weights, computed by the C++ library."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
-        """Multiply by `packed`; `scratch` is uint8 of `native_scratch_bytes` or more."""
+        """Multiply by `packed` with `scratch`, uint8 of `native_scratch_bytes` or more."""
         rows, columns = packed.encoding.shape
         self.shape = (columns, rows)
         # The description has a pointer into the tiles, so both live as long as the layer.
@@ -343,7 +345,7 @@ def scratch_bytes(
     Args:
         encodings: encodings of all quantised matrices.
         itemsize: bytes of a dequantised weight.
-        deterministic: whether matrices are dequantised whole; see `row_invariant_linear`.
+        deterministic: whether matrices are dequantised whole, see `row_invariant_linear`.
     """
     panels = 0
     halves = 0
@@ -370,7 +372,7 @@ def quantized_linear(
         packed: quantised weights.
         dtype: type of activations.
         scratch: uint8 of `scratch_bytes`, shared by all layers.
-        fused: Triton's kernel; None on devices without Triton.
+        fused: Triton's kernel, None on devices without Triton.
     """
     encoding = packed.encoding
     if encoding.is_tiled:

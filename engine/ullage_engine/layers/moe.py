@@ -1,7 +1,7 @@
 """The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
 
 The linear layers of experts hold one matrix for every expert. They multiply by the matrices one
-after another, by all in one grouped product, or only by the matrices that a few tokens picked.
+after another, by all in one grouped product, or only by the matrices that a few tokens chose.
 
 MXFP4, in which gpt-oss stores its experts, has 4 bits a number and 8 bits for the scale of each
 group of 32. A number has 1 sign bit, 2 bits of exponent and 1 bit of mantissa. A scale is the power
@@ -41,11 +41,13 @@ GROUPED_ALIGNMENT = 16
 """Alignment in bytes of the rows that `grouped_mm` multiplies."""
 
 PANEL_ELEMENTS = 1 << 24
-"""Elements of a grouped product that are computed at once, which bounds the temporary:
-`grouped_mm` has no `out`."""
+"""Elements of a grouped product that are computed at once.
+
+They bound the temporary, since `grouped_mm` has no `out`.
+"""
 
 PANEL_COLUMNS = 16
-"""Least columns of a panel; the columns of every panel are a multiple."""
+"""Least columns of a panel. The columns of every panel are a multiple."""
 
 FEW_PAIRS = 4
 """Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
@@ -69,7 +71,7 @@ _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 """Integer type with the size of two numbers."""
 
 GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]; may change gate_up."""
+"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width], may change gate_up."""
 
 Reduce = Callable[[torch.Tensor], None]
 """Sums [tokens, hidden] over all ranks, in place."""
@@ -92,11 +94,11 @@ class ExpertLinears(Protocol):
         """Write the product of each row and its expert's matrix, for rows sorted by expert.
 
         Args:
-            x: [pairs and padding, in], sorted by expert; padding rows may be overwritten.
-            ends: int32 [experts], the end of each expert's rows; on the host if `reads_ends`,
+            x: [pairs and padding, in], sorted by expert. Padding rows may be overwritten.
+            ends: int32 [experts], the end of each expert's rows, on the host if `reads_ends`,
                 otherwise on the device.
             pairs: number of rows without padding.
-            out: [pairs and padding, out]; padding rows have no meaning.
+            out: [pairs and padding, out]. Padding rows have no meaning.
         """
         ...
 
@@ -122,7 +124,7 @@ class LoopedExperts:
     def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
         """Multiply by `matrices`, one for each expert.
 
-        `deterministic`: products have whole units of rows (`ullage_engine.kernels.arena`).
+        With `deterministic`, products have whole units of rows (`ullage_engine.kernels.arena`).
         """
         self._matrices = matrices
         self._deterministic = deterministic
@@ -163,7 +165,7 @@ class GroupedExperts(LoopedExperts):
     """
 
     def __init__(self, weights: torch.Tensor, matrices: Sequence[Linear]) -> None:
-        """Multiply by `weights` [experts, out, in]; `matrices` has a layer for each expert."""
+        """Multiply by `weights` [experts, out, in]. `matrices` has a layer for each expert."""
         super().__init__(matrices)
         self._weights = weights
 
@@ -274,12 +276,12 @@ def column_panels(columns: int, max_columns: int) -> list[slice]:
 
 
 def decodes(device: torch.device) -> bool:
-    """Return whether MXFP4 weights are decoded before the product: true without Triton."""
+    """Return whether MXFP4 weights are decoded before the product, as without Triton."""
     return not triton.runs_on(device)
 
 
 class Mxfp4Decoder:
-    """The decoder of MXFP4; all layers share its scratch memory, one panel at a time."""
+    """The decoder of MXFP4. All layers share its scratch memory, one panel at a time."""
 
     def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
         """Decode to `dtype` in `scratch`, uint8 of `mxfp4_scratch_bytes`.
@@ -327,7 +329,7 @@ class Mxfp4Linear:
     """Linear layer of one expert's packed matrix."""
 
     blocks: torch.Tensor
-    """Packed numbers, uint8 [out, groups, 16]; groups run along `in`."""
+    """Packed numbers, uint8 [out, groups, 16], whose groups run along `in`."""
     scales: torch.Tensor
     """Scales, uint8 [out, groups]."""
     decoder: Mxfp4Decoder
@@ -424,7 +426,7 @@ class ExpertWeights:
     gate_up_bias: torch.Tensor | None = None
     """Bias [experts, 2 * width]."""
     down_bias: torch.Tensor | None = None
-    """Bias [experts, hidden]; only one rank of a group has it, since ranks add their results."""
+    """Bias [experts, hidden]. Only one rank of a group has it, since ranks add their results."""
 
 
 class Experts:
@@ -449,7 +451,7 @@ class Experts:
             weights: weights of this layer.
             arena: buffers of `ullage_engine.kernels.arena`.
             deterministic: whether results are batch-invariant.
-            reduce: sums over ranks that each have a slice of every expert; None without others.
+            reduce: sums over ranks that each have a slice of every expert, None without others.
         """
         self._spec = spec
         self._weights = weights
@@ -489,7 +491,7 @@ class Experts:
         out.add_(total)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the experts of every token, best first; return them and their weights."""
+        """Choose the experts of every token, best first, and return them and their weights."""
         tokens = x.shape[0]
         arena = self._arena
         logits = shaped(arena["expert_logits"], tokens, self._spec.num_experts)
@@ -505,7 +507,7 @@ class Experts:
         return chosen, weights
 
     def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute pairs one by one; return results [pairs, hidden] and the row of each pair."""
+        """Compute pairs one by one, and return results [pairs, hidden] and the row of each pair."""
         pairs = chosen.view(-1)
         weights = self._weights
         gate_up, gated, rows = self._buffers(len(pairs))
@@ -532,7 +534,7 @@ class Experts:
         gate_up, gated, rows = self._buffers(pairs + padding_rows(pairs))
         torch.index_select(x, 0, order.floor_divide_(chosen.shape[1]), out=rows[:pairs])
 
-        # One copy to the host serves both products: the host waits here until the device has
+        # One copy to the host serves both products. The host waits here until the device has
         # sorted, and does not wait again in this slice.
         both = (weights.gate_up, weights.down)
         host_ends = ends.cpu() if any(each.reads_ends for each in both) else ends

@@ -1,8 +1,8 @@
 """The decoder whose steps the C++ library computes, all layers in one call.
 
 It computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are float32, and
-rows are rounded to int8 before each product with quantised weights. A row's results depend on its
-sequence alone: the decoder is batch-invariant.
+rows are rounded to int8 before each product with quantised weights. The decoder is batch-invariant:
+a row's results depend on its sequence alone.
 
 In the KV cache a block of keys is [head_dim, tokens], a layout that only this decoder reads.
 """
@@ -183,7 +183,7 @@ class NativeDecoder:
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:
-        """Compute the rotary tables a second time; return the name of one that differs, or ""."""
+        """Compute the rotary tables again, and return the name of one that differs, or ""."""
         cos, sin = self._rotary_tables()
         return different_table(self._config, cos, sin)
 
@@ -210,10 +210,10 @@ class NativeDecoder:
         Args:
             chunks: chunks of the step.
             logits: output, float32 [sampled rows, vocab], contiguous.
-            layers: layers to run; None for all.
+            layers: layers to run, None for all.
 
         Returns:
-            The likeliest token of each sampled row; -1 if a logit of the row is not finite.
+            The likeliest token of each sampled row, -1 if a logit of the row is not finite.
 
         Raises:
             IndexError: a token is not in the vocabulary.
@@ -345,7 +345,7 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Return the address of a vector in float32; None if the model has no such vector."""
+        """Return the address of a vector in float32, None if the model has no such vector."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 

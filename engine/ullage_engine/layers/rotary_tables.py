@@ -4,9 +4,9 @@ Frequencies and angles are rounded to float32 where the reference implementation
 that models see the positions that they were trained with. Each rounding is that of an exact value.
 Cosine and sine of an angle are computed in float64 and rounded once.
 
-Only additions, products and comparisons decide the bits, which IEEE 754 defines. The vector
-functions of torch and numpy have other bits on other processors, and torch's have been wrong by
-1.5e-4 on one of two threads at their first call in a process.
+Only additions, products and comparisons decide the bits, which IEEE 754 defines. The results of
+vector functions of torch and numpy differ between processors, and torch's have been wrong by 1.5e-4
+on one of two threads at their first call in a process.
 
 The reduction to a quarter turn and both polynomials are those of fdlibm (Sun Microsystems, 1993).
 """
@@ -24,7 +24,7 @@ Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
 _BLOCK_ANGLES = 1 << 14
-"""Angles that are computed at once: their temporaries stay in a core's cache."""
+"""Angles that are computed at once, so that their temporaries stay in a core's cache."""
 
 _DIGITS = 40
 """Digits of powers, before they are rounded to float32."""
@@ -35,8 +35,10 @@ _QUARTER_TURN = (
     6.07710050630396597660e-11,
     2.02226624879595063154e-21,
 )
-"""π/2 as a sum: 33 bits, 33 bits and the rest, so that the first two products with a whole number
-of up to 20 bits are exact."""
+"""π/2 as a sum of 33 bits, 33 bits and the rest.
+
+The first two products with a whole number of up to 20 bits are exact.
+"""
 
 _SINE = (
     -1.66666666666666324348e-01,
@@ -60,9 +62,9 @@ _COSINE = (
 
 
 def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write the tables of every position; both are [positions, head_dim].
+    """Write the tables of every position, both [positions, head_dim].
 
-    The first half of `sin` is negated: rotating is then x * cos + swap_halves(x) * sin.
+    The first half of `sin` is negated, so that rotating is x * cos + swap_halves(x) * sin.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
@@ -80,9 +82,9 @@ def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Te
 
 
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Compute both tables again; return the name, cos or sin, of one that differs, or "".
+    """Compute both tables again, and return the name, cos or sin, of one that differs, or "".
 
-    The second half of tables [positions, head_dim] is compared, and the whole of half tables.
+    Of tables [positions, head_dim] the second half is compared, of half tables the whole.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
