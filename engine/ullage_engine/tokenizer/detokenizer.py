@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive: whole characters only, and nothing of a stop string.
+"""Turns tokens into text while they arrive, in whole characters and without stop strings.
 
 Bytes of an incomplete character are held back, as is text that may turn out to be the beginning of
 a stop string. The cost of a token does not depend on the length of the text before it.
@@ -15,11 +15,11 @@ _UNSUPPORTED = "tokenizer.json: decoder {} is not supported; use a byte-level to
 
 
 class TokenBytes:
-    """The bytes of each token in the text; special tokens have none.
+    """The bytes of each token in the text. Special tokens have none.
 
     Attributes:
         problem: reason why tokens cannot become text, if the decoder is neither byte-level nor
-            SentencePiece with byte fallback; empty where they can.
+            SentencePiece with byte fallback, empty if they can.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ class TokenBytes:
         return b"" if token_id in self._special else self.spelling(token_id)
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not; empty for an id without a token."""
+        """Return the bytes of a token, special or not, empty for an id without a token."""
         text = self._known.get(token_id)
         if text is None:
             added = self._added.get(token_id)
@@ -55,7 +55,7 @@ class TokenBytes:
 
 
 class TextPiece(NamedTuple):
-    """New text, and the stop string that ended it (empty: none did)."""
+    """New text, and the stop string that ended it, empty if none did."""
 
     text: str
     stop_string: str
@@ -80,11 +80,11 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Take a token; after a piece with a stop string nothing more may be pushed."""
+        """Take a token. After a piece with a stop string nothing more may be pushed."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
-        """Return the text that was held back; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back. An incomplete character becomes U+FFFD."""
         piece = self._stops.push(self._characters.decode(b"", final=True))
         if piece.stop_string:
             return piece
@@ -102,7 +102,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> TextPiece:
-        """Add text; return the part that can no longer belong to a stop string."""
+        """Add text, and return the part that can no longer belong to a stop string."""
         if not self._stops:
             return TextPiece(text, "")
 
@@ -123,7 +123,7 @@ class StopMatcher:
         return held
 
     def _advance(self, character: str) -> str:
-        """Add one character; return the stop string that it completes, or an empty one."""
+        """Add one character, and return the stop string that it completes, or an empty one."""
         completed = ""
         for index, stop in enumerate(self._stops):
             matched = self._matched[index]

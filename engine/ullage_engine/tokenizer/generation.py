@@ -1,7 +1,7 @@
 """Sampling parameters that a model's authors recommend, in generation_config.json or GGUF metadata.
 
-Every key is honoured, known not to affect sampling, or refused with its name and value. A key that
-is ignored silently would give other answers than its authors mean.
+Every key is honoured, known not to affect sampling, or refused with its name and value. If a key
+were ignored silently, answers would differ from what the authors intend.
 """
 
 import math
@@ -126,7 +126,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermarking_config": (),
     }
 )
-"""Keys that are not supported, with the values that change nothing; null changes nothing either."""
+"""Keys that are not supported, with the values that change nothing. Null changes nothing either."""
 
 _GGUF_PREFIX = "general.sampling."
 _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
@@ -157,7 +157,7 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
 
 
 class GenerationError(Exception):
-    """A recommended value cannot be honoured; the message has key, value and remedy."""
+    """A recommended value cannot be honoured. The message has key, value and remedy."""
 
 
 def sampling_defaults(config: Values) -> SamplingDefaults:

@@ -34,14 +34,14 @@ class _Kind:
     """How a family of byte-level BPE tokenizers splits text before merging."""
 
     split: str = ""
-    """Regular expression of one piece; empty: GPT-2's own."""
+    """Regular expression of one piece, empty for GPT-2's own."""
     single_digits: bool = False
     """Whether every digit is a piece of its own, cut before the split."""
     whole_words: bool = False
     """Whether a piece that is in the vocabulary becomes one token without merging."""
     normal_form: Literal["", "NFC"] = ""
     adds_bos: bool = False
-    """Whether text begins with the beginning-of-sequence token where the file does not say."""
+    """Whether text begins with the beginning-of-sequence token if the file does not say."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -105,7 +105,7 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
 def _post_processor(
     metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
 ) -> processors.PostProcessor | None:
-    """Make the processor that puts special tokens around raw text; None: it gets none."""
+    """Make the processor that puts special tokens around raw text, None if text gets none."""
     special = special_token_ids(metadata)
     added = {
         "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),
@@ -180,9 +180,10 @@ def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
 
 
 def _added_tokens(metadata: Mapping[str, Value], tokens: list[str]) -> Iterator[AddedToken]:
-    """Yield tokens matched whole in text: control tokens, left out when decoding, and user-defined.
+    """Yield the tokens that are matched whole in text: control tokens and user-defined ones.
 
-    Ends by their names are control tokens, even if the file gives them another type.
+    Control tokens are left out when decoding. Ends by their names are control tokens, even if the
+    file gives them another type.
     """
     ends = end_names(metadata)
     for token_id, token in enumerate(tokens):

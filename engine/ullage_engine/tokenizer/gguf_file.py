@@ -38,7 +38,7 @@ Value = int | float | bool | str | list["Value"]
 
 
 class GgufError(Exception):
-    """The file is not a readable GGUF file; the message is one line that names it."""
+    """The file is not a readable GGUF file. The message is one line that names it."""
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
@@ -75,7 +75,7 @@ def _opened(path: Path) -> Iterator["_Reader"]:
 
 
 class _Reader:
-    """A cursor over the mapped file; reading beyond its end raises struct.error or IndexError."""
+    """A cursor over the mapped file. Reading beyond its end raises struct.error or IndexError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -119,7 +119,7 @@ class _Reader:
         return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
 
     def _strings(self, count: int) -> list[Value]:
-        """Read many strings with few calls, as a vocabulary and its merges are 100,000 of them."""
+        """Read many strings with few calls. A vocabulary and its merges are 100,000 strings."""
         data = self._data
         at = self._at
         texts = list[Value]()

@@ -54,8 +54,10 @@ END_TOKENS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     }
 )
-"""Tokens that end an answer by their names, as in llama.cpp. Files with several ends often give the
-id of only one."""
+"""Tokens that end an answer by their names, as in llama.cpp.
+
+Files with several ends often give the id of only one.
+"""
 
 _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
     # gpt-oss and Solar write <|end|> between their messages.

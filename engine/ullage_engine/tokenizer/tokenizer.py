@@ -44,7 +44,7 @@ _NO_DEFAULT = (
 
 
 class TokenizerError(Exception):
-    """The model's tokenizer cannot be used; the message is one line with file and remedy."""
+    """The model's tokenizer cannot be used. The message is one line with file and remedy."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class ModelTokenizer:
     json_bytes: bytes
     """Contents of a tokenizer.json."""
     chat_template: str
-    """Jinja source; empty when the model has none."""
+    """Jinja source, empty if the model has none."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end generation."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of special tokens by their names in templates, such as `bos_token`."""
     tool_chat_template: str = ""
-    """Jinja source for conversations with tools; empty: `chat_template` serves."""
+    """Jinja source for conversations with tools, empty if `chat_template` serves them, too."""
     chat_adds_bos: bool = False
     """Whether `bos_token` is added to a rendered conversation that does not begin with it."""
     sampling_defaults: SamplingDefaults = field(default_factory=dict)
@@ -69,12 +69,12 @@ class ModelTokenizer:
 
     @property
     def bos_token(self) -> str:
-        """Text of the beginning-of-sequence token; empty when there is none."""
+        """Text of the beginning-of-sequence token, empty if there is none."""
         return self.special_tokens.get("bos_token", "")
 
     @property
     def eos_token(self) -> str:
-        """Text of the end-of-sequence token; empty when there is none."""
+        """Text of the end-of-sequence token, empty if there is none."""
         return self.special_tokens.get("eos_token", "")
 
     @property
@@ -97,14 +97,14 @@ class ModelTokenizer:
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat template, behind a BOS token where `chat_adds_bos`.
+        """Return the ids of a rendered chat template, behind a BOS token if `chat_adds_bos`.
 
         Special tokens in the text are recognised.
         """
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return a conversation's ids behind a BOS token where `chat_adds_bos`."""
+        """Return a conversation's ids, behind a BOS token if `chat_adds_bos`."""
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
@@ -197,7 +197,7 @@ def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
 def _tokenizer_config(path: Path) -> Json:
     """Return tokenizer_config.json.
 
-    Where that lists no added tokens, special_tokens_map.json overrides it, as in transformers.
+    If it lists no added tokens, special_tokens_map.json overrides it, as in transformers.
     """
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
@@ -206,7 +206,7 @@ def _tokenizer_config(path: Path) -> Json:
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
-    """Return the texts of special tokens: strings, or objects with the text under `content`."""
+    """Return the texts of special tokens, given as strings or as objects with `content`."""
     more = config.get("extra_special_tokens")
     texts = {str(k): _text(value) for k, value in more.items()} if isinstance(more, dict) else {}
     texts |= {name: _text(value) for name, value in config.items() if name.endswith("_token")}
@@ -223,7 +223,7 @@ def _chat_templates(path: Path, config: Json) -> tuple[str, str]:
     """Return the template of conversations without tools and that of those with tools.
 
     They are in files of their own or in the configuration, where they have names if there are
-    several. Empty: there is none of that kind.
+    several. A template is empty if there is none of its kind.
     """
     templates = _template_files(path) or _configured_templates(path, config)
     if templates and "default" not in templates:
@@ -327,7 +327,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Json:
-    """Read a JSON object; return an empty one if the file, which is optional, is absent."""
+    """Read a JSON object, and return an empty one if the file, which is optional, is absent."""
     if not path.is_file():
         return {}
     try:
