@@ -12,8 +12,10 @@ DTYPES = {
 }
 
 KvDtype = Literal["auto", "fp8"]
-"""Type of stored keys and values: float8 E4M3, or the decoder's choice
-(`ullage_engine.layers.native_decoder.auto_kv_type`)."""
+"""Type of stored keys and values.
+
+It is float8 E4M3, or the decoder's choice (`ullage_engine.layers.native_decoder.auto_kv_type`).
+"""
 
 
 def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:
@@ -28,7 +30,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device
 ) -> torch.dtype:
-    """Return the type of weights and activations; auto is bfloat16 where the device supports it."""
+    """Return the type of weights and activations. auto is bfloat16 if the device supports it."""
     if name != "auto":
         return DTYPES[name]
     fast = device.type == "cuda" or cpu_computes_bfloat16()
@@ -36,12 +38,12 @@ def resolve_dtype(
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a CPU emulates products of this type, which is slower than float32."""
+    """Return whether a CPU emulates products of this type, which is slower than float32."""
     return dtype is torch.bfloat16 and device.type == "cpu" and not cpu_computes_bfloat16()
 
 
 def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU has bfloat16 products; emulated, they are slower than float32's."""
+    """Return whether the CPU has bfloat16 products. Emulated they are slower than float32's."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""The keys of config.json by family; rules are explained in `ullage_engine.model_config.keys`."""
+"""The keys of config.json by family. `ullage_engine.model_config.keys` explains the rules."""
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read, same
 
 _SILU = ("silu", "swish")
 
-# In no family; all read by `ullage_engine.model_config.registry`.
+# In no family, all read by `ullage_engine.model_config.registry`.
 _SIZES = {
     **read("family of the model", "model_type"),
     **read("class of the model, which has to be the family's", "architectures"),

@@ -9,7 +9,7 @@ Json = dict[str, object]
 
 
 class HFConfig:
-    """The object of a config.json, or one of its sections; errors name the file and the key."""
+    """The object of a config.json, or one of its sections. Errors name the file and the key."""
 
     def __init__(self, path: Path, values: Json, *, allows_unknown: bool = False) -> None:
         """Wrap an object.
@@ -54,7 +54,7 @@ class HFConfig:
         return HFConfig(self.path, value, allows_unknown=self.allows_unknown)
 
     def get(self, key: str, default: object = None) -> object:
-        """Return the value; `default` where it is absent or null."""
+        """Return the value, or `default` if it is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 

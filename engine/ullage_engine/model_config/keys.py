@@ -86,7 +86,7 @@ def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
 
 
 def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
-    """Refuse a key that is in no table, or log a warning where unknown keys are allowed.
+    """Refuse a key that is in no table, or log a warning if unknown keys are allowed.
 
     Raises:
         WeightsError: if unknown keys are not allowed.
@@ -110,7 +110,7 @@ def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
 
 
 def _equal(value: object, other: object) -> bool:
-    """Compare JSON values; true is not 1, but 1 is 1.0."""
+    """Compare JSON values. true is not 1, but 1 is 1.0."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

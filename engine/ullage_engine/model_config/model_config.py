@@ -11,7 +11,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     mixer: Literal["attention", "conv"] = "attention"
     """Kind of the mixer: attention, or LFM2's gated short convolution."""
     window: int = 0
-    """Length of the sliding window in tokens, including the token itself; 0: all tokens."""
+    """Length of the sliding window in tokens, including the token itself, 0 for all tokens."""
     feed_forward: Literal["dense", "experts"] = "dense"
 
 
@@ -23,8 +23,11 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int
     """Width of one expert."""
     scoring: Literal["sigmoid", "softmax"]
-    """Scores of experts. LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone. gpt-oss
-    chooses by the logits and weighs by a softmax over the chosen experts."""
+    """Scores of experts.
+
+    LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone. gpt-oss chooses by the logits
+    and weighs by a softmax over the chosen experts.
+    """
     is_normalised: bool = True
     """Whether the sigmoids of the chosen experts are divided by their sum."""
     scale: float = 1.0
@@ -56,7 +59,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence the model was made for, tokens."""
     rope_theta: float
     rope_factors: list[float] | None = None
-    """Divisors of the rotary frequencies, head_dim / 2 of them, where positions are rescaled."""
+    """Divisors of the rotary frequencies, head_dim / 2 of them, if positions are rescaled."""
     rope_scale: float = 1.0
     """Factor of cosine and sine: YaRN's attention factor."""
     rms_eps: float
@@ -69,7 +72,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = False
     """Whether each query head has a learned logit that takes a share of the softmax."""
     conv_kernel: int = 0
-    """Taps of the short convolutions, including the token's own; 0: there are none."""
+    """Taps of the short convolutions, including the token's own, 0 if there are none."""
     conv_channels: int = 0
     """Channels of the short convolutions on this rank: hidden, or a share of it."""
     experts: ExpertsSpec | None = None
@@ -112,7 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def window(self) -> int:
         """Longest sliding window of a model that also has layers without one, tokens.
 
-        0 where no layer has a window, or every layer has.
+        0 if no layer has a window, or every layer has one.
         """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0
@@ -124,8 +127,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def page_bytes_per_token(self, itemsize: int, *, windowed: bool) -> int:
         """Return the bytes of one token in a block.
 
-        `windowed`: layers with windows have blocks of their own. A block then has as many layers
-        as the larger of both groups; else it has all attention layers.
+        With `windowed`, layers with windows have blocks of their own. A block then has as many
+        layers as the larger of both groups, otherwise it has all attention layers.
         """
         whole = self.kv_bytes_per_token(itemsize)
         if not windowed:
@@ -134,7 +137,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one convolution state: kernel - 1 columns of every layer."""
+        """Return the bytes of one convolution state, kernel - 1 columns of every layer."""
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 
@@ -148,7 +151,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return why no model can have these sizes, in words; None if they are consistent."""
+    """Return in words why no model can have these sizes, None if they are consistent."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

@@ -1,4 +1,4 @@
-"""The keys of quantization_config by `quant_method`; see `ullage_engine.model_config.keys`."""
+"""The keys of quantization_config by `quant_method`, see `ullage_engine.model_config.keys`."""
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read
 

@@ -92,8 +92,10 @@ class Names:
     router_bias: str = "feed_forward.expert_bias"
     """Name of the router's bias, with its suffix."""
     expert: str = "feed_forward.experts.{}."
-    """Prefix of an expert's tensors, before the last parts of `gate`, `up` and `down`; empty where
-    one tensor has all experts."""
+    """Prefix of an expert's tensors, empty if one tensor has all experts.
+
+    The last parts of `gate`, `up` and `down` follow it.
+    """
     norm: str = "model.norm"
     """Full name of the norm after the last layer, without `.weight`."""
 
@@ -204,7 +206,7 @@ def _layer_kinds(
     """Return the kind of each layer, from `layer_types` or by its index.
 
     Raises:
-        WeightsError: if `layer_types` has not one of the served kinds for each layer.
+        WeightsError: if `layer_types` does not give each layer one of the served kinds.
     """
     count = config.int("num_hidden_layers")
     given = config.list("layer_types")
@@ -221,7 +223,7 @@ def _layer_kinds(
 
 
 def _window(config: HFConfig, default: int) -> int | None:
-    """Return the length of the sliding window in tokens; None where it is null."""
+    """Return the length of the sliding window in tokens, None if it is null."""
     if "sliding_window" in config.values and config.values["sliding_window"] is None:
         return None
     window = config.int("sliding_window", default)
@@ -235,7 +237,7 @@ def _window(config: HFConfig, default: int) -> int | None:
 def _layer_windows(
     config: HFConfig, window: int | None, kind_of: Callable[[int], str]
 ) -> list[int]:
-    """Return the window of each layer in tokens, 0 where it attends to all tokens."""
+    """Return the window of each layer in tokens, 0 if it attends to all tokens."""
     kinds = _layer_kinds(config, {"full_attention", "sliding_attention"}, kind_of)
     if window is None and "sliding_attention" in kinds:
         raise WeightsError(
@@ -404,7 +406,7 @@ def gguf_model_type(path: Path, architecture: object) -> str:
 def tie(config: HFConfig) -> bool | None:
     """Return whether the output projection is the embedding.
 
-    None: the configuration does not say, and its family is unknown.
+    None if the configuration does not say, and its family is unknown.
 
     Raises:
         WeightsError: if the value is neither true nor false.

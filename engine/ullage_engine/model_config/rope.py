@@ -70,7 +70,7 @@ class Rope:
     scale: float = 1.0
     """Factor of cosine and sine."""
     longest: int | None = None
-    """Longest sequence for which these are right, tokens; None: any length."""
+    """Longest sequence for which these are right, in tokens, None for any length."""
 
 
 def read_rope(
@@ -180,7 +180,7 @@ def _positive(scaling: HFConfig, name: str, value: float) -> float:
 
 
 def _original(config: HFConfig, scaling: HFConfig) -> int:
-    """Return the context before it was extended; the key outside the section counts first."""
+    """Return the context before it was extended. The key outside the section counts first."""
     key = "original_max_position_embeddings"
     original = config.int(key, scaling.int(key, config.int("max_position_embeddings")))
     _positive(scaling, key, original)
