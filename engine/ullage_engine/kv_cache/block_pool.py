@@ -7,7 +7,7 @@ _END = -1
 
 
 class PoolExhaustedError(Exception):
-    """More blocks were requested than are free; the caller did not check `num_free`."""
+    """More blocks were requested than are free, since the caller did not check `num_free`."""
 
 
 class BlockPool:
@@ -29,14 +29,14 @@ class BlockPool:
         self.num_free = num_blocks
 
     def ref_count(self, block: int) -> int:
-        """Return the number of holders of the block; 0 is free."""
+        """Return the number of holders of the block, 0 if it is free."""
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks, consecutive to `after` and to one another where they are free.
 
         Raises:
-            PoolExhaustedError: if fewer are free; nothing was taken.
+            PoolExhaustedError: if fewer are free. Nothing is taken then.
         """
         if count > self.num_free:
             raise PoolExhaustedError(f"{count} KV blocks requested, {self.num_free} free")
@@ -55,7 +55,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each block; blocks without any are free again."""
+        """Drop a reference to each block. Blocks without any are free again."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free already"
             self._ref_counts[block] -= 1
@@ -63,7 +63,7 @@ class BlockPool:
                 self._put(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that `tables` hold exactly the allocated blocks and the free list has the rest."""
+        """Assert that `tables` hold exactly the allocated blocks, and the free list the others."""
         held = Counter(block for table in tables for block in table)
         for block, ref_count in enumerate(self._ref_counts):
             assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"

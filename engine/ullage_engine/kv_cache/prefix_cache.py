@@ -53,7 +53,7 @@ class Sessions:
     def keep(self, session_id: str, path: list[int], last_used: int) -> None:
         """Pin the first blocks of a cached path in place of the session's earlier pins.
 
-        `last_used`: the tick at which the session freed the path.
+        `last_used` is the tick at which the session freed the path.
         """
         path = path[: self._max_blocks]
         num_windows = len(self._tree.window_blocks(path))
@@ -86,7 +86,7 @@ class Sessions:
             self._end(session_id)
 
     def end_oldest(self) -> bool:
-        """End the session used longest ago; return False if there is none."""
+        """End the session used longest ago, and return False if there is none."""
         if not self._sessions:
             return False
         self._end(next(iter(self._sessions)))
@@ -118,10 +118,13 @@ class KvPolicy:
     swap_bytes_per_second: float = 4 << 30
     """Bandwidth between device and host, over all ranks."""
     kv_space: bytes = b""
-    """Namespace of KV in tiers outside the device; empty: there are none."""
+    """Namespace of KV in tiers outside the device, empty if there are none."""
     prefetch: bool = True
-    """Whether KV of tiers may be copied in while a step runs. Not with several ranks: none knows
-    when another has finished its copies, so slots would be returned too soon."""
+    """Whether KV of tiers may be copied in while a step runs.
+
+    It may not with several ranks. No rank knows when another has finished its copies, so slots
+    would be returned too soon.
+    """
 
 
 class PrefixCache:
@@ -147,13 +150,13 @@ class PrefixCache:
             block_tokens: tokens of a block.
             policy: limits of the KV that is kept for reuse.
             clock: in seconds.
-            window_tokens: length of the sliding windows of layers that have blocks of their own;
-                0: there are none.
+            window_tokens: length of the sliding windows of layers that have blocks of their own, 0
+                if there are none.
         """
         self._pool = BlockPool(num_blocks, block_tokens)
         self._tree = RadixTree(block_tokens, window_tokens)
         self._num_frees = 0
-        """Calls of `free`: the ticks by which eviction orders uses."""
+        """Number of calls of `free`, the ticks by which eviction orders uses."""
         self.sessions = Sessions(self._tree, policy.session_blocks, policy.session_idle, clock)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -225,7 +228,7 @@ class PrefixCache:
         return sum(self._tree.is_reclaimable(block) for block in cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks, preferably after block `after`; evict cached ones as needed.
+        """Allocate `count` blocks, preferably after block `after`, evicting cached ones as needed.
 
         Raises:
             PoolExhaustedError: if fewer are available.
@@ -245,7 +248,7 @@ class PrefixCache:
                 self._tree.set_in_use(block)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop a sequence's references; cached blocks stay and become reclaimable."""
+        """Drop a sequence's references. Cached blocks stay and become reclaimable."""
         blocks = list(blocks)
         self._num_frees += 1
         self._pool.free(blocks)
@@ -262,11 +265,11 @@ class PrefixCache:
     def insert(
         self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
     ) -> list[int]:
-        """Cache the full blocks `first` to `end` - 1 of a block table; those before are cached.
+        """Cache the full blocks `first` to `end` - 1 of a block table. Those before are cached.
 
         Returns:
-            The same table, or a new one where the cache stores the same tokens in another block.
-            The new table has that block instead of its own, which is freed.
+            The same table, or a new one if the cache stores the same tokens in another block. The
+            new table has that block instead of its own, which is freed.
         """
         if not self.has_cache:
             return table
@@ -293,7 +296,7 @@ class PrefixCache:
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
         """Cache the window blocks of a cached table's blocks from index `first` on.
 
-        Where the cache has one for the same tokens, that one replaces the entry of `windows`.
+        If the cache has one for the same tokens, that one replaces the entry of `windows`.
         """
         for index, own in enumerate(windows):
             if first + index >= len(table):
@@ -308,22 +311,22 @@ class PrefixCache:
                 windows[index] = kept
 
     def set_content_key(self, block: int, content_key: bytes) -> bool:
-        """Attach a content key to a cached block; see `RadixTree.set_content_key`."""
+        """Attach a content key to a cached block, see `RadixTree.set_content_key`."""
         return self._tree.set_content_key(block, content_key)
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the content key of a cached block; see `RadixTree.content_key`."""
+        """Return the content key of a cached block, see `RadixTree.content_key`."""
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Remove the content keys of the subtree under a path's first block; None: all keys."""
+        """Remove the content keys of the subtree under a path's first block, all for None."""
         if path is None:
             self._tree.take_keys(None)
         elif path and path[0] in self._tree:
             self._tree.take_keys(path[0])
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block of a cached block; None where there is none."""
+        """Return the window block of a cached block, None if there is none."""
         return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
@@ -353,7 +356,7 @@ class PrefixCache:
             assert self._tree.is_reclaimable(block) == is_unused, f"block {block}: wrong state"
 
     def _evict(self) -> int:
-        """Evict one block; where all are pinned, end sessions, the one used longest ago first."""
+        """Evict one block. If all are pinned, end sessions, the one used longest ago first."""
         while (block := self._tree.evict()) is None:
             was_ended = self.sessions.end_oldest()
             assert was_ended, "reclaimable blocks, and none of them evictable"

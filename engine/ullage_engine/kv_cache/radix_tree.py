@@ -5,7 +5,7 @@ salt of the requests that may read it.
 
 Layers with sliding windows have blocks of their own. A cached block may have one of them for the
 same tokens, its window block. Window blocks that every window has slid past are reclaimable while
-their sequence goes on. So a match ends where the last window is still cached.
+their sequence continues. So a match ends where the last window is still cached.
 """
 
 from collections import OrderedDict
@@ -30,17 +30,17 @@ class _Node:
     is_idle: bool = False
     """Whether the session that last used the block has ended because it was idle."""
     last_used: int = 0
-    """Tick of the block's last use; ticks only grow."""
+    """Tick of the block's last use. Ticks only grow."""
     window_block: int | None = None
     num_window_pins: int = 0
     is_window_reclaimable: bool = False
     window_last_used: int = 0
     content_key: bytes | None = None
-    """Content key of the block's copies in other tiers; None: it was not set."""
+    """Content key of the block's copies in other tiers, None if it was not set."""
 
 
 Path = list[_Node]
-"""Nodes from the root's child on; they may leave the tree."""
+"""Nodes from the root's child on, which may leave the tree."""
 
 
 class RadixTree:
@@ -53,7 +53,12 @@ class RadixTree:
     """
 
     def __init__(self, block_tokens: int, window_tokens: int = 0) -> None:
-        """`window_tokens`: length of the sliding windows; 0: blocks have no window blocks."""
+        """Create an empty tree.
+
+        Args:
+            block_tokens: tokens of a block.
+            window_tokens: length of the sliding windows, 0 if blocks have no window blocks.
+        """
         self._block_tokens = block_tokens
         self._window_tokens = window_tokens
         self._root = _Node(None, ("", ()), _ROOT)
@@ -97,7 +102,7 @@ class RadixTree:
         return [block for block in window_blocks if block is not None]
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block of a cached block; None where there is none."""
+        """Return the window block of a cached block, None if there is none."""
         return self._by_block[block].window_block
 
     def add_window(self, block: int, window_block: int) -> None:
@@ -120,7 +125,7 @@ class RadixTree:
         return is_new
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the content key of a cached block, or window block; None: it has none.
+        """Return the content key of a cached block or window block, None if it has none.
 
         A block that is not cached, or not as that kind, has none.
         """
@@ -128,7 +133,7 @@ class RadixTree:
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Remove the content keys of the subtree under a first block; None: all keys."""
+        """Remove the content keys of the subtree under a first block, all for None."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -188,7 +193,7 @@ class RadixTree:
         """Cache `block`, which stores `tokens`, below `parent`.
 
         Args:
-            parent: block of the tokens before; None at the beginning of a text.
+            parent: block of the tokens before, None at the beginning of a text.
             tokens: the block's tokens.
             block: the block.
             salt: cache salt, used at the beginning of a text only.
@@ -244,7 +249,7 @@ class RadixTree:
     def pin(self, block: int, *, with_window: bool = False) -> None:
         """Keep the block from being evicted until `unpin` was called as often.
 
-        `with_window`: pin its window block, too. `unpin` must then get the same argument.
+        `with_window` pins its window block, too. `unpin` must then get the same argument.
         """
         node = self._by_block[block]
         if with_window:
@@ -284,10 +289,10 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def evict(self) -> int | None:
-        """Drop the leaf or window block whose turn it is.
+        """Drop the leaf or window block that is next to be evicted.
 
         Returns:
-            Its block; None if none is evictable.
+            Its block, None if none is evictable.
         """
         queue = self._idle or self._evictable
         leaf = next(iter(queue.values()), None)
