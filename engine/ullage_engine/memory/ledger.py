@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from ullage_engine.protocol.worker_state import ReservationState
 
 PRICE_TOLERANCE = 0.05
-"""Share by which an allocation may differ from its price. With a larger error admission would
-compute with wrong figures."""
+"""Share by which an allocation may differ from its price.
+
+With a larger error admission would compute with wrong figures.
+"""
 
 _OTHERS = "others"
 """Name of the reservation for memory of other processes."""
@@ -16,7 +18,7 @@ _MIB = 1 << 20
 
 
 class LedgerError(Exception):
-    """A reservation does not fit; the message has the figures and the field to change."""
+    """A reservation does not fit. The message has the figures and the field to change."""
 
 
 @dataclass(slots=True)
@@ -26,7 +28,7 @@ class _Reservation:
 
 
 class Ledger:
-    """Reservations of one device; their sum never exceeds `threshold * total_bytes`.
+    """Reservations of one device, whose sum never exceeds `threshold * total_bytes`.
 
     The ledger counts and refuses. It touches no memory, and its caller measures the device.
     """
@@ -103,7 +105,7 @@ class Ledger:
     def reserve_for_others(self, num_bytes: int, names: str) -> None:
         """Reserve the bytes of the budget that other processes hold.
 
-        `names`: the processes, for error messages.
+        `names` are these processes, for error messages.
         """
         self.reserve(_OTHERS, num_bytes)
         self._others = names
@@ -182,7 +184,7 @@ def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str 
         allocated: bytes that were allocated, by name.
 
     Returns:
-        The line; None if all agree within `PRICE_TOLERANCE`.
+        The line, None if all agree within `PRICE_TOLERANCE`.
     """
     for name, price in priced.items():
         if abs(allocated[name] - price) > PRICE_TOLERANCE * price:

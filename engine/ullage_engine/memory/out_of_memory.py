@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ullage_engine.protocol.errors import HOST_SHORT, OUT_OF_MEMORY, GroupLostError
 
 _CLASSES = frozenset({"OutOfMemoryError", "OutOfMemoryFault", "MemoryError"})
-"""Names of the classes that mean it without a text: torch's, vLLM's and Python's."""
+"""Names of the classes of torch, vLLM and Python that mean it, whatever their text."""
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch, CUDA, HIP, Triton, NCCL
@@ -53,7 +53,7 @@ _DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether the device or another rank failed rather than the computation.
+    """Return whether the device or another rank failed, rather than the computation.
 
     Then later calls would fail as well.
     """
@@ -68,14 +68,14 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the device or the host, while the device still works."""
+    """Return whether memory ran out, on the device or the host, while the device still works."""
     return any(_ran_out(each) for each in _chain(error)) and not is_device_lost(error)
 
 
 def shortage_status(error: BaseException | None) -> int | None:
     """Return the exit status of a process that ends with an error because memory ran out.
 
-    None: memory is not the reason.
+    None if memory is not the reason.
     """
     if error is None or not is_out_of_memory(error):
         return None
@@ -96,7 +96,7 @@ def _host_ran_out(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """Whether a library's error has one of the texts; libraries raise RuntimeErrors only."""
+    """Return whether a library's error has one of the texts. Libraries raise RuntimeErrors only."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(each in text for each in texts)
 

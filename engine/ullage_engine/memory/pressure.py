@@ -15,17 +15,17 @@ _MEASURE_INTERVAL_S = 1.0
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Return the share of the KV pool that a new request may take, 0 to 1; 1 without KV."""
+    """Return the share of the KV pool that a new request may take, 0 to 1, and 1 without KV."""
     return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 1.0
 
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
-    """Return the configured levels, mildest first; the first one is level 1."""
+    """Return the configured levels from the mildest on, which is level 1."""
     return tuple(sorted(section.pressure_levels, key=lambda level: level.below, reverse=True))
 
 
 def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
-    """Return the level of a number; None for 0, at which nothing is limited."""
+    """Return the level of a number, None for 0, at which nothing is limited."""
     return ordered_levels(section)[number - 1] if number else None
 
 
@@ -47,7 +47,7 @@ class FreeMemoryMonitor:
         """Measure for the first time.
 
         Args:
-            measure: free bytes; called now, and later at most once a second.
+            measure: returns the free bytes, and is called now and later at most once a second.
             safety_reserve: bytes that should be free.
             clock: in seconds.
             own: bytes that this process's allocator has, which may grow into the reserve.
@@ -66,7 +66,7 @@ class FreeMemoryMonitor:
         if self._clock() - self._measured_at >= _MEASURE_INTERVAL_S:
             self._measured_at = self._clock()
             own_growth = self._own() - self._own_at_start
-            # Not below 0: bytes that this process freed are anybody's, and count as taken if gone.
+            # Not below 0, since anybody may take the bytes that this process freed.
             free = self._measure() + max(0, own_growth)
             self._missing = max(0, self._expected - free)
         return self._missing
@@ -76,7 +76,7 @@ class PressureController:
     """Derives the pressure level from the headroom of one KV pool.
 
     A level is entered as soon as the headroom's share is less than its `below`. It is left when the
-    share reaches `below` + `hysteresis`, or 1 where that sum is larger.
+    share reaches `below` + `hysteresis`, or 1 if that sum is larger.
     """
 
     def __init__(self, section: DegradeSection) -> None:
@@ -87,17 +87,17 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Share of the largest batch that may run: that of the level, or the server's if less."""
+        """Share of the largest batch that may run, the level's or the server's if that is less."""
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Bound the share of the largest batch at every level; 1 is no bound."""
+        """Bound the share of the largest batch at every level. 1 is no bound."""
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level; return the state with it and with the batch that it allows."""
+        """Update the level, and return the state with it and with the batch that it allows."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,
@@ -107,7 +107,11 @@ class PressureController:
         )
 
     def update(self, headroom_share: float) -> int:
-        """Update the level for a share of headroom; return it, 0 for none, 1 for the mildest."""
+        """Update the level for a share of headroom.
+
+        Returns:
+            The level, 0 for none and 1 for the mildest.
+        """
         entered = sum(headroom_share < level.below for level in self._levels)
         kept = sum(
             headroom_share < min(1.0, level.below + self._hysteresis) for level in self._levels

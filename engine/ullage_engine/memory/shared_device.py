@@ -21,10 +21,9 @@ _RISE_BYTES = 16 * _MIB
 """Rise of free memory that still counts as stable."""
 
 _LEAST_OUTSIDE = 128 * _MIB
-"""Bytes that CUDA's context, modules and libraries take of a process outside torch's allocator, at
-least."""
+"""Least bytes that CUDA's context, modules and libraries take outside torch's allocator."""
 _MOST_OUTSIDE = 2048 * _MIB
-"""The same at most. Bytes measured beyond belong to other processes."""
+"""Most bytes of the same. What is measured beyond belongs to other processes."""
 
 _PAGE_BYTES = 2 * _MIB
 """Granularity of the driver's allocations."""
@@ -33,7 +32,7 @@ _FREE_AT_LEAST = 32 * _MIB
 """Bytes that always stay free, for kernels that libraries load later."""
 
 _SEGMENT_ROOM = 2 * 20 * _MIB
-"""Room for torch's allocator to round up: the segments of its large pool are 20 MiB."""
+"""Room for torch's allocator to round up. The segments of its large pool are 20 MiB."""
 
 DIFFERENCE_TOLERANCE = 0.02
 """Share by which the ledger may differ from the driver's figures."""
@@ -95,7 +94,7 @@ def largest_share_of_others(
 def find_own(
     before: Mapping[int, int], during: Mapping[int, int], after: Mapping[int, int], num_bytes: int
 ) -> int | None:
-    """Return the process id by which the driver knows this process; None: it is ambiguous.
+    """Return the process id by which the driver knows this process, None if it is ambiguous.
 
     In a container the driver may list ids of the host, and one of them may be ours by chance. So
     this process is recognised by its memory, which grew by `num_bytes` and shrank again.
@@ -122,7 +121,7 @@ def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) ->
     """Return the bytes of a GPU that this process holds.
 
     Args:
-        listed: bytes that the driver lists for this process; None: it lists none.
+        listed: bytes that the driver lists for this process, None if it lists none.
         free_before: bytes that were free before this process had a context.
         free: bytes that are free now.
         reserved: bytes that torch's allocator has of the device.
@@ -130,8 +129,8 @@ def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) ->
     if listed is not None:
         return max(listed, reserved)
 
-    # The growth of another process looks like ours, and memory returned by a dead one like our
-    # shrinking. So the measurement is clamped.
+    # The growth of another process looks like ours, and memory that an ended process returned looks
+    # like our shrinking. So the measurement is clamped.
     outside = free_before - free - reserved
     return reserved + min(max(outside, _LEAST_OUTSIDE), _MOST_OUTSIDE)
 
@@ -174,5 +173,5 @@ def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -
 
 
 def differs(allocated: int, measured: int) -> bool:
-    """Whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of the measured bytes."""
+    """Return whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of `measured`."""
     return abs(allocated - measured) > DIFFERENCE_TOLERANCE * measured
