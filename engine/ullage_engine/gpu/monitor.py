@@ -1,7 +1,7 @@
-"""Monitors the engine's GPUs: samples for metrics, and a smaller batch while they are throttled.
+"""The monitor of the engine's GPUs, for metrics and for a smaller batch while they are throttled.
 
 A thread asks the driver about once a second. No other thread waits for it. If a call does not
-return, the event loop goes on, logs the hang, and exports no stale gauges.
+return, the event loop continues, logs the hang, and exports no stale gauges.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class MonitorTimes:
 
 
 class GpuMonitor:
-    """The GPUs of one engine on one node; for the event loop that started it.
+    """The monitor of one engine's GPUs on one node. Use it in the event loop that started it.
 
     Args:
         num_gpus: number of GPUs that the engine uses here.
@@ -61,7 +61,7 @@ class GpuMonitor:
         """Failures that were logged, by the GPU's index and the error."""
         self._stopping = threading.Event()
         self.samples: Sequence[GpuSample] = ()
-        """The latest samples; empty before the first ones and while the driver hangs."""
+        """The latest samples, empty before the first ones and while the driver hangs."""
         self.xid_errors: Counter[tuple[str, str, int]] = Counter()
         """Xid errors since the start, by the GPU's index and uuid and the number of the error."""
 
@@ -112,7 +112,11 @@ class GpuMonitor:
             return None
 
     def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
-        """Take Xid errors until the next sample is due; return the stream, None if it has ended."""
+        """Take Xid errors until the next sample is due.
+
+        Returns:
+            The stream, None if it has ended.
+        """
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:
                 event = events.wait(left_s)
@@ -143,7 +147,7 @@ class GpuMonitor:
         self.is_silent = True
         self.samples = ()
         log.error(
-            "the GPU driver does not answer; the engine goes on without figures of its GPUs",
+            "the GPU driver does not answer, so the engine continues without figures of its GPUs",
             extra={"seconds": self._times.silent_s},
         )
 

@@ -27,12 +27,12 @@ NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 
 
 class NvmlUnavailableError(Exception):
-    """There is no driver, or no GPU that this engine may use; the message is one line."""
+    """There is no driver, or no GPU that this engine may use. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """The driver's figures of one GPU at one moment. None: the driver does not offer the figure."""
+    """The driver's figures of one GPU at one moment, None where the driver does not offer one."""
 
     index: str
     """Number of the GPU in the driver's order."""
@@ -100,7 +100,7 @@ class Nvml:
         return name if name != "NVMLError" else f"error {error.value}"
 
     def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the answer of the first function that exists; None: it fails.
+        """Return the answer of the first function that exists, None if it fails.
 
         Args:
             errors: counts failures, but not figures that are not offered.
@@ -143,7 +143,7 @@ class Nvml:
             yield handle
 
     def _find(self, entry: str, count: int) -> Any:
-        """Return the GPU of an entry of CUDA_VISIBLE_DEVICES; None: there is no such GPU."""
+        """Return the GPU of an entry of CUDA_VISIBLE_DEVICES, None if there is no such GPU."""
         if entry.isdecimal():
             handle = self._ask("nvmlDeviceGetHandleByIndex", int(entry))
             return handle and self._first_instance(handle)
@@ -171,10 +171,10 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU, or a MIG instance: its own memory, and all other figures of the whole GPU."""
+    """One GPU or MIG instance, with its own memory and all other figures of the whole GPU."""
 
     def __init__(self, nvml: Nvml, handle: Any, number: int) -> None:
-        """`number`: index to use if the driver offers none."""
+        """Ask for the identity of a GPU, whose index is `number` if the driver offers none."""
         self._nvml = nvml
         self._handle = handle
         self._failed: Counter[str] = Counter()
@@ -231,7 +231,7 @@ class Gpu:
         )
 
     def free_and_total_bytes(self) -> tuple[int, int] | None:
-        """Return the free and the total bytes; None: unknown.
+        """Return the free and the total bytes, None if they are unknown.
 
         Unlike CUDA, NVML needs no context, which would itself take memory of the GPU.
         """
@@ -241,7 +241,7 @@ class Gpu:
     def process_bytes(self) -> dict[int, int]:
         """Return the bytes of each process that computes on the GPU, by the driver's process id.
 
-        Empty if the driver offers none: in some containers, under MPS, on Windows.
+        Empty if the driver offers none, as in some containers, under MPS and on Windows.
         """
         listed = self._query(
             "nvmlDeviceGetComputeRunningProcesses_v3",
@@ -255,7 +255,7 @@ class Gpu:
         return dict(sizes)
 
     def register_xid_events(self, event_set: Any) -> bool:
-        """Register for Xid errors of the GPU; return False if the GPU sends none."""
+        """Register for Xid errors of the GPU, and return False if the GPU sends none."""
         module = self._nvml.module
         try:
             module.nvmlDeviceRegisterEvents(
@@ -333,7 +333,7 @@ class XidEvents:
             raise NvmlUnavailableError("no GPU sends events")
 
     def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
-        """Wait for the next Xid error; return None if there was none in time.
+        """Wait for the next Xid error, and return None if there was none in time.
 
         Raises:
             NvmlUnavailableError: no more errors will come.

@@ -37,7 +37,7 @@ def counted_reasons(
 ) -> frozenset[str] | None:
     """Return the throttle reasons of all GPUs together, since the slowest sets the pace.
 
-    None: the driver offers none.
+    None if the driver offers none.
     """
     reported = [reasons for reasons in gpus if reasons is not None]
     if not reported:
