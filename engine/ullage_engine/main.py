@@ -57,7 +57,7 @@ exit status: 0 stopped, 1 workers kept dying, 2 wrong configuration or model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the engine, or fetch a model; return the exit status."""
+    """Run the engine or fetch a model, and return the exit status."""
     dump_on_signal()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["fetch"]:
@@ -154,7 +154,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
 
 
 def _vllm_uses_tiers(config: EngineConfig) -> bool:
-    """Whether ranks of vLLM reach the memory of the host tier, each for its part of every block."""
+    """Return whether ranks of vLLM reach the host tier, each for its part of every block."""
     is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
     if not is_reached and config.memory.tiers.host.size != 0:
         log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")
@@ -197,14 +197,14 @@ def _computes_on_cuda(config: EngineConfig) -> bool:
 
 
 def _native_refusal_of_settings(config: EngineConfig) -> str:
-    """Return the reason why the native engine refuses these settings; empty if it serves them."""
+    """Return the reason why the native engine refuses these settings, empty if it serves them."""
     if config.max_loras:
         return "it serves no adapters"
     return "it computes on one node" if config.group.nodes > 1 else ""
 
 
 def _native_refusal(files: ModelFiles, *, allows_unknown: bool) -> str:
-    """Return why the native engine does not serve a model; empty if it does.
+    """Return why the native engine does not serve a model, empty if it does.
 
     Raises:
         WeightsError: config.json is absent, or no JSON object.

@@ -1,6 +1,6 @@
-"""Every metric of an engine, `ullage_*`, and what vLLM calls those that it has, too.
+"""Every metric of an engine, `ullage_*`, with vLLM's names of those that vLLM has, too.
 
-The tables of the worker's, of tiers' and of peers' say where each figure is read.
+The tables of the worker, of tiers and of peers say where each figure is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ REQUEST_BUCKETS = (
 )
 
 ENGINE = ("model_name", "engine")
-"""Labels of every series; `engine` is always 0, as vLLM's first one is."""
+"""Labels of every series. `engine` is always 0, like vLLM's first one."""
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterName:
@@ -301,7 +301,7 @@ GPU_PARTS: dict[CounterName | GaugeName, Callable[[GpuSample], Mapping[str, floa
         lambda s: s.failed_calls
     ),
 }
-"""Those with one more label, by its values."""
+"""Gauges and counters with one more label, by its values."""
 GPU_XID_ERRORS = _gpu_counter(
     "xid_errors", "Errors that the driver reported since the engine started", "xid"
 )

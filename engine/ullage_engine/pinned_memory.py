@@ -3,14 +3,14 @@
 It is mapped here and registered with CUDA. torch's own pinned memory is rounded up to a power of
 two, so that 40 GiB would pin 64, and is kept when it is freed.
 
-What torch makes of registered memory (ATen/native/cuda/Copy.cu, ATen/cuda/detail/CUDAHooks.cpp):
+How torch treats registered memory (ATen/native/cuda/Copy.cu, ATen/cuda/detail/CUDAHooks.cpp):
 
 * `Tensor.is_pinned` asks cudaPointerGetAttributes, which knows registered pages as well.
 * `copy_(non_blocking=True)` is one cudaMemcpyAsync, pinned or not. CUDA itself stages copies of
   memory that is not: to a device the call returns once the source has been read, to the host once
   the bytes are there. A failed registration therefore costs speed, and never bytes.
-* torch's host allocator keeps memory until copies are done, but only its own. Whoever copies from
-  or to registered memory waits for an event before writing, reading or freeing it.
+* torch's host allocator keeps memory until copies are done, but only its own. After a copy from or
+  to registered memory, wait for an event before you write, read or free the memory.
 """
 
 import contextlib
@@ -24,35 +24,35 @@ log = logging.getLogger("ullage.engine.memory")
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return the bytes that are pinned for so many: whole pages."""
+    """Return the bytes that are pinned for so many bytes, which are whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class PinnedMemory:
     """Host memory that is registered with CUDA until this object is closed or dropped.
 
-    Beside a CPU it is plain memory. It is plain memory as well where CUDA refuses to pin it, which
-    the log says once.
+    On a CPU it is plain memory. It is plain memory as well if CUDA refuses to pin it, which is
+    logged once.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, name: str) -> None:
         """Register memory that exists, for copies with `device`.
 
         Args:
-            tensor: contiguous, on the CPU; its memory stays alive for as long as it is registered.
+            tensor: contiguous, on the CPU. Its memory stays alive for as long as it is registered.
             name: the setting that asks for the memory, for the log.
         """
         self.tensor = tensor
         self._unregister: weakref.finalize[[torch.Tensor, torch.device], PinnedMemory] | None = None
         if device.type == "cuda" and tensor.nbytes and _register(tensor, name):
-            # Memory must not be unmapped while it is registered: the finalizer keeps it alive.
+            # Memory must not be unmapped while it is registered, so the finalizer keeps it alive.
             self._unregister = weakref.finalize(self, _unregister, tensor, device)
             # At exit the driver does it, and torch's CUDA may be gone before.
             self._unregister.atexit = False
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device, name: str) -> "PinnedMemory":
-        """Return new memory, zeroed, every page touched: bytes [num_bytes] from a page's start."""
+        """Return new zeroed memory of num_bytes from a page's start, with every page touched."""
         if not num_bytes:
             return cls(torch.empty(0, dtype=torch.uint8), device, name)
 
@@ -60,7 +60,7 @@ class PinnedMemory:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
 
-        # Several threads touch the pages here; cudaHostRegister would with one.
+        # Several threads touch the pages here, cudaHostRegister would do it with one.
         return cls(torch.frombuffer(mapping, dtype=torch.uint8).zero_(), device, name)
 
     @property
@@ -68,7 +68,7 @@ class PinnedMemory:
         return self._unregister is not None and self._unregister.alive
 
     def close(self) -> None:
-        """Unregister the memory, after all copies; views of it are plain memory from then on."""
+        """Unregister the memory after all copies. Views of it are plain memory from then on."""
         if self._unregister is not None:
             self._unregister()
 
