@@ -1,7 +1,7 @@
-"""A store for the KV cache of language models: blocks by content, in host memory shared between
-processes, with copies in files and on other hosts.
+"""A content-addressed store for the KV cache of language models.
 
-It knows keys and bytes, and neither models nor devices. See docs/guide/kv-store.md.
+Blocks lie in host memory that processes share, with copies in files and on other hosts. The store
+knows keys and bytes, and neither models nor devices. See docs/guide/kv-store.md.
 """
 
 from ullage_kv.arena import Arena, ArenaError

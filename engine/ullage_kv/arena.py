@@ -1,4 +1,4 @@
-"""The memory of the host tier: one shared mapping, cut into equal slots.
+"""The memory of the host tier, one shared mapping that is cut into equal slots.
 
 The mapping is a file without a name (memfd). Nothing is left behind however its owner ends, and a
 container's small /dev/shm does not bound its size. Other processes of the host map it by its path
@@ -52,8 +52,8 @@ class Arena:
 
         Args:
             num_bytes: size of the memory.
-            available_bytes: the most that may be taken; None: the free memory of the container and
-                the machine.
+            available_bytes: the most that may be taken, None for the free memory of the container
+                and the machine.
             progress: called with the resident bytes and with all bytes.
 
         Raises:
@@ -76,8 +76,8 @@ class Arena:
             if fd >= 0:
                 os.close(fd)
             raise ArenaError(
-                f"{_mib(num_bytes)} of host memory cannot be had: {error}; allow memfd_create and "
-                "that much memory, or set 0"
+                f"{_mib(num_bytes)} of host memory cannot be taken: {error}; allow memfd_create "
+                "and that much memory, or set 0"
             ) from error
         return arena
 
@@ -91,7 +91,7 @@ class Arena:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise ArenaError(f"{path}: {error.strerror}; its owner has ended") from error
+            raise ArenaError(f"{path}: {error.strerror}, since its owner has ended") from error
         if os.fstat(fd).st_size != num_bytes:
             os.close(fd)
             raise ArenaError(f"{path}: {num_bytes} bytes were expected")
@@ -153,7 +153,7 @@ class Arena:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Linux before 5.14: a read makes a page of a memfd resident, too.
+                # On Linux before 5.14 a read makes a page of a memfd resident, too.
                 bytes(self.memory[start : start + size : PAGE_BYTES])
         progress(self.num_bytes, self.num_bytes)
 

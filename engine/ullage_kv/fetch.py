@@ -18,8 +18,11 @@ from ullage_kv.results import HOST, MISS, Result, Status
 from ullage_kv.tier import LowerTier, Transfer
 
 PART_BLOCKS = 128
-"""Most blocks that are given together to a lower tier. A caller's thread, such as that of an event
-loop, gives a few parts at most. The threads of the tier give those behind them."""
+"""Most blocks that are given together to a lower tier.
+
+A caller's thread, such as that of an event loop, gives a few parts at most. The threads of the tier
+give the later ones.
+"""
 
 _PARTS_AT_ONCE = 2
 """Parts of one fetch that are on their way. While one ends, the threads of tiers have another."""
@@ -28,7 +31,7 @@ _IN_HOST = Result(Status.HIT, HOST)
 
 
 def parts_of(num_blocks: int, size: int = PART_BLOCKS) -> list[range]:
-    """Return the places of so many blocks in parts of `size`; the last part may be smaller."""
+    """Return the places of so many blocks in parts of `size`. The last part may be smaller."""
     return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
@@ -40,7 +43,7 @@ class PendingBlock:
     ref: SlotRef
     load: "TierLoad"
     result: Result | None = None
-    """None: the tier has not answered. It is set before `load.arrived` is done."""
+    """The tier's answer, None until it has come. It is set before `load.arrived` is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,15 +67,17 @@ class BlockFetch:
         """Time of the deadline by the store's clock."""
         self.results = [MISS] * len(keys)
         self.refusal: Result | None = None
-        """Result of all blocks of lower tiers that are not begun yet, once a tier has refused;
-        None: the tiers take more."""
+        """Result of all blocks of lower tiers that are not begun yet, once a tier has refused.
+
+        None while the tiers take more.
+        """
         self._loader = loader
         self._pending: list[PendingBlock | None] = [None] * len(keys)
 
     def run(self) -> "Future[list[Result]]":
-        """Fetch part after part; return a future of the results."""
+        """Fetch part after part, and return a future of the results."""
         parts = iter(parts_of(len(self.keys)))
-        # Both tasks draw from one iterator: whichever has fetched its part takes the next one.
+        # Both tasks draw from one iterator, so the one that has fetched its part takes the next.
         tasks = [run(self._fetch_each(parts)) for _ in range(_PARTS_AT_ONCE)]
 
         results = Future[list[Result]]()
@@ -80,8 +85,10 @@ class BlockFetch:
         return results
 
     def begin(self, part: range) -> "Future[None]":
-        """Begin to fetch the blocks at some places; return a future that is done when their results
-        are set.
+        """Begin to fetch the blocks at some places.
+
+        Returns:
+            A future that is done when their results are set.
         """
         places_by_tier = self._locate(part)
         places = [place for each in places_by_tier.values() for place in each]
@@ -124,8 +131,9 @@ class BlockFetch:
         return places_by_tier
 
     def _await(self, places: Sequence[int]) -> Steps:
-        """Wait for the pending blocks at some places, at most until the deadline, and set their
-        results.
+        """Wait for the pending blocks at some places, and set their results.
+
+        The wait ends at the deadline at the latest.
         """
         blocks = [(place, block) for place in places if (block := self._pending[place]) is not None]
         loads = {id(block.load): block.load for _, block in blocks}.values()
@@ -142,9 +150,7 @@ class BlockFetch:
 
 
 class Loader:
-    """Loads blocks from lower tiers to host memory, each block once at a time; safe to use from
-    several threads.
-    """
+    """Loads blocks from lower tiers to host memory, each block once at a time. Thread-safe."""
 
     def __init__(
         self,
@@ -155,13 +161,15 @@ class Loader:
         locate: Callable[[Sequence[bytes]], list[str]],
         clock: Callable[[], float],
     ) -> None:
-        """Args:
-        arena: the memory whose slots the blocks are loaded to.
-        block_bytes: size of a block.
-        lease: under which slots are reserved.
-        tiers: those below host memory, the fastest first.
-        locate: returns the name of the highest tier that has each block; empty: none has it.
-        clock: in seconds.
+        """Prepare to load.
+
+        Args:
+            arena: the memory whose slots the blocks are loaded to.
+            block_bytes: size of a block.
+            lease: lease under which slots are reserved.
+            tiers: tiers below host memory, the fastest first.
+            locate: returns the name of the highest tier that has each block, empty if none has it.
+            clock: time in seconds.
         """
         self.tiers = tiers
         self.locate = locate
@@ -172,7 +180,7 @@ class Loader:
         self._lease = lease
         self._lock = threading.Lock()
         self._pending: dict[bytes, PendingBlock] = {}
-        """A block enters and leaves together with the reservation of its slot, under the lock."""
+        """Blocks by key. A block enters and leaves with its slot's reservation, under the lock."""
 
     @property
     def num_pending(self) -> int:
@@ -195,11 +203,11 @@ class Loader:
         loading.add_done_callback(lambda loaded: self._commit(load, loaded.result()))
 
     def close(self) -> None:
-        """Stop the alarms. The tiers must be closed, which ends all loads."""
+        """Stop the alarms. The tiers must be closed before, which ends all loads."""
         self.alarms.close()
 
     def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
-        """Reserve a slot for each block that is not being loaded already; return those blocks."""
+        """Reserve a slot for each block that is not being loaded already, and return the load."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:
             for place in places:

@@ -1,4 +1,4 @@
-"""The files of one engine's file tier: equal slots for payloads, and a table of their contents.
+"""The files of one engine's file tier, equal slots for payloads and a table of their contents.
 
     PATH/NAMESPACE/N/table     a page of header, then an entry for each slot
     PATH/NAMESPACE/N/blocks    the slots, each at a multiple of 4 KiB
@@ -39,7 +39,7 @@ _VERSION = 1
 _HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
 """Magic, version, namespace, bytes of a block. Its checksum follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
-"""Key, parent (zeros: none), xxh3_128 of the payload, number of the save. Its checksum follows."""
+"""Key, parent or zeros, xxh3_128 of the payload, number of the save. Its checksum follows."""
 _ENTRY_BYTES = 128
 _EXTENT_BYTES = 64 << 20
 """Bytes by which the file of slots grows."""
@@ -88,7 +88,7 @@ class StoredBlock(NamedTuple):
 
 
 class SlotFile:
-    """A folder of its own, with payloads in slots; safe to use from several threads.
+    """A folder of its own, with payloads in slots. Thread-safe.
 
     The caller makes sure that no slot is read and written at the same time.
     """
@@ -115,7 +115,8 @@ class SlotFile:
         self._slots: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         fds = list[int]()
-        # Closed only when no thread can use a descriptor any more: another file gets its number.
+        # Closed only when no thread can use a descriptor any more, since another file may get its
+        # number.
         self.close = weakref.finalize(self, _close, fds)
         try:
             self.folder, self._table = _take_folder(path / space.hex()[:16])
@@ -146,7 +147,7 @@ class SlotFile:
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:
-        """Read a slot to memory of its size; return False if its checksum is wrong.
+        """Read a slot to memory of its size, and return False if its checksum is wrong.
 
         Raises:
             OSError: the file system failed.
@@ -195,7 +196,7 @@ class SlotFile:
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
-        """Return a slot's bytes as whole pages: those of the memory itself, the rest by a copy."""
+        """Return a slot's bytes as whole pages of the memory, and a copy of the rest."""
         source = np.frombuffer(memory, np.uint8)
         whole = source.nbytes // PAGE_BYTES * PAGE_BYTES
         if source.ctypes.data % PAGE_BYTES:
@@ -213,7 +214,7 @@ class SlotFile:
                     self._clear(slot)
 
     def grow(self) -> int:
-        """Take more room on the device, up to the quota; return the number of new slots.
+        """Take more room on the device, up to the quota, and return the number of new slots.
 
         Raises:
             OSError: the file system failed, as when the device is full.
@@ -246,7 +247,7 @@ class SlotFile:
     # opening -------------------------------------------------------------------------------------
 
     def _open(self, fds: list[int]) -> list[StoredBlock]:
-        """Open the slots and read the table; return its blocks, the oldest first."""
+        """Open the slots, read the table, and return its blocks, the oldest first."""
         # The table, and the header that it must begin with.
         table_bytes = PAGE_BYTES + self.max_slots * _ENTRY_BYTES
         table = _read_all(self._table, table_bytes)
@@ -255,7 +256,7 @@ class SlotFile:
         is_usable = table.startswith(header)
         if not is_usable:
             if table:
-                log.warning("%s: the table is damaged or of another kind; it begins empty", self)
+                log.warning("%s begins empty, since its table is damaged or of another kind", self)
             os.ftruncate(self._table, 0)
         os.ftruncate(self._table, table_bytes)
         with contextlib.suppress(OSError):  # a full device is an error when the slots grow
@@ -275,7 +276,7 @@ class SlotFile:
         return str(self.folder)
 
     def _write_header(self, header: bytes) -> bool:
-        """Write the header; return whether the file system can do so past the page cache."""
+        """Write the header, and return whether the file system can bypass the page cache."""
         page = mmap.mmap(-1, PAGE_BYTES)
         page.write(header)
         try:
@@ -316,7 +317,7 @@ class SlotFile:
 
         if useless:
             log.warning(
-                "%s: %d entries of the table are damaged or of no slot, and are dropped",
+                "%s: %d entries of the table are damaged or have no slot, and are dropped",
                 self,
                 len(useless),
             )
@@ -373,7 +374,11 @@ class Leftovers:
 
 
 def _take_folder(base: Path) -> tuple[Path, int]:
-    """Lock the first folder that no process has, or make one; return it and its locked table."""
+    """Lock the first folder that no process has, or make one.
+
+    Returns:
+        The folder and its locked table.
+    """
     for number in itertools.count():
         folder = base / str(number)
         for _ in range(_LOCK_TRIES):
@@ -384,7 +389,7 @@ def _take_folder(base: Path) -> tuple[Path, int]:
 
 
 def _lock_table(folder: Path, *, make: bool) -> int | None:
-    """Open and lock a folder's table; None: another process has it, or is removing it."""
+    """Open and lock a folder's table, None if another process has it or is removing it."""
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -426,7 +431,7 @@ def _is_unheld(table: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove our files of a folder; return False if a process holds its lock."""
+    """Remove our files of a folder, and return False if a process holds its lock."""
     table = _lock_table(folder, make=False)
     if table is None:
         return False

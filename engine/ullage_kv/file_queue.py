@@ -24,7 +24,8 @@ Work = Callable[[Sequence[int], memoryview, Callable[[], None]], None]
 """The work of a thread for the transfers at some places of a batch.
 
 The second argument is memory of the thread's own, of a slot's size. The work calls the third
-argument when the next thread may take its turn."""
+argument when the next thread may take its turn.
+"""
 
 
 class TransferBatch:
@@ -47,7 +48,7 @@ class TransferBatch:
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copy to the transfer's memory; return False if the transfer has its result already."""
+        """Copy to the transfer's memory, and return False if the transfer has its result."""
         with self._lock:
             if not self.is_open(place):
                 return False
@@ -76,7 +77,7 @@ class TransferBatch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """End all open transfers with this result; return False if there are none."""
+        """End all open transfers with this result, and return False if there are none."""
         with self._lock:
             if not self._num_open:
                 return False
@@ -103,7 +104,7 @@ class Deadlines:
         self._thread.start()
 
     def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """End a batch after a deadline; call `on_expired` if any of its transfers was open."""
+        """End a batch after a deadline, and call `on_expired` if any of its transfers was open."""
         at = time.monotonic() + deadline_s
         with self._condition:
             heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
@@ -142,7 +143,10 @@ class Job:
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
     ) -> None:
-        """`batch`: gets the results; None: no caller waits for them."""
+        """Describe work for `places` of a batch.
+
+        `batch` gets the results, and is None if no caller waits for them.
+        """
         self.work = work
         self.places = deque(places)
         """Places of the transfers that no thread has taken."""
@@ -167,12 +171,14 @@ class Lane:
         max_queued: int | None = None,
         max_taken: int = 1,
     ) -> None:
-        """Args:
-        name: name of the threads.
-        num_threads: number of threads.
-        buffer_bytes: size of each thread's own memory.
-        max_queued: most transfers that wait; None: no limit.
-        max_taken: most transfers of one job that a thread takes in its turn.
+        """Start the threads.
+
+        Args:
+            name: name of the threads.
+            num_threads: number of threads.
+            buffer_bytes: size of each thread's own memory.
+            max_queued: most transfers that wait, None for no limit.
+            max_taken: most transfers of one job that a thread takes in its turn.
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()
@@ -202,9 +208,12 @@ class Lane:
         return self._max_queued is not None and self._num_waiting >= self._max_queued
 
     def put(self, job: Job, *, must: bool = False) -> list[int]:
-        """Queue the transfers of a job for which there is room; return the places of the others.
+        """Queue the transfers of a job for which there is room.
 
-        `must`: whether all are queued, past the limit, too.
+        With `must` all are queued, even beyond the limit.
+
+        Returns:
+            The places of the transfers that are not queued.
         """
         with self._condition:
             room = len(job.places)
@@ -227,9 +236,12 @@ class Lane:
                 self._num_waiting -= len(job.places)
 
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
-        """End the threads when the queue is empty; return False if some still run at `ends_at`.
+        """End the threads when the queue is empty.
 
-        `drop`: whether the waiting transfers are dropped.
+        With `drop` the waiting transfers are dropped.
+
+        Returns:
+            False if some threads still run at `ends_at`.
         """
         with self._condition:
             self._is_closed = True

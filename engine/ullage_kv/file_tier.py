@@ -32,8 +32,10 @@ NUM_SAVING = 4
 _MAX_QUEUED_BYTES = 64 << 20
 """Most bytes of blocks that wait to be saved. Each of them pins a slot of the host tier."""
 _TURN_BYTES = 4 << 20
-"""Most bytes of blocks that a thread saves in its turn. If threads took turns for each block, they
-would mostly wait for one another."""
+"""Most bytes of blocks that a thread saves in its turn.
+
+If threads took turns for each block, they would mostly wait for one another.
+"""
 _TURN_SHARE = 1 / 64
 """Largest share of all slots that a thread saves in its turn."""
 
@@ -44,8 +46,10 @@ _CLOSE_S = 5.0
 _LOOK_S = 1.0
 """Seconds between two checks whether the files were removed."""
 _TRIM_S = 60.0
-"""Seconds between two searches for folders without an engine, and between two attempts to grow on
-a full device."""
+"""Seconds between two searches for folders without an engine.
+
+On a full device it is also the time between two attempts to grow.
+"""
 
 _CALLS = Calls()
 
@@ -66,7 +70,7 @@ class _Volume:
 
 
 class FileTier:
-    """Copies of blocks in files that outlive the process; see `LowerTier`."""
+    """Copies of blocks in files that outlive the process, see `LowerTier`."""
 
     name = NAME
 
@@ -107,7 +111,7 @@ class FileTier:
         self._save_breaker = CircuitBreaker(clock)
         self._lock = threading.Lock()
         self._saving: dict[bytes, bool] = {}
-        """Blocks that wait to be saved. True: the block was removed since."""
+        """Blocks that wait to be saved, and whether they were removed since."""
         self._leftovers = Leftovers(self._path, clock)
         self._answered_at = 0.0
         """Monotonic time of the last load that had an answer."""
@@ -119,7 +123,7 @@ class FileTier:
         self._volume = _Volume(self._open_file())
         slot_bytes = self._volume.file.slot_bytes
 
-        # Loads need no limit: each holds a slot of its caller's until its deadline.
+        # Loads need no limit, since each holds a slot of its caller until its deadline.
         self._loads = Lane("load", NUM_LOADING, slot_bytes)
         max_saves = max(NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
         of_all = int(_TURN_SHARE * self._volume.file.max_slots)
@@ -138,7 +142,7 @@ class FileTier:
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
         index = self._volume.index
-        # The caller uses these blocks in host memory. Their copies here stay as long.
+        # The caller uses these blocks in host memory, so their copies here count as used, too.
         index.touch(keys)
         if self._is_closed or self._save_breaker.is_paused or self._saves.is_full:
             return [False] * len(keys)
@@ -282,7 +286,7 @@ class FileTier:
         results = dict[int, Result]()
         try:
             volume = self._writable_volume(len(places))
-            # In the order of the queue: a block must find the one that it continues.
+            # In the order of the queue, since a block must find the one that it continues.
             refs = self._reserve(volume, batch, transfers, places, results)
             end_turn()
             with self._counter.writing:
@@ -400,13 +404,13 @@ class FileTier:
 
     def _replace_removed(self) -> None:
         if self._volume.file.is_removed:
-            log.warning("%s was removed; it begins empty", self._volume.file)
+            log.warning("%s was removed, so the tier begins empty", self._volume.file)
             evicted = self._volume.index.num_evicted
             self._volume = _Volume(self._open_file())
             self._num_evicted_before += evicted
 
     def _grow(self, volume: _Volume, now: float) -> int:
-        """Take more room on the device; return the number of new slots."""
+        """Take more room on the device, and return the number of new slots."""
         try:
             num_more = volume.file.grow()
             volume.index.add_slots(num_more)

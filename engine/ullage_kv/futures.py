@@ -1,4 +1,4 @@
-"""Futures of transfers that threads end: joined, chained and given a deadline."""
+"""Futures of transfers that threads end, which can be joined, chained and given a deadline."""
 
 import contextlib
 import heapq
@@ -47,15 +47,15 @@ def finish(future: "Future[None]") -> None:
 def run(
     steps: Steps, call_soon: Callable[[Callable[[], None]], object] | None = None
 ) -> "Future[None]":
-    """Run a task; return a future that is done when the task has ended.
+    """Run a task, and return a future that is done when the task has ended.
 
-    The task runs in the caller's thread until it waits for a future, and goes on when that future
+    The task runs in the caller's thread until it waits for a future, and continues when that future
     is done.
 
     Args:
         steps: the task, a generator that yields every future for which it waits.
-        call_soon: runs a function in the thread in which the task goes on. None: the task goes on
-            in the thread that ended the future.
+        call_soon: runs a function in the thread in which the task continues. With None that is the
+            thread that ended the future.
     """
     ended = Future[None]()
 
@@ -97,7 +97,7 @@ class Alarms:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread. Alarms that are set ring no more."""
+        """Stop the thread. Alarms that are set no longer go off."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -109,7 +109,7 @@ class Alarms:
             finish(future)
 
     def _next(self) -> "Future[None] | None":
-        """Wait for the next alarm; return its future, or None once the alarms are closed."""
+        """Wait for the next alarm, and return its future, or None once the alarms are closed."""
         with self._changed:
             while not self._is_closed:
                 wait_s = self._due[0][0] - self._clock() if self._due else None

@@ -48,7 +48,10 @@ class Reserved(NamedTuple):
     """The outcome of reserving a slot to write to."""
 
     status: Status
-    """STORED: write to the slot, then commit. EXISTS, BUSY, FULL or STALE: there is no slot."""
+    """STORED if the slot is to be written and committed.
+
+    With EXISTS, BUSY, FULL or STALE there is no slot.
+    """
     ref: SlotRef | None = None
 
 
@@ -79,7 +82,7 @@ class _Shard:
 
 
 class SlotIndex:
-    """The blocks in a number of slots; safe to use from several threads."""
+    """The blocks in a number of slots. Thread-safe."""
 
     def __init__(self, num_slots: int, num_shards: int = _NUM_SHARDS) -> None:
         self.num_slots = num_slots
@@ -120,7 +123,7 @@ class SlotIndex:
         self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Return the key of the block that this one continues, if both are here; else None."""
+        """Return the key of the block that this one continues, None unless both are here."""
         entry = self._shard(key).by_key.get(key)
         return entry.parent.key if entry and entry.parent else None
 
@@ -129,21 +132,21 @@ class SlotIndex:
         return len(self._free)
 
     def contains(self, key: bytes) -> bool:
-        """Whether the block can be read now."""
+        """Return whether the block can be read now."""
         entry = self._shard(key).by_key.get(key)
         return entry is not None and entry.state is SlotState.READY
 
     def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether it can be read now; faster than one call a block."""
+        """Return for each block whether it can be read now, faster than with a call a block."""
         ready = SlotState.READY
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
     def uses_of_each(self, keys: Sequence[bytes]) -> list[int]:
-        """Return how often each block was stored or read since it came; 0: it is not here."""
+        """Return how often each block was stored or read since it came, 0 if it is not here."""
         return [0 if entry is None else entry.num_uses for entry in self._find(keys)]
 
     def is_readable(self, ref: SlotRef) -> bool:
-        """Whether the slot still holds the block for which it was given out."""
+        """Return whether the slot still holds the block for which it was given out."""
         entry = self._entry(ref)
         return entry is not None and entry.state is SlotState.READY
 
@@ -157,7 +160,7 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of a chain's first blocks, of those that are here."""
+        """Count a use of those of a chain's first blocks that are here."""
         # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)
@@ -166,7 +169,7 @@ class SlotIndex:
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
-        """Drop a block, so that no reader finds it any more; return whether it was readable.
+        """Drop a block, so that no reader finds it any more, and return whether it was readable.
 
         Its slot is free once all its readers have unpinned it. A block that is being written under
         the key is dropped when it is committed.
@@ -176,7 +179,7 @@ class SlotIndex:
             return self._remove(shard, key)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
+        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys. None drops all."""
         for shard in self._shards:
             with shard.lock:
                 for key in list(shard.by_key):
@@ -202,8 +205,8 @@ class SlotIndex:
         """Open a lease, which holds the reservations and pins of one reader and writer.
 
         Args:
-            ttl_s: seconds after which the lease is over; None: never.
-            clock: in seconds.
+            ttl_s: seconds after which the lease is over, None for never.
+            clock: time in seconds.
         """
         return Lease(self, None if ttl_s is None else clock() + ttl_s, clock)
 
@@ -357,7 +360,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard of the block that is evicted next; None: no block can be evicted."""
+        """Return the shard of the block that is evicted next, None if none can be evicted."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -449,7 +452,7 @@ class Lease:
         """Reserve a slot to write a block to.
 
         Args:
-            key: that of the block.
+            key: key of the block.
             parent: key of the block that it continues, which is then not evicted before it.
         """
         with self._lock:
@@ -461,7 +464,7 @@ class Lease:
             return reserved
 
     def commit(self, ref: SlotRef) -> Status:
-        """Make a written block readable; return STORED, or STALE if it was dropped."""
+        """Make a written block readable, and return STORED, or STALE if it was dropped."""
         return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
 
     def abort(self, ref: SlotRef) -> None:
@@ -469,7 +472,7 @@ class Lease:
         self._end(ref, is_stored=False)
 
     def pin(self, key: bytes) -> SlotRef | None:
-        """Keep a block from being evicted, and return its slot; None: it is not here."""
+        """Keep a block from being evicted, and return its slot, None if it is not here."""
         with self._lock:
             ref = None if self.is_over else self._index._pin(key)
             if ref is not None:

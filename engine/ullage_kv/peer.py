@@ -1,4 +1,4 @@
-"""The client of one peer: which blocks it has, and copies from and to its host memory.
+"""The client of one peer, which asks for its blocks and copies from and to its host memory.
 
 Calls are those of blocking gRPC, for threads. Each has a deadline that gRPC itself keeps, even if
 the peer hangs. A circuit breaker stops the calls to a peer that keeps failing.
@@ -27,8 +27,11 @@ from ullage_kv.tier import CircuitBreaker, Transfer
 REMOTE = "remote"
 """Name of the tier in the host memory of peers."""
 CHUNK_BYTES = 1 << 19
-"""Bytes of a block in one message. Half of the maximum moved twice as many bytes a second, since
-the copies of such a message stay in the heap and in the caches."""
+"""Bytes of a block in one message.
+
+Half of the maximum moved twice as many bytes a second, since the copies of such a message stay in
+the heap and in the caches.
+"""
 MAX_CHUNK_BYTES = 1 << 20
 """Most bytes of a block in one message."""
 MAX_KEYS = 4096
@@ -56,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class _WrongAnswer(Exception):
-    """The peer broke the protocol; the message says how."""
+    """The peer broke the protocol. The message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +70,24 @@ class Identity:
     instance: str
     """Identity of this process, by which it recognises itself among its peers."""
     material: Callable[[], Material | None]
-    """Returns the newest certificate to show; None: peers speak plaintext."""
+    """Returns the newest certificate to show. None if peers speak plaintext."""
 
 
 class PeerClient:
-    """Another engine at one address; safe to use from several threads."""
+    """Another engine at one address. Thread-safe."""
 
     def __init__(self, address: str, server_name: str, own: Identity) -> None:
-        """`server_name`: name that the peer's certificate must have."""
+        """Prepare to call a peer, whose certificate must have the name `server_name`."""
         self.address = address
         self.breaker = CircuitBreaker()
         self.instance = ""
-        """Identity of its process; empty: it has not answered yet."""
+        """Identity of its process, empty until it has answered."""
         self.free_blocks = 0
         """Free slots of the peer when it last answered."""
         self.num_reads = 0
         """Reads that are under way."""
         self.problem = ""
-        """Last failure, for people; empty: the peer has answered since."""
+        """Last failure, for people, empty if the peer has answered since."""
         self._server_name = server_name
         self._own = own
         self._lock = threading.Lock()
@@ -96,7 +99,7 @@ class PeerClient:
 
     @property
     def is_other(self) -> bool:
-        """Whether the peer is known to be another process than this one."""
+        """Whether the peer is known to be a process other than this one."""
         return self.instance not in ("", self._own.instance)
 
     @property
@@ -109,10 +112,10 @@ class PeerClient:
         """Begin to ask which blocks the peer has.
 
         Args:
-            keys: those of the blocks.
+            keys: keys of the blocks.
             timeout_s: deadline in seconds.
-            on_held: called once, from any thread, within the deadline: with one value for each
-                key, or with an empty list if the peer has not answered.
+            on_held: called once, from any thread, within the deadline. It gets one value for each
+                key, or an empty list if the peer has not answered.
         """
         request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
         try:
@@ -136,7 +139,7 @@ class PeerClient:
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
         """Copy blocks from the peer.
 
-        Every result is there at `ends_at` on the monotonic clock. Nothing is written to the memory
+        Every result is there at `ends_at` by the monotonic clock. Nothing is written to the memory
         afterwards.
         """
         arriving = _Arriving(transfers)
@@ -190,7 +193,7 @@ class PeerClient:
                 released.result()
 
     def write(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copy blocks to the peer, until `ends_at` on the monotonic clock.
+        """Copy blocks to the peer, until `ends_at` by the monotonic clock.
 
         Returns:
             For each block STORED, EXISTS if the peer had it, or the reason why it was not copied.
@@ -311,7 +314,7 @@ class PeerClient:
 
 
 class _Arriving:
-    """Blocks that arrive in chunks, each verified when it is whole."""
+    """Blocks that arrive in chunks, and are verified once they are complete."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._transfers = transfers
@@ -323,7 +326,7 @@ class _Arriving:
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Record that the peer has these blocks and lets no peer read them now."""
+        """Record that the peer has these blocks, but lets no peer read them now."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
@@ -331,7 +334,8 @@ class _Arriving:
         """Take the blocks at these places from the responses of a call.
 
         Raises:
-            _WrongAnswer: a chunk is of no such block, or out of order, or a block is incomplete.
+            _WrongAnswer: a chunk belongs to no such block or is out of order, or a block is
+                incomplete.
         """
         try:
             for chunk in chunks:
@@ -341,7 +345,7 @@ class _Arriving:
         finally:
             chunks.cancel()  # a peer may send too many chunks
         if missing := [place for place in places if self._results[place] is None]:
-            raise _WrongAnswer(f"{len(missing)} of {len(places)} blocks did not come whole")
+            raise _WrongAnswer(f"{len(missing)} of {len(places)} blocks are incomplete")
 
     def _take_chunk(self, place: int, chunk: pb.ReadResponse) -> None:
         memory = self._transfers[place].memory
@@ -382,8 +386,10 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Begin the call that ends a lease; return it, or None if there is no lease or the channel is
-    closed.
+    """Begin the call that ends a lease.
+
+    Returns:
+        The call, or None if there is no lease or the channel is closed.
     """
     if not request.lease:
         return None

@@ -1,4 +1,4 @@
-"""The tier in the host memory of other engines: blocks are read from peers, and copied to one.
+"""The tier in the host memory of other engines, which reads blocks from peers and copies to one.
 
 The tier keeps hints about which peer has a block: `look` asks all peers, and `holds` answers from
 the hints. A read asks the peer to pin its blocks first, which decides. A peer that is dead, slow or
@@ -35,7 +35,7 @@ MAX_HINTS = 1 << 16
 HINT_S = 30.0
 """Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""A look-up, for which a request waits, takes at most the deadline divided by this."""
+"""Divisor of the deadline for look-ups, for which requests wait."""
 RESOLVE_S = 5.0
 """Seconds between two times that names are resolved and silent peers are asked."""
 MAX_LOADS = 16
@@ -108,7 +108,7 @@ class PeerState:
     is_left_alone: bool
     free_blocks: int
     problem: str
-    """Why the last call to it failed; empty: it did not."""
+    """Why the last call to it failed, empty if it did not."""
 
 
 class _Copies(NamedTuple):
@@ -137,17 +137,19 @@ class RemoteTier:
         look_s: float | None = None,
         resolve_s: float = RESOLVE_S,
     ) -> None:
-        """Args:
-        targets: `host:port` of peers. A name may have several addresses, which may change.
-        namespace: that of the keys. Peers with another one refuse.
-        block_bytes: size of every block.
-        instance: `KVStoreService.instance` of this process, to recognise itself by.
-        deadline_s: most seconds of one load, and of one batch of copies.
-        copies: whether blocks are copied to a peer at all.
-        server_name: name that the peers' certificates have; empty: the host of their target.
-        material: returns the newest certificate to show; None: peers speak plaintext.
-        look_s: most seconds of a look-up; None: a quarter of the deadline.
-        resolve_s: seconds between two times that names are resolved.
+        """Start the tier's threads, and begin to look for peers.
+
+        Args:
+            targets: `host:port` of peers. A name may have several addresses, which may change.
+            namespace: namespace of the keys. Peers with another one refuse.
+            block_bytes: size of every block.
+            instance: `KVStoreService.instance` of this process, to recognise itself by.
+            deadline_s: most seconds of one load, and of one batch of copies.
+            copies: whether blocks are copied to a peer at all.
+            server_name: name that the peers' certificates have, empty for the host of their target.
+            material: returns the newest certificate to show. None if peers speak plaintext.
+            look_s: most seconds of a look-up, None for a quarter of the deadline.
+            resolve_s: seconds between two times that names are resolved.
         """
         self._targets = targets
         geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)
@@ -216,8 +218,10 @@ class RemoteTier:
             self._num_looks -= 1
 
     def _ask(self, peer: PeerClient, keys: Sequence[bytes]) -> "Future[None]":
-        """Ask a peer which blocks it has, unless its circuit breaker is open; return a future that
-        is done when the hints have the answer.
+        """Ask a peer which blocks it has, unless its circuit breaker is open.
+
+        Returns:
+            A future that is done when the hints have the answer.
         """
         if not peer.breaker.allows():
             return done(None)
@@ -243,7 +247,7 @@ class RemoteTier:
         return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Never read these blocks again: a peer may have a copy of a block that is damaged here."""
+        """Never read these blocks again, since a peer may have copies of damaged ones."""
         self._hints.forget(keys)
         with self._lock:
             self._removed.update(dict.fromkeys(keys))
@@ -253,7 +257,7 @@ class RemoteTier:
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         """Never read blocks of these chains again, since peers may have copies of damaged ones.
 
-        None: no block is read until `trust` is called.
+        With None no block is read until `trust` is called.
         """
         with self._lock:
             is_new = chains is None and not self._is_distrusted
@@ -266,8 +270,10 @@ class RemoteTier:
             )
 
     def trust(self) -> None:
-        """Read from peers again after all chains were removed, as when the worker that damaged
-        blocks is gone. Chains and blocks that were removed by key are not read again.
+        """Read from peers again after all chains were removed.
+
+        Call it, for instance, when the worker that damaged blocks is gone. Chains and blocks that
+        were removed by key are not read again.
         """
         with self._lock:
             was_distrusted = self._is_distrusted
@@ -312,7 +318,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Read from one peer after the other, those with most of the missing blocks first."""
+        """Read from one peer after another, always from the one with most of the missing blocks."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -390,7 +396,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy; return an empty list once the tier is closed and none wait."""
+        """Wait for blocks to copy, and return none once the tier is closed and none wait."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -424,7 +430,7 @@ class RemoteTier:
         return results
 
     def _peer_for(self, transfer: Transfer) -> PeerClient | None:
-        """Return the peer with the block before this one, else the peer with the most free slots.
+        """Return the peer with the block before this one, or the one with the most free slots.
 
         If no peer has free slots, chains are shared out equally by rendezvous hashing.
         """
@@ -466,7 +472,7 @@ class RemoteTier:
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Log the peers in one line if any came, went, or changed its state; return all states."""
+        """Log the peers in one line if any came, went or changed its state, and return them all."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}
@@ -513,7 +519,7 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
 
 
 def _resolve(target: str) -> set[str] | None:
-    """Wait for the addresses of a target; return None if the name server does not answer."""
+    """Wait for the addresses of a target, and return None if the name server does not answer."""
     host, _, port = target.rpartition(":")
     if is_ip(host):
         return {target}

@@ -40,11 +40,11 @@ class Result:
 
     status: Status
     tier: str = ""
-    """Name of the tier that has or had the block; empty: no tier."""
+    """Name of the tier that has or had the block, empty for no tier."""
     num_bytes: int = 0
     """Bytes that were copied."""
     error: str = ""
-    """One line for people about the failure; empty: there was none."""
+    """One line for people about the failure, empty if there was none."""
 
     @property
     def is_usable(self) -> bool:
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the tier takes nothing now, so that other blocks would fare no better."""
+        """Whether the tier takes nothing now, so that it would refuse other blocks, too."""
         return self.status in _REFUSALS
 
 

@@ -32,7 +32,7 @@ MAX_LEASE_S = 10.0
 MAX_LEASES = 64
 """Most leases that one peer has at a time."""
 PEER_SHARE = 4
-"""A peer holds at most one slot in so many, and all peers together at most two."""
+"""Of so many slots a peer holds at most one, and all peers together at most two."""
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class PeerTraffic:
     written_blocks: int
     """Blocks that were verified and can be read."""
     written_bytes: int
-    """Bytes that arrived, those of dropped blocks included."""
+    """Bytes that arrived, including those of dropped blocks."""
     leases: int
     held_slots: int
     expired_leases: int
@@ -84,7 +84,7 @@ class NewBlock:
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
-    """The slots of one peer: pinned blocks by key, and new ones by their index in its request."""
+    """The slots of one peer, for pinned blocks by key and for new ones by index in its request."""
 
     number: int
     peer: str
@@ -99,7 +99,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """All leases of peers; for one thread, except for its counts."""
+    """All leases of peers. Use it in one thread, except for its counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -185,10 +185,10 @@ def _aborts(
 
 
 class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
-    """The service of one process; all its calls run on one event loop."""
+    """The service of one process, whose calls all run on one event loop."""
 
     def __init__(self, served: Callable[[], Served | None]) -> None:
-        """`served`: returns the store, or None while there is none."""
+        """Serve what `served` returns, which is the store, or None while there is none."""
         self._served = served
         self.instance = uuid.uuid4().hex
         """Identity of this process among its peers."""
@@ -386,7 +386,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
                 retry_after_s=10.0,
             )
         if geometry.namespace != served.namespace:
-            # A peer that knew the namespace could make keys, so the error does not name it.
+            # With the namespace a peer could make keys, so the error does not name it.
             log.debug(
                 "a peer has another namespace",
                 extra={"peer": geometry.namespace.hex()[:8], "own": served.namespace.hex()[:8]},
@@ -405,7 +405,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return served.store
 
     def _find(self, number: int) -> PeerLease:
-        """Return an open lease of the present store; a former store used the same memory.
+        """Return an open lease of the present store, since a former one used the same memory.
 
         Raises:
             ServiceError: there is no such lease.
@@ -422,7 +422,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Return a lease's number and milliseconds; end a lease without slots and return zeros."""
+        """Return a lease's number and milliseconds. A lease without slots ends and gives zeros."""
         if not held.num_slots:
             self.leases.end(held.number)
             return 0, 0

@@ -1,9 +1,9 @@
-"""The store: blocks in host memory, and copies of them in lower tiers.
+"""The store, with blocks in host memory and copies of them in lower tiers.
 
 Blocks are written to host memory first. Those that are likely to be read again are copied down in
-the background (`write_through`), never at the moment when room is needed: an evicted block is only
-dropped. Blocks that only a lower tier has are fetched to host memory before they are read
-(`fetch`).
+the background (`write_through`). They are never copied at the moment when room is needed, since an
+evicted block is only dropped. Blocks that only a lower tier has are fetched to host memory before
+they are read (`fetch`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ullage_kv.tier import BusyTime, LowerTier, TierCounter, TierStats
 from ullage_kv.write_through import WriteThrough
 
 DEADLINE_S = 5.0
-"""Seconds after which a block that is being fetched counts as a miss, unless the caller says."""
+"""Seconds after which a block that is being fetched counts as a miss, by default."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -34,14 +34,16 @@ class Block(NamedTuple):
 
     key: bytes
     parent: bytes | None = None
-    """Key of the block that this one continues; None: unknown, or the block is the first."""
+    """Key of the block that this one continues, None if it is unknown or the block is the first."""
     is_kept: bool = False
-    """Whether the block is copied down at once, since it will be read again. Other blocks are
-    copied down at their second use."""
+    """Whether the block is copied down at once, since it will be read again.
+
+    Other blocks are copied down at their second use.
+    """
 
 
 class Store:
-    """Content-addressed blocks of one namespace and one size; safe to use from several threads."""
+    """Content-addressed blocks of one namespace and one size. Thread-safe."""
 
     def __init__(
         self,
@@ -50,11 +52,13 @@ class Store:
         tiers: Sequence[LowerTier] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        arena: the memory of the host tier, which the caller closes after the store.
-        block_bytes: size of every block.
-        tiers: those below host memory, the fastest first; the store closes them.
-        clock: in seconds, by which a fetch divides its deadline among its parts.
+        """Open a store in an arena.
+
+        Args:
+            arena: the memory of the host tier, which the caller closes after the store.
+            block_bytes: size of every block.
+            tiers: tiers below host memory, the fastest first. The store closes them.
+            clock: time in seconds, by which a fetch divides its deadline among its parts.
         """
         arena.cut(block_bytes)
         self.block_bytes = block_bytes
@@ -82,7 +86,7 @@ class Store:
             For each block STORED, EXISTS, or the reason why it is not stored.
 
         Raises:
-            ValueError: a buffer has another size, or there are more or fewer than blocks.
+            ValueError: a buffer has another size, or there are more or fewer buffers than blocks.
         """
         views = [self._bytes_of(each) for each in buffers]
         wanted = [each if isinstance(each, Block) else Block(each) for each in blocks]
@@ -108,8 +112,9 @@ class Store:
     def get_batch(
         self, keys: Sequence[bytes], into: Sequence[Any], deadline_s: float = DEADLINE_S
     ) -> list[Result]:
-        """Copy blocks to writable buffers, each `block_bytes` long. Wait for lower tiers, at most
-        `deadline_s` seconds.
+        """Copy blocks to writable buffers, each `block_bytes` long.
+
+        The call waits for lower tiers, at most `deadline_s` seconds.
 
         Returns:
             For each block HIT, with the tier that had it, or the reason why it was not copied.
@@ -176,14 +181,14 @@ class Store:
         starts = [None if ref is None else ref.slot * self.arena.slot_bytes for ref in refs]
         slots = [None if at is None else memory[at : at + self.block_bytes] for at in starts]
 
-        # Everything else is done before: a copied block evicts Python's own data from the caches.
+        # All else is done before, since copying a block evicts Python's own data from the caches.
         with busy:
             for view, slot in zip(views, slots, strict=True):
                 if slot is not None:
                     np.copyto(slot, view) if is_put else np.copyto(view, slot)
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Ask the lower tiers which blocks they have, where they must be asked.
+        """Ask the lower tiers which blocks they have, if they must be asked.
 
         `contains`, `lookup_prefix` and `fetch` know the answers once the future is done, which
         takes a part of a deadline at most.
@@ -198,7 +203,7 @@ class Store:
         return all_done([tier.look(missing) for tier in self._tiers])
 
     def contains(self, keys: Sequence[bytes]) -> list[str]:
-        """Return for each block the name of the highest tier that is known to have it; empty: none.
+        """Return for each block the name of the highest tier that is known to have it, or "".
 
         The call waits for nothing.
         """
@@ -220,7 +225,7 @@ class Store:
         """Keep blocks in host memory while the body of a with statement reads them in place.
 
         Yields:
-            The memory of each block; None: the block is not in host memory.
+            The memory of each block, None if the block is not in host memory.
         """
         lease = self.index.lease()
         try:
@@ -238,14 +243,14 @@ class Store:
         Blocks that are being written are dropped when they are committed.
 
         Args:
-            chains: the first `CHAIN_BYTES` of the keys of each chain; None: all blocks.
+            chains: the first `CHAIN_BYTES` of the keys of each chain, None for all blocks.
         """
         self.index.remove_chains(chains)
         for tier in self._tiers:
             tier.remove_chains(chains)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each block of a chain; copy those down that are used a second time."""
+        """Count a use of each block of a chain, and copy down those used a second time."""
         self.index.touch(keys)
         self._write_through.copy(keys)
 
@@ -262,8 +267,8 @@ class Store:
     ) -> "Future[list[Result]]":
         """Begin to bring blocks to host memory that only lower tiers have.
 
-        A block that another call is fetching is not loaded twice: this call waits for it, and the
-        load goes on if this deadline is the sooner one. The first parts of many blocks begin at
+        A block that another call is fetching is not loaded twice. This call waits for it, and the
+        load continues if this deadline is the earlier one. The first parts of many blocks begin at
         once, each later part when an earlier one has ended. Once every block of a part is refused,
         because a tier is full, busy or silent, all later blocks have the same result.
 
@@ -279,7 +284,7 @@ class Store:
         """Reserve a slot for each block that is not here, which the holder of the lease writes.
 
         Returns:
-            The slot of each block; None: the block is here, or there is no room.
+            The slot of each block, None if the block is here or there is no room.
         """
         reserved = [lease.reserve(block.key, block.parent) for block in blocks]
         statuses = [each.status for each in reserved]
@@ -289,7 +294,7 @@ class Store:
     def committed(
         self, lease: Lease, refs: Sequence[SlotRef], blocks: Sequence[Block]
     ) -> list[Result]:
-        """Make the blocks readable that were written to reserved slots; copy the kept ones down."""
+        """Make blocks readable that were written to reserved slots, and copy the kept ones down."""
         results = [self._commit(lease, ref) for ref in refs]
         self._counter.saved(results)
         self._copy_down_if(blocks, [each.status is Status.STORED for each in results])

@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
     memory: memoryview
     """Writable memory of the block's size, valid until the transfer has its result."""
     parent: bytes | None = None
-    """Key of the block that this one continues; None: unknown."""
+    """Key of the block that this one continues, None if it is unknown."""
 
 
 class LowerTier(Protocol):
@@ -41,8 +41,8 @@ class LowerTier(Protocol):
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
         """Find out which blocks are stored here, so that `holds` knows.
 
-        The future is done at once where that is known already. It takes a part of a deadline at
-        most, and never fails.
+        The future is done at once if that is known already. It takes a part of a deadline at most,
+        and never fails.
         """
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
@@ -61,13 +61,13 @@ class LowerTier(Protocol):
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Store copies of blocks; the result is BUSY where too many wait already."""
+        """Store copies of blocks. The result is BUSY if too many wait already."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Drop blocks that must not be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: all blocks."""
+        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys. None drops all."""
 
     def stats(self) -> "TierStats": ...
 
@@ -98,7 +98,7 @@ class TierStats:
     queued: int = 0
     """Transfers that wait or run."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Number of failed results by status: all but hits, misses and stored blocks."""
+    """Number of failed results by status, which are all but hits, misses and stored blocks."""
 
 
 class BusyTime:
@@ -130,7 +130,7 @@ class BusyTime:
 
 
 class TierCounter:
-    """Counts results and bytes of one tier; safe to use from several threads."""
+    """Counts results and bytes of one tier. Thread-safe."""
 
     def __init__(self) -> None:
         self.reading = BusyTime()
@@ -193,14 +193,14 @@ class TierCounter:
 
 
 class CircuitBreaker:
-    """A circuit breaker: stops the calls to a tier or peer that keeps failing, except for probes.
+    """A circuit breaker, which stops all calls but probes to a tier or peer that keeps failing.
 
         closed ──failures in a row──► open ──pause over──► half-open, one probe ──success──► closed
                                        ▲                        │
                                        └──── failure, twice the pause
 
     A file system or a peer that does not answer costs every caller its deadline. With a breaker
-    only a few callers pay that, and later one caller each pause. Safe to use from several threads.
+    only a few callers pay that, and later one caller each pause. Thread-safe.
     """
 
     def __init__(
@@ -211,10 +211,13 @@ class CircuitBreaker:
         pause_s: float = PAUSE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """Args:
-        max_failures: failures in a row that open the breaker.
-        pause_s: first pause in seconds. Every failed probe doubles the pause.
-        max_pause_s: longest pause in seconds.
+        """Create a closed breaker.
+
+        Args:
+            clock: time in seconds.
+            max_failures: failures in a row that open the breaker.
+            pause_s: first pause in seconds. Every failed probe doubles the pause.
+            max_pause_s: longest pause in seconds.
         """
         self._clock = clock
         self._max_failures = max_failures
@@ -224,7 +227,7 @@ class CircuitBreaker:
         self._failures = 0
         self._pause_s = pause_s
         self._until: float | None = None
-        """Time at which the pause ends; None: the breaker is closed."""
+        """Time at which the pause ends, None while the breaker is closed."""
         self._is_probing = False
         self.openings = 0
         """Number of times that the breaker opened."""
@@ -265,7 +268,7 @@ class CircuitBreaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Count a failure; return whether this one has opened the breaker.
+        """Count a failure, and return whether this one has opened the breaker.
 
         While the breaker is open, only the failure of its probe counts. Calls that began before it
         opened may fail, too.

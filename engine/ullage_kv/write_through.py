@@ -1,4 +1,4 @@
-"""Selective write-through: copies to lower tiers of the blocks that are likely to be read again."""
+"""Selective write-through, which copies blocks down that are likely to be read again."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,9 +19,7 @@ _PART_BYTES = 16 << 20
 
 
 class WriteThrough:
-    """Copies blocks from host memory to lower tiers, in the background; safe to use from several
-    threads.
-    """
+    """Copies blocks from host memory to lower tiers, in the background. Thread-safe."""
 
     def __init__(
         self,
@@ -31,8 +29,14 @@ class WriteThrough:
         lease: Lease,
         tiers: Sequence[LowerTier],
     ) -> None:
-        """Args:
-        lease: under which blocks are pinned until every tier has its copy.
+        """Prepare to copy.
+
+        Args:
+            arena: the memory of the host tier.
+            block_bytes: size of a block.
+            index: the blocks in host memory.
+            lease: lease under which blocks are pinned until every tier has its copy.
+            tiers: tiers below host memory, the fastest first.
         """
         self._arena = arena
         self._block_bytes = block_bytes
@@ -63,7 +67,7 @@ class WriteThrough:
                 return
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Begin to save the blocks that a tier wants; return None if it wants none of them."""
+        """Begin to save the blocks that a tier wants, and return None if it wants none of them."""
         wanted = itertools.compress(keys, tier.wants(keys))
         pinned = [(key, ref) for key in wanted if (ref := self._lease.pin(key)) is not None]
         if not pinned:
