@@ -278,7 +278,7 @@ def test_a_prepared_file_that_is_damaged_before_the_first_start_is_prepared_agai
     proof.unlink()
     name = flip_a_bit(path)
 
-    with pytest.raises(ProofError, match=f"{path}: {name} has other bits in memory than its check"):
+    with pytest.raises(ProofError, match=f"{path}: {name} in memory does not match its checksum"):
         start_worker()
     assert proofs(weights) == []
     start_worker()
@@ -300,7 +300,7 @@ def test_weights_that_are_damaged_in_memory_at_the_first_start_are_not_kept(
         return memory
 
     monkeypatch.setattr(loader, "_map", flipped)
-    with pytest.raises(ProofError, match="has other bits in memory than its checksum says"):
+    with pytest.raises(ProofError, match="in memory does not match its checksum"):
         start_worker()
     assert proofs(weights) == []
     monkeypatch.undo()
