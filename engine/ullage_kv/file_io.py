@@ -143,7 +143,7 @@ class SlotFile:
             return True
 
     def has_entry(self, key: bytes) -> bool:
-        """Whether a later process would find the block."""
+        """Return whether a later process would find the block."""
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:

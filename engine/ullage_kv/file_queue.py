@@ -44,7 +44,7 @@ class TransferBatch:
             self.future.set_result([])
 
     def is_open(self, place: int) -> bool:
-        """Whether the transfer has no result yet."""
+        """Return whether the transfer has no result yet."""
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:

@@ -193,18 +193,18 @@ class PrefixCache:
         return block in self._tree
 
     def is_private(self, block: int) -> bool:
-        """Whether one sequence holds the block and the cache does not."""
+        """Return whether one sequence holds the block and the cache does not."""
         return self._pool.ref_count(block) == 1 and block not in self._tree
 
     def is_shared(self, block: int) -> bool:
-        """Whether several sequences, or a sequence and the cache, hold the block.
+        """Return whether several sequences, or a sequence and the cache, hold the block.
 
         A shared block must not be written.
         """
         return self._pool.ref_count(block) > 1
 
     def is_shared_at(self, table: list[int], index: int) -> bool:
-        """Whether a table has a block at an index, and it is shared."""
+        """Return whether a table has a block at an index, and it is shared."""
         return 0 <= index < len(table) and self.is_shared(table[index])
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:

@@ -138,8 +138,11 @@ class KvBroker:
         self._clock = clock
         self._has_begun = has_begun
         self.not_loaded = Counter[tuple[str, str]]() if not_loaded is None else not_loaded
-        """Number of stored blocks that requests did not use, by tier and reason. They were `slower`
-        to load than to compute, or `unused` because they arrived late or the request ended."""
+        """Number of stored blocks that requests did not use, by tier and reason.
+
+        They were `slower` to load than to compute, or `unused` because they arrived late or the
+        request ended.
+        """
         self._loads = Loads(
             store,
             call_soon,

@@ -20,8 +20,10 @@ PROBE_S = 30.0
 _UNMEASURED_S = 1e9
 """Seconds of a computation whose speed is unknown. Any load is faster."""
 _WEIGHT = 0.5
-"""Weight of the newest load in the estimates, on a logarithmic scale. The first load replaces the
-initial values."""
+"""Weight of the newest load in the estimates, on a logarithmic scale.
+
+The first load replaces the initial values.
+"""
 _MAX_RATIO = 1e4
 """Bound of the ratio between the measured and the predicted time of one load."""
 _SIZES_FACTOR = 4.0

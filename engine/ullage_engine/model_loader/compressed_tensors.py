@@ -32,8 +32,10 @@ class Scheme:
     is_symmetric: bool = True
     """Whether the matrices have no zero points."""
     rounds_activations: bool = False
-    """Whether activations are rounded to int8, row by row. FP8 activations keep the computing
-    type, which rounds them less than the model expects."""
+    """Whether activations are rounded to int8, row by row.
+
+    FP8 activations keep the computing type, which rounds them less than the model expects.
+    """
 
 
 def read_scheme(config: HFConfig) -> Scheme:

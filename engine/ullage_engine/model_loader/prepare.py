@@ -170,8 +170,10 @@ class PreparedTensor:
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
-"""Function from all tensors of a layer to the matrices that it rounded, by name. It is called for
-one layer after another."""
+"""Function from all tensors of a layer to the matrices that it rounded, by name.
+
+It is called for one layer after another.
+"""
 
 
 class CalibrationError(Exception):

@@ -32,8 +32,10 @@ PAGE = 4096
 """Bytes of weights that are summed to one number."""
 
 READ_BYTES = 512 << 20
-"""Bytes of weights that a start on a CPU reads at most, in about 50 ms. Of larger weights it reads
-evenly spaced pages. A start on a GPU reads all weights."""
+"""Bytes of weights that a start on a CPU reads at most, in about 50 ms.
+
+Of larger weights it reads evenly spaced pages. A start on a GPU reads all weights.
+"""
 
 SAMPLES = 256
 """Logits of a row that are stored, evenly spaced over the vocabulary."""

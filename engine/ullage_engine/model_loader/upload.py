@@ -13,8 +13,11 @@ import torch
 from ullage_engine.pinned_memory import PinnedMemory
 
 STAGING_BYTES = 32 << 20
-"""Bytes of each of the two staging buffers. PCIe copies them in more than a millisecond, so the
-start of a copy costs almost nothing in comparison."""
+"""Bytes of each of the two staging buffers.
+
+PCIe copies them in more than a millisecond, so the start of a copy costs almost nothing in
+comparison.
+"""
 
 Wait = Callable[[], None]
 Place = Callable[[torch.Tensor], torch.Tensor]

@@ -27,12 +27,17 @@ VECTOR = 16
 """Numbers that every instruction set reads and sums together. Rows are multiples of it."""
 
 PORTABLE = "portable"
-"""The instruction set that every processor has: plain loops. Tests compare the bits of the others
-with it, and no model is served with it."""
+"""The instruction set that every processor has: plain loops.
+
+Tests compare the bits of the others with it, and no model is served with it.
+"""
 
 INSTRUCTION_SETS = (PORTABLE, "avx2", "avx512")
-"""Instruction sets of the library. A processor with one of them has those before it, too. All give
-the same bits (docs/reasons/decisions/0052-one-order-of-sums.md)."""
+"""Instruction sets of the library.
+
+A processor with one of them has those before it, too. All give the same bits
+(docs/reasons/decisions/0052-one-order-of-sums.md).
+"""
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
 

@@ -19,9 +19,11 @@ LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-"""Lexer states take 1 to 2 kB each and are made while text is matched, so their number bounds the
-memory of one answer's grammar. Fuel and items bound its time: about 20 ms at first, then 15 ms a
-token."""
+"""Limits of one answer's grammar.
+
+Lexer states take 1 to 2 kB each and are made while text is matched, so their number bounds the
+memory. Fuel and items bound the time to about 20 ms at first, then 15 ms a token.
+"""
 
 COMPILE_STACK_BYTES = 64 << 20
 """Stack of a worker's compiling thread: many times that of the first compilation."""

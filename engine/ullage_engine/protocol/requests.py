@@ -85,7 +85,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
-        """Whether a request that was admitted before has nothing left to produce.
+        """Return whether a request that was admitted before has nothing left to produce.
 
         Args:
             longest: tokens that its sequence may have.

@@ -26,8 +26,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """Block table of positions 0 to end - 1, in order, and perhaps of some behind them. A
-    sequence's steps have the same list object until an entry changes. It may grow between them."""
+    """Block table of positions 0 to end - 1, in order, and perhaps of some behind them.
+
+    A sequence's steps have the same list object until an entry changes. It may grow between them.
+    """
     sampling: SamplingParams | None
     """Parameters of sampling behind the last of `token_ids`.
 

@@ -81,8 +81,10 @@ On a CPU it is about two minutes of two cores (a core does 50 G operations a sec
 that pods request in addition to their weights. The cost on a GPU was not measured."""
 
 KEPT_BYTES = 256 << 20
-"""Bytes of the products' workspaces and of memory that the allocator keeps. For models of 135M and
-1B parameters, the other estimates were this much below the measured peak."""
+"""Bytes of the products' workspaces and of memory that the allocator keeps.
+
+For models of 135M and 1B parameters, the other estimates were this much below the measured peak.
+"""
 
 COST = "which may cost a fifth of the perplexity"
 

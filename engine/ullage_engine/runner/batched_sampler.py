@@ -80,9 +80,12 @@ class SampledBatch:
     computed: torch.Tensor
     """Logits of the model [rows, vocab], which must not change before `read`."""
     result: torch.Tensor
-    """Integers [rows, columns] on the device. The first column is the token, `NO_TOKEN`,
-    `NOTHING_ALLOWED` or `UNSETTLED`. If log-probabilities are reported, the token's, the
-    alternatives' ids and the alternatives' follow."""
+    """Integers [rows, columns] on the device.
+
+    The first column is the token, `NO_TOKEN`, `NOTHING_ALLOWED` or `UNSETTLED`. If
+    log-probabilities are reported, that of the token, the alternatives' ids and the alternatives'
+    log-probabilities follow.
+    """
 
     def read(self) -> list[SampledToken]:
         """Wait for the tokens and return them, in the order of the chunks."""

@@ -38,8 +38,10 @@ GREEDY = SamplingParams(temperature=0.0)
 _PROBE_TOKENS = (24, 8)
 """Prompt tokens of the probe's two sequences."""
 _PROBE_STRIDE = 7919
-"""Difference between neighbouring tokens of the probe: a prime, so that tokens are spread over the
-vocabulary and choose different experts."""
+"""Difference between neighbouring tokens of the probe.
+
+It is a prime, so that tokens are spread over the vocabulary and choose different experts.
+"""
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:

@@ -40,15 +40,19 @@ log = logging.getLogger("ullage.engine.adapters")
 
 FIRST_RETRY_S = 30.0
 MAX_RETRY_S = 300.0
-"""Longest pause before another try, in seconds. The first pause is `FIRST_RETRY_S`, and it doubles
-with each try."""
+"""Longest pause before another try, in seconds.
+
+The first pause is `FIRST_RETRY_S`, and it doubles with each try.
+"""
 FIRST_ADAPTERS_S = 30.0
 """Seconds from the worker's start after which missing adapters no longer delay readiness.
 
 A slow download must not hold up requests that need no adapter."""
 _MAX_WORKERS_LOST = 2
-"""Workers that may end while they load an adapter. Then the adapter is given up until its next
-edit."""
+"""Workers that may end while they load an adapter.
+
+Then the adapter is given up until its next edit.
+"""
 _FILES = (".json", ".safetensors", ".bin")
 
 

@@ -78,8 +78,10 @@ _LAST_MESSAGES_S = 1.0
 """Seconds in which ended requests may send their last message."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
-"""Returns how to start workers for a model's files. Raises AppError if no engine serves the
-model."""
+"""Returns how to start workers for a model's files.
+
+Raises AppError if no engine serves the model.
+"""
 _Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
 

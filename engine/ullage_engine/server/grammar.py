@@ -107,8 +107,10 @@ class GrammarCheck:
         self._compiled = compiled
         self._turns = asyncio.Semaphore(_MAX_COMPILATIONS)
         self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """A lock for each grammar that is being compiled. Requests with the same grammar wait for
-        one compilation."""
+        """A lock for each grammar that is being compiled.
+
+        Requests with the same grammar wait for one compilation.
+        """
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:

@@ -143,7 +143,9 @@ class JournalEntry:
         """Prompt tokens whose KV was on the device when the sample was first computed."""
         self.tier_hits: list[TierHit] = []
         """Prompt tokens whose KV was loaded from tiers below the device, at most one hit a tier.
-        The list is complete before the first output."""
+
+        The list is complete before the first output.
+        """
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False

@@ -8,8 +8,10 @@ class RestartPolicy:
     """Limits of the supervisor. All times are in seconds."""
 
     first_backoff_s: float = 0.5
-    """Seconds before the second restart in a row. The first restart is immediate, and each later
-    one doubles the pause."""
+    """Seconds before the second restart in a row.
+
+    The first restart is immediate, and each later one doubles the pause.
+    """
     max_backoff_s: float = 10.0
     max_failures: int = 8
     """Number of workers in a row that may die without having served. Then the engine gives up."""
@@ -18,11 +20,16 @@ class RestartPolicy:
     max_unproven: int = 3
     """Number of starts in a row whose proof may fail. Then the engine serves no more requests."""
     max_deaths: int = 3
-    """Deaths of workers since a request's last decode after which the request is given up. In all
-    deaths but one, no other request can have been the cause."""
+    """Deaths of workers since a request's last decode after which the request is given up.
+
+    In all deaths but one, no other request can have been the cause.
+    """
     trial_s: float = 5.0
-    """Seconds from a worker's start in which suspects run alone. A suspect is a request that may
-    have killed the last worker. A suspect of two deaths runs alone at any time."""
+    """Seconds from a worker's start in which suspects run alone.
+
+    A suspect is a request that may have killed the last worker. A suspect of two deaths runs alone
+    at any time.
+    """
     step_deadline_s: float = 30.0
     """Seconds without a finished step after which a worker with work always counts as hung."""
     load_silence_s: float = 600.0
@@ -34,8 +41,11 @@ class RestartPolicy:
     min_suspect_s: float = 2.0
     """Seconds without CPU time that every worker may take, however short its steps."""
     long_steps: float = 3.0
-    """Multiple of its longest step after which a worker counts as hung. It is measured in CPU time
-    of the worker's busiest thread, so that neighbours on the same cores do not count."""
+    """Multiple of its longest step after which a worker counts as hung.
+
+    It is measured in CPU time of the worker's busiest thread, so that neighbours on the same cores
+    do not count.
+    """
     min_busy_s: float = 8.0
     """Seconds of this CPU time that every worker may take, however short its steps."""
     slow_start_steps: int = 16

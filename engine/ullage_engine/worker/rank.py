@@ -194,8 +194,7 @@ class RankStartup:
         self._workspace: Workspace | None = None
 
         self.swap_bytes_per_second = 0.0
-        """Bandwidth of all ranks to host memory, as this rank measured it, 0 without host
-        memory."""
+        """Bandwidth of all ranks to host memory, measured by this rank, 0 without host memory."""
         self.decode_tokens = _ANY_CONTEXT
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
         self.prompt_tokens = 0

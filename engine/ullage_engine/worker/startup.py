@@ -64,8 +64,10 @@ class Started:
     ledger: Ledger
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
-    """Measure of the memory in use: resident bytes of all ranks, or the bytes of rank 0 on its CUDA
-    device, at most a second old."""
+    """Measure of the memory in use, at most a second old.
+
+    It is the resident bytes of all ranks, or the bytes of rank 0 on its CUDA device.
+    """
     swap_seconds: Callable[[], float]
     """Measure of the seconds spent on copies of KV to host memory and back, on rank 0."""
     swap_bytes_per_second: float
