@@ -67,7 +67,10 @@ async def tiers_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
     [
-        (1 << 20, "the worker keeps no KV outside its device, and its log says why. The 1048576 bytes"),
+        (
+            1 << 20,
+            "the worker keeps no KV outside its device, and its log says why. The 1048576 bytes",
+        ),
         (8192, "8192 bytes hold no KV block of 16384 bytes"),
     ],
 )
