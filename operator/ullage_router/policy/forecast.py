@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ullage_router.policy.facts import EngineView, TimeLimits
-from ullage_router.policy.retry import release_s
+from ullage_router.policy.retry import LEAST_SPAN_S, release_s
 
 SHARE = 0.8
 """Share of an objective or a limit that a prediction may take. The rest covers unseen delays."""
@@ -139,8 +139,8 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
     """Yield (seconds, load) at which the engine has the bytes and a place in its batch.
 
     The load includes the request. Releases are probed in growing strides, so that a long list of
-    them costs little. Where the known releases are too few, because others wait for them, memory
-    goes on to be released at the same rate.
+    them costs little. The last probe is at the end of the known releases, or later if they are too
+    few, since others wait for them: then requests go on to end at the same rate.
     """
     releases = engine.releases
     available = engine.available
@@ -156,13 +156,18 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
             yield releases[number - 1].after_s, load
 
     released = sum(release.size for release in releases)
-    missing = needed - engine.available - released
-    if not released or missing <= 0:
+    if not released:
         return
+    missing = max(0, needed - engine.available - released)
     number = len(releases) + math.ceil(missing * len(releases) / released)
+    if engine.max_sequences:
+        number = max(number, engine.load + 1 + ahead - engine.max_sequences)
+
+    last_s = releases[-1].after_s
+    later_s = (number - len(releases)) * max(last_s, LEAST_SPAN_S) / len(releases)
     load = max(1, engine.load + 1 + ahead - number)
     if _has_place(engine, load):
-        yield release_s(engine.available, releases, needed), load
+        yield max(release_s(engine.available, releases, needed), last_s + later_s), load
 
 
 def _has_place(engine: EngineView, load: int) -> bool:

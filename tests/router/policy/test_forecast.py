@@ -4,6 +4,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ullage_common.config.router import DEFAULT_LADDER
@@ -142,7 +144,7 @@ def test_those_ahead_take_the_first_places() -> None:
     assert turn_s([engine(4)], 100, 85, BLOCK, (0, 0), LIMITS) is None
     full = replace(busy, available=0)
     assert turn_s([full], 100, 10, 35 * BLOCK, (0, 0), LIMITS) == 2.0
-    assert turn_s([full], 100, 10, 35 * BLOCK, (10 * BLOCK, 0), LIMITS) == 2.25
+    assert turn_s([full], 100, 10, 35 * BLOCK, (10 * BLOCK, 0), LIMITS) == 2.5
 
 
 def test_a_late_request_goes_elsewhere() -> None:
@@ -197,3 +199,18 @@ def test_a_request_behind_others_waits_for_more_than_the_known_releases() -> Non
     assert isinstance(decide(behind, [full], POLICY), Wait)
     far_behind = replace(ask(10), ahead={"single": 900 * BLOCK}, waiting={"single": 45})
     assert isinstance(decide(far_behind, [full], POLICY), Refuse)
+
+
+@given(known=st.integers(1, 48), most=st.sampled_from([0, 4, 64]))
+def test_more_requests_ahead_never_bring_a_turn_sooner(known: int, most: int) -> None:
+    """Each release is one request of twenty blocks, every half second."""
+    releases = tuple(Release(0.5 * number, 20 * BLOCK) for number in range(1, known + 1))
+    full = engine(known, releases=releases, available=0, max_sequences=most)
+    waits = []
+    for count in range(2 * known + 2):
+        ahead = {"single": 20 * BLOCK * count}
+        facts = replace(
+            ask(10, prompt=300), ahead=ahead, waiting={"single": count}, limits=TimeLimits()
+        )
+        waits.append(isinstance(decide(facts, [full], POLICY), Wait))
+    assert all(waits), "without a time limit everybody may wait"
