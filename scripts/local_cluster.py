@@ -47,7 +47,7 @@ from ullage_local_cluster.node import (
     start_kubelet,
     start_proxy,
 )
-from ullage_local_cluster.processes import check_programs, kill_all, running_pid, session
+from ullage_local_cluster.processes import check_programs, kill_all, run, running_pid, session
 from ullage_local_cluster.settings import ClusterError, ClusterSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +159,11 @@ def check_free(settings: ClusterSettings) -> None:
         raise ClusterError(
             f"the link {taken[0]} exists; take down the other folder's cluster of this name, or "
             "give another --name and --number"
+        )
+    if f" {settings.address}/" in run("ip", "-oneline", "address", "show"):
+        raise ClusterError(
+            f"another cluster of this machine has the address {settings.address}; give another "
+            "--number"
         )
 
 

@@ -317,16 +317,17 @@ def test_rules_are_in_the_clusters_own_chains() -> None:
     }
     assert proxy.ruleset("two", objects).splitlines() == [
         "*nat",
-        ":TWO-SERVICES - [0:0]",
-        ":TWO-LOOPS - [0:0]",
-        "-A TWO-SERVICES -d 10.9.0.5/32 -p tcp --dport 80 -j DNAT --to-destination 10.0.0.2:8000",
-        "-A TWO-LOOPS -s 10.0.0.2/32 -d 10.0.0.2/32 -j MASQUERADE",
+        ":ULLAGE-TWO-SERVICES - [0:0]",
+        ":ULLAGE-TWO-LOOPS - [0:0]",
+        "-A ULLAGE-TWO-SERVICES -d 10.9.0.5/32 -p tcp --dport 80 -j DNAT "
+        "--to-destination 10.0.0.2:8000",
+        "-A ULLAGE-TWO-LOOPS -s 10.0.0.2/32 -d 10.0.0.2/32 -j MASQUERADE",
         "COMMIT",
         "*filter",
-        ":TWO-REJECT - [0:0]",
-        ":TWO-EGRESS - [0:0]",
-        ":TWO-INGRESS - [0:0]",
-        "-A TWO-REJECT -d 10.9.0.6/32 -p tcp --dport 1 -j REJECT --reject-with tcp-reset",
+        ":ULLAGE-TWO-REJECT - [0:0]",
+        ":ULLAGE-TWO-EGRESS - [0:0]",
+        ":ULLAGE-TWO-INGRESS - [0:0]",
+        "-A ULLAGE-TWO-REJECT -d 10.9.0.6/32 -p tcp --dport 1 -j REJECT --reject-with tcp-reset",
         "COMMIT",
     ]
 
@@ -336,22 +337,22 @@ def test_chains_are_removed_and_those_of_others_stay() -> None:
 *filter
 :FORWARD ACCEPT [0:0]
 :KC-FWD - [0:0]
-:TWO-FORWARD - [0:0]
-:TWO-REJECT - [0:0]
--A FORWARD -s 10.250.2.0/24 -j TWO-FORWARD
+:ULLAGE-TWO-FORWARD - [0:0]
+:ULLAGE-TWO-REJECT - [0:0]
+-A FORWARD -s 10.250.2.0/24 -j ULLAGE-TWO-FORWARD
 -A FORWARD -j KC-FWD
--A OUTPUT -j TWO-REJECT
--A TWO-FORWARD -j TWO-REJECT
+-A OUTPUT -j ULLAGE-TWO-REJECT
+-A ULLAGE-TWO-FORWARD -j ULLAGE-TWO-REJECT
 COMMIT
 """
     assert proxy.removal("two", saved).splitlines() == [
         "*filter",
-        "-D FORWARD -s 10.250.2.0/24 -j TWO-FORWARD",
-        "-D OUTPUT -j TWO-REJECT",
-        "-F TWO-FORWARD",
-        "-F TWO-REJECT",
-        "-X TWO-FORWARD",
-        "-X TWO-REJECT",
+        "-D FORWARD -s 10.250.2.0/24 -j ULLAGE-TWO-FORWARD",
+        "-D OUTPUT -j ULLAGE-TWO-REJECT",
+        "-F ULLAGE-TWO-FORWARD",
+        "-F ULLAGE-TWO-REJECT",
+        "-X ULLAGE-TWO-FORWARD",
+        "-X ULLAGE-TWO-REJECT",
         "COMMIT",
     ]
 

@@ -7,12 +7,13 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from ullage_local_cluster.processes import kill_all, run, running_pid
 from ullage_local_cluster.proxy import remove_chains
-from ullage_local_cluster.settings import ClusterSettings
+from ullage_local_cluster.settings import ClusterError, ClusterSettings
 
 CGROUPS = Path("/sys/fs/cgroup")
 KUBELET_LINKS = Path("/var/log/containers")
@@ -24,8 +25,10 @@ CNI_RESULTS = Path("/var/lib/cni/results")
 def take_down(settings: ClusterSettings) -> None:
     """End and remove everything but the logs. No program has to save anything."""
     kill_all(lambda: cluster_processes(settings))
-    for point in mounts(settings.home):
-        run("umount", "--lazy", point)
+    # A mount that is shared with another one may go together with it.
+    while points := mounts(settings.home):
+        if not any(is_unmounted(point) for point in points):
+            raise ClusterError(f"{points[0]} cannot be unmounted; see what uses it with fuser -m")
     for link in links(settings):
         # The end of a pod's network ends its link, too.
         run("ip", "link", "delete", link, check=False)
@@ -38,9 +41,11 @@ def take_down(settings: ClusterSettings) -> None:
 def control_groups(settings: ClusterSettings) -> list[Path]:
     """Return the cluster's control group in each hierarchy of this machine."""
     if (CGROUPS / "cgroup.controllers").exists():
-        return [CGROUPS / settings.name]
+        return [CGROUPS / settings.group]
     return [
-        folder / settings.name for folder in CGROUPS.iterdir() if (folder / "cgroup.procs").exists()
+        folder / settings.group
+        for folder in CGROUPS.iterdir()
+        if (folder / "cgroup.procs").exists()
     ]
 
 
@@ -65,6 +70,12 @@ def mounts(folder: Path) -> list[str]:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [line.split()[4].replace("\\040", " ") for line in lines]
     return [point for point in reversed(points) if Path(point).is_relative_to(folder)]
+
+
+def is_unmounted(point: str) -> bool:
+    """Unmount a folder, and return whether that worked."""
+    command = ["umount", "--lazy", point]
+    return not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def links(settings: ClusterSettings) -> list[str]:

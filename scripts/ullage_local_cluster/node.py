@@ -52,6 +52,8 @@ def start_kubelet(settings: ClusterSettings, program: Path) -> None:
     root.mkdir()
     # Volumes that kubelet mounts have to appear in containers.
     run("mount", "--bind", root, root)
+    # Otherwise they would appear a second time beneath this mount's parent.
+    run("mount", "--make-private", root)
     run("mount", "--make-rshared", root)
 
     config = {
@@ -62,7 +64,7 @@ def start_kubelet(settings: ClusterSettings, program: Path) -> None:
         "healthzPort": settings.port("kubelet-health"),
         "failCgroupV1": False,
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": f"/{settings.name}",
+        "cgroupRoot": f"/{settings.group}",
         "cgroupsPerQOS": True,
         "enforceNodeAllocatable": [],
         "evictionHard": {},

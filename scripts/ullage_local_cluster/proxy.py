@@ -31,7 +31,7 @@ PATHS = (SERVICES, SLICES, POLICIES, PODS, NAMESPACES)
 
 def chain(name: str, part: str) -> str:
     """Return the name of one of a cluster's chains."""
-    return f"{name.upper()}-{part}"
+    return f"ULLAGE-{name.upper()}-{part}"
 
 
 def ruleset(name: str, objects: dict[str, list[Object]]) -> str:

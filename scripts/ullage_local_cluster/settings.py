@@ -53,6 +53,11 @@ class ClusterSettings:
         return f"{self.name}-node"
 
     @property
+    def group(self) -> str:
+        """Name of the control groups, which no other program has."""
+        return f"ullage-{self.name}"
+
+    @property
     def bridge(self) -> str:
         return f"{self.name}0"
 
