@@ -20,8 +20,9 @@ If step 2 or 3 fails, take the changes back:
 
   git restore --staged --worktree --source=HEAD -- pyproject.toml charts CHANGELOG.md newsfragments
 
-If step 5 or 6 fails, run the same command again: a commit that has the tag goes on with step 5. To
-take the release back instead: `git tag --delete vVERSION && git reset --hard HEAD~1`.
+If step 4, 5 or 6 fails, run the same command again: the commit gets its tag if that is missing, and
+the script goes on with step 5. To take the release back instead, once it is committed:
+`git tag --delete vVERSION; git reset --hard HEAD~1`.
 
 examples:
   release.py 0.2.0 --dry-run
@@ -91,6 +92,11 @@ class Release:
     @property
     def tag(self) -> str:
         return f"v{self.version}"
+
+    @property
+    def subject(self) -> str:
+        """The commit's first line."""
+        return f"release: publish {self.version}"
 
     @property
     def chart_archive(self) -> Path:
@@ -197,7 +203,9 @@ def is_committed(release: Release) -> bool:
         ReleaseError: the tag is at another commit.
     """
     if not git("tag", "--list", release.tag):
-        return False
+        if git("log", "-1", "--format=%s") != release.subject:
+            return False
+        tag(release)
     tagged = git("rev-list", "--max-count=1", release.tag)
     head = git("rev-parse", "HEAD")
     if tagged != head or current_version() != release.version:
@@ -220,8 +228,8 @@ def check_tree(release: Release) -> None:
         raise ReleaseError("newsfragments/ is empty; say what changed (newsfragments/README.md)")
 
 
-def check_clean() -> None:
-    if changes := git("status", "--porcelain"):
+def check_clean(*options: str) -> None:
+    if changes := git("status", "--porcelain", *options):
         raise ReleaseError(f"the tree has changes ({changes.splitlines()[0].strip()}); commit them")
 
 
@@ -263,8 +271,12 @@ def write_versions(release: Release) -> None:
 
 def commit(release: Release) -> None:
     run("git", "add", "--all", "--", *CHANGED)
-    message = f"release: publish {release.version}\n\nCHANGELOG.md says what changed."
+    message = f"{release.subject}\n\nCHANGELOG.md says what changed."
     run("git", "commit", "--quiet", "--message", message)
+    tag(release)
+
+
+def tag(release: Release) -> None:
     run("git", "tag", "--annotate", release.tag, "--message", f"Ullage {release.version}")
 
 
@@ -381,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_target(release)
         check_programs([name for name in REMEDIES if name != "buildah" or registry])
         if is_committed(release):
-            check_clean()
+            check_clean("--untracked-files=no")  # artefacts may be in the checkout
             print(f"HEAD is {release.tag}: making its artefacts", flush=True)
         else:
             check_tree(release)

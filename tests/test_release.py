@@ -114,21 +114,44 @@ def test_a_tree_that_is_not_ready_is_refused(tree: Path) -> None:
     assert refused.returncode == 1
 
 
-def test_a_tag_of_another_commit_is_refused(tree: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def programs(tree: Path, tmp_path: Path) -> dict[str, str]:
+    """An environment with an identity for git, and programs that fail as soon as they run."""
     shutil.copy(SCRIPTS / "images.py", tree / "scripts")
     shutil.copy(ROOT / "hatch_build.py", tree)
     commit_all(tree)
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("cyclonedx-py", "helm"):
+        (folder / name).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    for role in ("AUTHOR", "COMMITTER"):
+        environment |= {f"GIT_{role}_NAME": "t", f"GIT_{role}_EMAIL": "t@example.org"}
+    return environment
+
+
+def test_a_tag_of_another_commit_is_refused(tree: Path, programs: dict[str, str]) -> None:
     git(tree, "tag", "v9.0.0")
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("cyclonedx-py", "helm"):  # the refusal comes before they run
-        (programs / name).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
-        (programs / name).chmod(0o755)
-
-    refused = run_release(tree, "9.0.0", PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
-
+    refused = run_release(tree, "9.0.0", **programs)
     assert "tag v9.0.0 is at" in refused.stderr
     assert "use a higher version" in refused.stderr
+
+
+def test_a_commit_without_its_tag_gets_it(tree: Path, programs: dict[str, str]) -> None:
+    """The tag may fail after the commit, as without a key to sign it."""
+    project = tree / "pyproject.toml"
+    text = project.read_text(encoding="utf-8")
+    project.write_text(release.with_project_version(text, "9.0.0"), encoding="utf-8")
+    git(tree, "add", "--all")
+    git(tree, "commit", "--quiet", "--message", "release: publish 9.0.0")
+    (tree / "art").mkdir()
+    (tree / "art" / "ullage.whl").write_text("made before", encoding="utf-8")
+
+    done = run_release(tree, "9.0.0", **programs)
+
+    assert "HEAD is v9.0.0: making its artefacts" in done.stdout, done.stderr
+    git(tree, "rev-parse", "v9.0.0")
 
 
 @pytest.mark.parametrize(
