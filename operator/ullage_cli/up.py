@@ -28,6 +28,7 @@ from ullage_cli.local.plan import LocalPlan, plan_local
 from ullage_cli.manifest_file import BASE_HELP, read_service
 from ullage_cli.processes.runtime import LocalRuntime, is_among, keep_scaled
 from ullage_cli.processes.state import RUN_DIR_PREFIX, STATE_FILE, service_state, write_state
+from ullage_common.entry_points import missing_extra
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import Service
@@ -104,6 +105,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LocalFailure: the manifest is wrong, this machine cannot serve it, or a pod failed for good.
     """
+    for extra in ("router", "engine"):  # both run in this interpreter's environment
+        if error := missing_extra(extra):
+            raise LocalFailure(error)
     service = read_service(options.file, options.base)
     if options.otlp_endpoint:
         service = traced_to(service, options.otlp_endpoint)

@@ -6,6 +6,15 @@ line.
 
 import importlib
 import sys
+from importlib.util import find_spec
+
+OWN_PACKAGES = {
+    "cli": ("kopf", "rich", "httpx"),
+    "operator": ("kopf", "kubernetes", "aiohttp"),
+    "router": ("sortedcontainers", "uvicorn", "tokenizers", "jinja2"),
+    "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "zmq"),
+}
+"""Packages that each extra brings, and without which its program cannot run."""
 
 
 def command() -> int:
@@ -28,16 +37,18 @@ def engine() -> int:
     return _run("ullage-engine", "ullage_engine.main", "engine")
 
 
+def missing_extra(extra: str) -> str | None:
+    """Return an error that names a missing package of an extra, or None if all are there."""
+    missing = next((name for name in OWN_PACKAGES[extra] if find_spec(name) is None), None)
+    if missing is None:
+        return None
+    return f"the package {missing} is missing; pip install 'ullage[{extra}]'"
+
+
 def _run(program: str, module: str, extra: str) -> int:
     """Run the module's `main`, and return the status of the process."""
-    try:
-        main = importlib.import_module(module).main
-    except ModuleNotFoundError as error:
-        missing = error.name or str(error)
-        print(
-            f"{program}: the package {missing} is missing; pip install 'ullage[{extra}]'",
-            file=sys.stderr,
-        )
+    if error := missing_extra(extra):
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
-    status: int = main()
+    status: int = importlib.import_module(module).main()
     return status

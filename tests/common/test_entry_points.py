@@ -2,21 +2,30 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from ullage_common.entry_points import OWN_PACKAGES, missing_extra
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTIONS = {"zmq": "pyzmq"}
+"""Names under which packages are installed, where they differ."""
 HIDE = """
 import sys
-from importlib.abc import MetaPathFinder
 
-class Absent(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in {"kopf", "rich", "httpx", "uvicorn", "msgspec", "torch"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == {package!r} else find_spec(name)
 from ullage_common import entry_points
-sys.exit(entry_points.%s())
+sys.exit(entry_points.{program}())
 """
 
 
@@ -30,11 +39,25 @@ sys.exit(entry_points.%s())
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(function: str, program: str, extra: str) -> None:
-    command = [sys.executable, "-c", HIDE % function, "--help"]
+    package = OWN_PACKAGES[extra][-1]
+    code = HIDE.format(package=package, program=function)
+    command = [sys.executable, "-c", code, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"{program}: the package ")
-    assert done.stderr.endswith(f"is missing; pip install 'ullage[{extra}]'\n")
+    expected = f"{program}: the package {package} is missing; pip install 'ullage[{extra}]'\n"
+    assert done.stderr == expected
+
+
+def test_each_extra_brings_the_packages_that_it_is_known_by() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    extras["cli"] += extras["operator"]
+    for extra, packages in OWN_PACKAGES.items():
+        for package in packages:
+            name = DISTRIBUTIONS.get(package, package)
+            assert any(each.startswith(name) for each in extras[extra]), (extra, package)
+            assert not any(each.startswith(name) for each in project["dependencies"])
+        assert missing_extra(extra) is None
 
 
 def test_a_whole_installation_runs() -> None:
