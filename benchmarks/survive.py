@@ -63,6 +63,7 @@ TOO_MANY_WORDS = 20_000
 LOGPROBS_WORDS = 3_000
 LEFT_BYTES = 300 << 20
 ROOM_BYTES = 128 << 20
+GROUP = f"ullage-survive-{os.getpid()}"
 PATIENCE_S = 120.0
 """Longest wait for a word, or for an answer after the case."""
 
@@ -277,10 +278,9 @@ async def play(server: Server, case: str, scene: Scene) -> Outcome:
 
 async def run_case(server: Server, case: str, logs: Path) -> Outcome:
     """Start a server in a group, let a case happen, and end the server."""
-    name = f"ullage-survive-{os.getpid()}"
     timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    with memory_limit(name) as group:
+    with memory_limit(GROUP) as group:
         inside = replace(server, command=lambda port: group.inside(server.command(port)))
         log = logs / f"{server.name}-{case}.log"
         with running(inside, log) as started:
@@ -354,6 +354,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = chosen(options.cases, CASES, "--cases")
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    try:
+        with memory_limit(GROUP):
+            pass
+    except OSError as error:
+        print(
+            f"error: no control group for the servers: {error}; run this as root, on the host",
+            file=sys.stderr,
+        )
         return 2
 
     folder = options.folder.resolve()

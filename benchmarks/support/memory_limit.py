@@ -37,13 +37,20 @@ class MemoryLimit:
     """
 
     def __init__(self, name: str) -> None:
-        root = next(each for each in ROOTS if (each / "cgroup.procs").exists())
+        root = next((each for each in ROOTS if (each / "cgroup.procs").exists()), None)
+        if root is None:
+            raise OSError(f"neither {ROOTS[0]} nor {ROOTS[1]} has control groups")
         self._is_v1 = root == ROOTS[0]
         self._folder = root / name
         if not self._is_v1:
             with contextlib.suppress(OSError):  # the controller may be on already
                 (root / "cgroup.subtree_control").write_text("+memory")
+
         self._folder.mkdir()
+        self._limit = self._folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")
+        if not self._limit.exists():
+            self._folder.rmdir()
+            raise OSError(f"{root} does not limit memory")
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return a command that runs another one in the group."""
@@ -52,8 +59,7 @@ class MemoryLimit:
 
     def allow(self, more_bytes: int) -> None:
         """Limit the group to its present memory without droppable files, and to more bytes."""
-        limit = self._folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")
-        limit.write_text(str(self._used_bytes() + more_bytes))
+        self._limit.write_text(str(self._used_bytes() + more_bytes))
 
     def kill_largest(self) -> None:
         """Fill the group with small processes until the kernel has killed a process.

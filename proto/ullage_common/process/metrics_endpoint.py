@@ -59,6 +59,8 @@ def serve_metrics(
     thread.start()
 
     def stop() -> None:
+        if stopping.is_set():
+            return
         stopping.set()
         listener.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
         thread.join()
