@@ -1,4 +1,4 @@
-"""A request on its way through the router, and its answer, as all stages see them."""
+"""The call that passes through the router's stages, and the interfaces of its answer."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,11 @@ NOT_RENDERED = cast(Prompt, None)
 
 
 class PausableDeadline:
-    """The times by which an answer must have begun and ended, paused while the request is held.
+    """The deadlines of an answer's first and last token, paused while the request is held.
 
     Args:
-        at: time by which the last token must have come, on the monotonic clock.
-        first_token_at: time by which the first token must have come, on the same clock.
+        at: deadline of the last token, on the monotonic clock.
+        first_token_at: deadline of the first token, on the same clock.
         token_timeout_s: longest time in seconds to the first token, and between two tokens.
 
     held_s
@@ -93,8 +93,8 @@ def deadline_of(
 ) -> PausableDeadline:
     """Return the deadline of a request that has arrived.
 
-    Answers that are known only at their end, except embeddings, may take all the time for their
-    first token.
+    An answer that does not arrive token by token may use the whole time limit for its first token.
+    Embeddings may not.
 
     Args:
         timeout_s: seconds from the arrival to the last token.
@@ -107,10 +107,10 @@ def deadline_of(
 
 
 class DecisionLog:
-    """The latest decision about one run of a request, which the record needs after a failure, too.
+    """The latest decision about one run of a request, which the record also needs after a failure.
 
-    The log is all that changes while a call goes through the stages. A copy of a call that runs by
-    itself gets a log of its own.
+    A `Call` is frozen, so the stages change its decision here. A copy of a call that runs on its
+    own gets its own log.
 
     latest
         the latest decision
@@ -135,7 +135,7 @@ class DecisionLog:
 
 
 def _nothing() -> None:
-    """Do nothing: the request has no body that takes room."""
+    """Do nothing, for a request whose body takes no room."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
@@ -143,46 +143,46 @@ class Call(msgspec.Struct, frozen=True, eq=False):
 
     request: inference_pb2.GenerateRequest
     record: RequestRecord
-    """The log record; only the pipeline writes it."""
+    """The log record. `RequestRecord` names the stages that write it."""
     tenant: TenantSession
     """The tenant's session, which holds the request's part of the quota."""
     deadline: PausableDeadline
     metadata: tuple[tuple[str, str], ...] = ()
-    """Metadata that is passed on to the engine: the trace."""
+    """Metadata for the engine: the trace context."""
     authorization: str | None = None
     """The client's credentials, for routers of other services."""
     is_streamed: bool = True
-    """Whether the client reads tokens as they come, and not only the whole answer."""
+    """Whether the client reads tokens as they arrive, rather than the whole answer at the end."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed the request on to this router."""
     release_body: Callable[[], None] = _nothing
-    """Gives back the room for the request's body; called once its prompt is rendered."""
+    """Frees the room of the request's body. It is called once the prompt is rendered."""
     end_turn: Callable[[], None] = _nothing
-    """Lets other long bodies come; called before the request waits outside of this router."""
+    """Ends the turn of a long body. It is called before a wait outside of this router."""
     prompt_cache_key: str = ""
-    """OpenAI's key of requests with a common beginning. They go to one engine, which holds no
-    memory for them. A session has precedence."""
+    """OpenAI's key of requests with a common prefix. They go to one engine, which holds no
+    memory for them. A session takes precedence."""
     replace_key: str = ""
-    """The key with which a later call of the tenant replaces this one; empty for none."""
+    """The key with which a later call of the tenant replaces this one, or empty for none."""
     idempotency_key: str = ""
-    """The key with which a later call of the tenant gets the same answer; empty for none."""
+    """The key with which a later call of the tenant gets the same answer, or empty for none."""
     decisions: DecisionLog = msgspec.field(default_factory=DecisionLog)
     span: Span | None = None
-    """The span of the request; None where tracing is off."""
+    """The span of the request, or None where tracing is off."""
 
     adapter: str = ""
-    """The adapter that the request names as its model; empty: the model without one. Known once
-    the request is opened."""
+    """The adapter that the request names as its model, or empty for the model itself. It is known
+    once the request is opened."""
     hands_on: bool = False
-    """Whether a refusal goes to the next step of a cascade, and not to the client."""
+    """Whether a refusal leads to the next step of a cascade, rather than to the client."""
     side: Side = Side.STABLE
     """The rollout's side that was drawn for the request."""
     prompt: Prompt = NOT_RENDERED
-    """The prompt; known once it is rendered for the side's model."""
+    """The prompt, which is known once it is rendered for the side's model."""
 
 
 class EngineStream(Protocol):
-    """The part of an answer that one engine generates; it has its first token."""
+    """The part of an answer that one engine generates. Its first token has arrived."""
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
@@ -190,21 +190,21 @@ class EngineStream(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last event was read."""
+        """Return whether the last event has been read."""
 
     @property
     def has_stalled(self) -> bool:
         """Return whether the answer is over because no token came for too long."""
 
     async def read(self) -> Event:
-        """Return the next event; the last is Finished.
+        """Return the next event. The last event is Finished.
 
         Raises:
             ServiceError: the engine failed.
         """
 
     def close(self) -> None:
-        """End the engine's work on the answer; harmless when it has ended."""
+        """End the engine's work on the answer, unless it has ended."""
 
 
 class ResponseStream(Protocol):
@@ -216,17 +216,17 @@ class ResponseStream(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """Return the tokens that were read so far; after the last event, the engine's own count."""
+        """Return the number of tokens read so far, or the engine's count after the last event."""
 
     def events(self) -> AsyncIterator[Event]:
-        """Yield Delta and, of several samples, SampleFinished any number of times, then Finished.
+        """Yield any number of Delta (and SampleFinished, for several samples), then Finished.
 
         Raises:
-            ServiceError: the engine fails now that tokens were sent.
+            ServiceError: the engine fails after tokens were sent.
         """
 
     def close(self) -> None:
-        """End the work on the answer; harmless when it has ended."""
+        """End the work on the answer, unless it has ended."""
 
 
 Handler = Callable[[Call], Awaitable[ResponseStream]]
@@ -235,12 +235,12 @@ refused, or fails before its first token."""
 
 
 def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
-    """Return max_tokens of a request; None when it names none."""
+    """Return max_tokens of a request, or None when it is not set."""
     return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return the number of answers that the engine generates; it may return fewer."""
+    """Return the number of answers that the engine generates. It may return fewer of them."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 

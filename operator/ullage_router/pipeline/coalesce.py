@@ -1,8 +1,8 @@
 """Identical deterministic requests in flight share one generation.
 
-The first request starts the generation at once. Others join in its first moments and get its events
-from the beginning. The generation runs in a task of its own, so it ends with the last of its
-requests and not with the first. Each request reads the generation's log of events at its own pace.
+The first request starts the generation at once. Others join shortly after and get its events from
+the beginning. The generation runs in its own task, so it ends with the last of its requests rather
+than with the first. Each request reads the generation's log of events at its own pace.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Seconds for which others may join a generation before its first token, with any window."""
+"""Seconds for which others may join a generation before its first token, for any window."""
 MAX_LOG_BYTES = 1 << 20
 """Bytes of an answer that are kept for requests that join or read slowly: several times the longest
 usual answer."""
@@ -37,7 +37,7 @@ MAX_UNREAD_BYTES = 64 << 10
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether a repeated request gives the same text: greedy, seeded or a beam search."""
+    """Return whether a repeated request gives the same text: greedy, seeded, or a beam search."""
     sampling = request.sampling
     is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
     return is_greedy or sampling.HasField("seed") or request.samples.HasField("beam")
@@ -46,7 +46,7 @@ def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
 def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
     """Return a key that is equal for requests that may share a generation.
 
-    Every field of the request but its id counts, including fields of future versions.
+    The key covers every field of the request except its id, including fields of future versions.
 
     Args:
         asker: differs for clients that may not share.
@@ -60,7 +60,7 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """The generations of this router that requests may join: at most one for each in flight.
+    """The generations of this router that requests may join, at most one a request in flight.
 
     joined
         requests that shared the generation of another
@@ -75,10 +75,10 @@ class Coalescer:
         return len(self._open)
 
     async def share(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the call, its own or a shared one.
+        """Return the answer to the call, which may be shared with other calls.
 
         Args:
-            proceed: generates. Its answer is closed when all requests have left.
+            proceed: starts a generation. Its answer is closed when all requests have left.
 
         Raises:
             ServiceError: as `proceed`, for all requests that share the answer.
@@ -96,7 +96,7 @@ class Coalescer:
     def _find(self, call: Call, proceed: Handler) -> "SharedGeneration":
         tenant = "" if self._section.across_tenants else call.tenant.name
         rules = call.tenant.rules
-        # Streams and whole answers do not share: a stream is paced and held up by slow readers.
+        # Streams and whole answers do not share: a stream is paced and waits for slow readers.
         asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second} {call.is_streamed}"
         key = key_of(call.request, asker)
         shared = self._open.get(key)
@@ -160,7 +160,7 @@ class SharedGeneration:
     def is_joinable(self) -> bool:
         """Return whether a request may join.
 
-        It would get the whole answer, about as soon as from a generation of its own.
+        A joined request gets the whole answer, about as early as from its own generation.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
@@ -178,7 +178,7 @@ class SharedGeneration:
         return time.monotonic() - self._started
 
     def run(self, start: Handler, on_end: Callable[[], None]) -> None:
-        """Start the generation in a task of its own."""
+        """Start the generation in its own task."""
         self._task = asyncio.create_task(self._run(start, on_end), name="generation")
 
     def join(self, call: Call) -> "_Reader":
@@ -188,14 +188,14 @@ class SharedGeneration:
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Remove a reader; the generation ends with its last one."""
+        """Remove a reader. The generation ends with its last reader."""
         self._readers.discard(reader)
         self._may_go_on.set()
         if not self._readers and self._task:
             self._task.cancel()
 
     async def wait_for_change(self) -> None:
-        """Wait until an event has come, the generation has ended, or a reader's time is over."""
+        """Wait until an event arrives, the generation ends, or a reader's time is over."""
         await self._changed.wait()
 
     def notify(self) -> None:
@@ -205,10 +205,10 @@ class SharedGeneration:
         changed.set()
 
     def read(self, place: int) -> Event | None:
-        """Return an event by its number from 0; None where it has not come yet.
+        """Return the event with this index, or None if it has not arrived yet.
 
         Raises:
-            ServiceError: the event was dropped, since the reader was too slow.
+            ServiceError: the event was dropped because the reader was too slow.
         """
         if place < self._dropped:
             raise _too_slow()
@@ -230,7 +230,7 @@ class SharedGeneration:
                 self.is_finished = True
             finally:
                 answer.close()
-        except Exception as error:  # all readers must get any error
+        except Exception as error:  # every reader must get the error
             self.error = error
         finally:
             on_end()
@@ -268,7 +268,7 @@ class SharedGeneration:
 
 
 class _Reader:
-    """One request's view of a generation: an answer with its own id, usage and deadline."""
+    """One request's view of a generation, with its own id, usage and deadline."""
 
     def __init__(self, generation: SharedGeneration, call: Call) -> None:
         self.accepted = inference_pb2.Accepted()
@@ -331,7 +331,7 @@ class _Reader:
     def _error(self) -> BaseException:
         """Return a copy of the error for this reader.
 
-        An exception that several tasks raise would collect the frames of all of them.
+        An exception that several tasks raise would collect the tracebacks of all of them.
         """
         error = self._generation.error
         if not isinstance(error, ServiceError):
@@ -345,7 +345,7 @@ class _Reader:
         )
 
     def _adopt_decision(self) -> None:
-        """Copy the decision about the generation, which holds for all requests that share it."""
+        """Copy the generation's decision, which all requests that share it have in common."""
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id
@@ -357,5 +357,5 @@ def _too_slow() -> ServiceError:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SLOW_READER",
         f"this answer is shared and its reader fell more than {MAX_LOG_BYTES} bytes behind; "
-        "read faster, or send another seed to have it alone",
+        "read faster, or send another seed to get your own answer",
     )

@@ -1,11 +1,11 @@
-"""The end of a request's way: it runs on an engine, and on another one where the first fails.
+"""The last stage of a request: run it on an engine, and on another engine if the first one fails.
 
-Where an engine fails before the first token, the request is tried on another engine while that may
-help. Where an engine is lost later, another one goes on with the answer (`resume.py`). Each engine
-holds credit for its part, while quota, limits and metrics count the request once.
+If an engine fails before the first token, the request is retried on another engine while that may
+help. If an engine is lost later, another one resumes the answer (`resume.py`). Each engine holds
+credit for its part, while quota, limits and metrics count the request once.
 
-An answer ends with the reason TIMEOUT when its next token does not come in time, or when the time
-of the whole answer is over.
+An answer ends with the reason TIMEOUT when its next token does not arrive in time, or when the time
+limit of the whole answer has passed.
 """
 
 import math
@@ -42,26 +42,26 @@ from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
 TOTAL_MARGIN_S = 0.5
-"""Margin before the end of a request's whole time, in seconds. An answer that ends with TIMEOUT
-within the margin has used up its time, since engines end it a little early. An earlier TIMEOUT
+"""Margin before the end of a request's time limit, in seconds. An answer that ends with TIMEOUT
+within the margin has used up its time, since engines end answers a little early. An earlier TIMEOUT
 means that the engine stalled."""
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
-"""Failures that say nothing about the request, so that the client may send it again."""
+"""Failures that are not caused by the request, so that the client may send it again."""
 
 
 class EngineSender:
     """Sends requests to engines.
 
     Args:
-        streaming: how tokens flow.
-        limits: how long an engine may send no token.
-        admission: reserves a place on an engine.
+        streaming: the flow control of tokens.
+        limits: how long an engine may take between tokens.
+        admission: reserves memory on an engine.
         balancer: holds the budget of retries.
-        signer: signs requests for engines that require it; None where no engine does.
-        rollout: counts outcomes by side; None where there is never a canary.
-        on_resumption: called whenever an answer has lost its engine.
+        signer: signs requests for engines that require it, or None where no engine does.
+        rollout: counts outcomes by side, or None where there is never a canary.
+        on_resumption: called whenever an answer loses its engine.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class EngineSender:
         self._resumer = Resumer(admission, self._send, on_resumption)
 
     async def generate(self, call: Call) -> ResponseStream:
-        """Try one engine after another while another one may help.
+        """Try one engine after another, as long as another attempt may help.
 
         Raises:
-            ServiceError: the request is not admitted, is at fault, or the last engine failed.
+            ServiceError: the request is refused or invalid, or the last engine failed.
         """
         self._balancer.budget.on_request()
         refused_by: dict[str, int] = {}
@@ -116,7 +116,7 @@ class EngineSender:
         """Try one engine of a canary that has room for the request now.
 
         Raises:
-            ServiceError: the request is not admitted, or the engine failed.
+            ServiceError: the request is refused, or the engine failed.
             NotOnCanary: the stable engines should serve the request.
         """
         progress = Progress(call.request)
@@ -131,7 +131,7 @@ class EngineSender:
         return Generation(call, reservation, progress, stream, self._resumer)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
-        """Return whether to try another engine; a retry after an engine's fault costs budget."""
+        """Return whether to try another engine. A retry after an engine's fault uses the budget."""
         breakages = sum(failure.reason in BREAKAGES for failure in failures)
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
         if error.code not in ANOTHER_ENGINE_MAY or is_enough:
@@ -206,7 +206,7 @@ class EngineSender:
 
 
 class Generation:
-    """An answer that has its first token, on one engine after another."""
+    """An answer that has begun, on one engine after another."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Generation:
         self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
         self._num_counted: int | None = None
-        """Output tokens as the engine counted them; None before the end."""
+        """Output tokens as the engine counted them, or None before the end."""
 
     @property
     def output_tokens(self) -> int:
@@ -249,8 +249,8 @@ class Generation:
             for sample in range(max(1, request.samples.n)):
                 yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
 
-        # An answer that is known only at its end starts again after a loss, so its events are held
-        # until the end.
+        # An answer that does not arrive token by token starts over after a loss, so its events are
+        # held until the end.
         held: list[Event] | None = None if is_growing(request) else []
         while not self._stream.is_over:
             try:
@@ -278,12 +278,12 @@ class Generation:
             yield event
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
-        """Return whether no engine went on in time and there are tokens, which are the answer."""
+        """Return whether no engine resumed in time, so that the tokens so far become the answer."""
         has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
 
     def _cut_off(self, failure: ServiceError) -> Event:
-        """Return the last event of an answer that no engine went on with."""
+        """Return the last event of an answer that no engine resumed."""
         event = timed_out(self.accepted, self._progress.num_tokens)
         event.finished.stop_string = failure.reason
         self._finish(event.finished)
@@ -313,12 +313,12 @@ class Generation:
         self._resumed_on.append(self._reservation.engine.id)
 
     def close(self) -> None:
-        """End the engine's work on the answer; harmless when it has ended."""
+        """End the engine's work on the answer, unless it has ended."""
         self._stream.close()
 
 
 class _OnEngine:
-    """The part of an answer that one engine generates; it has its first token."""
+    """The part of an answer that one engine generates. Its first token has arrived."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class _OnEngine:
         self._failure = ""
 
     async def read(self) -> Event:
-        """Return the next event; the last is Finished.
+        """Return the next event. The last event is Finished.
 
         Raises:
             ServiceError: the engine failed.
@@ -356,7 +356,7 @@ class _OnEngine:
             if event is None:
                 event = await self._source.read()
                 if event is None:
-                    raise errors.broken_stream("the engine ended it without a last word")
+                    raise errors.broken_stream("the engine ended the stream without a final event")
             if event.HasField("delta"):
                 delta = event.delta
                 self._progress.on_delta(delta)
@@ -370,7 +370,7 @@ class _OnEngine:
         return event
 
     def _take_ending(self, event: Event) -> None:
-        """Note the end of the answer or of a sample.
+        """Record the end of the answer or of a sample.
 
         Raises:
             ServiceError: the engine cut the answer off.
@@ -384,7 +384,7 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report an answer's end to the breaker, unless only its whole time was over."""
+        """Report an answer's end to the breaker, unless the answer used up its time limit."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -394,7 +394,7 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return the last event where only the time is over; otherwise raise the failure."""
+        """Return a last event if only the time limit passed. Otherwise raise the failure."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -406,7 +406,7 @@ class _OnEngine:
         raise error
 
     def close(self) -> None:
-        """End the engine's work on the answer; harmless when it has ended."""
+        """End the engine's work on the answer, unless it has ended."""
         if not self._is_closed:
             self._is_closed = True
             engine = self._reservation.engine
@@ -444,7 +444,7 @@ def _engine_request(
 
     request.stop.max_tokens = reservation.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
-    request.output.echo = False  # the router has the prompt's text and echoes it itself
+    request.output.echo = False  # the router has the prompt's text and echoes it
     request.output.delta_token_ids = True  # another engine needs the ids to go on
     reservation.prompt.tool_use.ask(request)
     if progress.has_begun:
@@ -482,15 +482,15 @@ def _complete_acceptance(
 
 
 async def _expect(source: Source) -> Event:
-    """Return the next event; raise ServiceError where the stream has ended."""
+    """Return the next event. Raise ServiceError if the stream has ended."""
     event = await source.read()
     if event is None:
-        raise errors.broken_stream("the engine ended it before its first token")
+        raise errors.broken_stream("the engine ended the stream before the first token")
     return event
 
 
 def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raise ServiceError where a draining engine cut off an answer that no client cancelled."""
+    """Raise ServiceError if a draining engine cut off an answer that no client cancelled."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.cancelled_by_engine()
 
@@ -502,7 +502,7 @@ def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> Se
     if error.code in _NO_ENGINE:
         return ServiceError(
             grpc.StatusCode.UNAVAILABLE,
-            # Of these reasons people can only remedy this one.
+            # This is the only reason that people can remedy.
             error.reason if error.reason == "MEMORY_SHORT" else "NO_ENGINE",
             f"{num_failures} attempts failed, the last with: {error.message}; retry",
             retry_after_s=error.retry_after_s or 1,

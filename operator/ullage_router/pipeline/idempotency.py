@@ -1,11 +1,11 @@
 """Requests of a tenant with the same `Idempotency-Key` get one answer, which is generated once.
 
-A request joins the running one, or gets the finished answer from its beginning while that is kept.
-The same key with another body is an error. A request that failed, or that all clients left before
-its end, is forgotten: the next request with the key runs again.
+A request joins a running generation, or gets the finished answer while that is cached. The same key
+with another body is an error. A request that failed, or that all clients left before its end, is
+removed, and the next request with the key runs again.
 
-Answers are kept in the memory of this router. Other replicas do not know them, so a key that comes
-to another replica is generated there once more.
+Answers are kept in the memory of this router. Other replicas do not have them, so a request that
+reaches another replica with the same key is generated there once more.
 """
 
 import time
@@ -38,18 +38,18 @@ class _Entry:
     size: int = 0
     """Bytes of the finished answer."""
     expires: float = 0.0
-    """Time at which the finished answer is forgotten, on the clock."""
+    """Time at which the finished answer expires, on the clock."""
 
 
 class IdempotencyKeys:
-    """Running answers by key, and finished ones for a time.
+    """Running answers by key, and finished ones until they expire.
 
     Args:
         section: bounds the time and the bytes of finished answers.
         clock: monotonic seconds.
 
     repeated
-        requests that got the answer of an earlier one
+        requests that got the answer to an earlier one
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class IdempotencyKeys:
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the first request with the key, or begin it.
+        """Return the answer to the first request with the key, or start it.
 
         Raises:
-            ServiceError: the key is too long, or another request had it; or as `proceed`.
+            ServiceError: the key is too long or was sent with another request, or as `proceed`.
         """
         if not call.idempotency_key:
             return await proceed(call)

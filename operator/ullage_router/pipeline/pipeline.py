@@ -2,7 +2,7 @@
 
 `RequestStages` calls the stages in their order. The order matters: a request is charged once the
 router knows where it may run, and may share a generation only after its own quota and prompt are
-checked. Stages of features that are off are not on the way.
+checked. Stages of disabled features are skipped.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 class OptionalStages(msgspec.Struct, frozen=True):
-    """The stages of features; None where the feature is off."""
+    """The stages of optional features, or None where the feature is off."""
 
     replacer: Replacer | None = None
     idempotency: IdempotencyKeys | None = None
@@ -50,17 +50,17 @@ class OptionalStages(msgspec.Struct, frozen=True):
 
 
 class RequestStages:
-    """The way of every request to the first token of its answer.
+    """The stages of every request up to the first token of its answer.
 
-    Each method takes the call as far as the stages before it know it, and hands it on to the next
+    Each method gets the call with the results of the earlier stages, and passes it to the next
     method with the results of its own stages.
 
     Args:
         config: the model's name, and limits.
-        engines: know the models and their expected output.
+        engines: the engines, with their models and expected output.
         prompts: renders prompts.
         sender: sends requests to engines.
-        optional: the stages of features.
+        optional: the stages of optional features.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RequestStages:
             raise errors.deadline(deadline.token_timeout_s) from error
 
     async def _opened(self, call: Call) -> ResponseStream:
-        """Give equal keys one answer, and let the steps of a cascade answer."""
+        """Give requests with equal keys one answer, and run the cascade if there is one."""
         optional = self._optional
         if optional.rollout:
             optional.rollout.refuse_when_stopped()
@@ -112,7 +112,7 @@ class RequestStages:
         return await run(call)
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
-        """Let the steps of the cascade answer, of which own engines may be one.
+        """Run the steps of the cascade. One step may be this service's own engines.
 
         The tenant is charged an estimate, since another service may count the request's tokens.
         """
@@ -121,7 +121,7 @@ class RequestStages:
         return await self._optional.cascade.run(call, self._on_own_engines)
 
     async def _on_own_engines(self, call: Call) -> ResponseStream:
-        """Render the prompt, for the engines of one side."""
+        """Draw a side of the rollout, and render the prompt for its engines."""
         scale_to_zero = self._optional.scale_to_zero
         rollout = self._optional.rollout
         if scale_to_zero:
@@ -134,7 +134,7 @@ class RequestStages:
         return await self._charged(rendered)
 
     async def _charged(self, call: Call) -> ResponseStream:
-        """Charge the tenant, and share a generation or begin one."""
+        """Charge the tenant, and join or start a generation."""
         call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
         coalescer = self._optional.coalescer
         if coalescer is not None:
@@ -148,12 +148,12 @@ class RequestStages:
             The adapter that the request names.
 
         Raises:
-            ServiceError: the request is wrong or over quota.
+            ServiceError: the request is invalid or over quota.
         """
         model = self._config.model
         request = call.request
         tenant = call.tenant
-        # The check comes first, so that a tenant cannot find out other models' names.
+        # The check comes first, so that a tenant cannot probe for other models' names.
         tenant.check_model(request.model or model)
         adapter = self._engines.adapter_of(request.model, tenant.rules.models)
         validate_request(request)
@@ -164,12 +164,12 @@ class RequestStages:
         """Return the prompt for the model of a side.
 
         Raises:
-            ServiceError: no model is known, or the input is wrong.
+            ServiceError: no model is known, or the input is invalid.
         """
         request = call.request
         tenant = call.tenant
         model = self._engines.served_model(request.model, side, tenant.rules.models)
-        # Records of errors from here on have the model's name.
+        # Errors from here on are logged with the model's name.
         name = call.adapter or self._config.model
         call.decisions.change(model=name)
         check_task(request, model.description.task, name)
@@ -183,7 +183,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return the output tokens that are charged in advance for all answers together."""
+        """Return the output tokens that are charged in advance, over all answers of the request."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
@@ -192,17 +192,17 @@ class RequestStages:
 
 
 class RequestPipeline:
-    """Serves requests of either protocol.
+    """Serves requests of both protocols.
 
     Args:
         handler: begins answers (`RequestStages.begin`).
         on_end: called with every record once its request is over.
-        tracer: makes the spans of requests; None where tracing is off.
+        tracer: makes the spans of requests, or None where tracing is off.
 
     inflight
-        requests that are being served
+        number of requests that are being served
     is_draining
-        new requests are refused
+        whether new requests are refused
     """
 
     def __init__(
@@ -218,18 +218,18 @@ class RequestPipeline:
         self.is_draining = False
 
     def drain(self) -> None:
-        """Refuse new requests; those that have begun go on."""
+        """Refuse new requests. Running requests continue."""
         self.is_draining = True
 
     @asynccontextmanager
     async def serve(
         self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
     ) -> AsyncIterator[ResponseStream]:
-        """Open an answer that has its first token; leaving the block ends it.
+        """Open an answer that has its first token. The end of the block closes the answer.
 
         Args:
-            cancelled_by: returns the error of another request that caused a cancellation; None
-                where the client left.
+            cancelled_by: returns the error of another request that caused a cancellation, or
+                None if the client disconnected.
 
         Raises:
             ServiceError: the request is refused or failed before the first token.
@@ -270,7 +270,7 @@ class RequestPipeline:
         """Count a request that was refused before it became a Call.
 
         Args:
-            tenant: the tenant's session; None where the tenant is not known.
+            tenant: the tenant's session, or None where the tenant is not known.
             trace: the client's trace context (`trace_context`).
         """
         _copy_error(record, error)
@@ -284,7 +284,7 @@ class RequestPipeline:
         self._on_end(record)
 
     def _end(self, call: Call, stream: ResponseStream | None) -> None:
-        """Close the answer, count the request out, and hand its record on."""
+        """Close the answer, and pass the record of the ended request to the observers."""
         record = call.record
         try:
             if stream:
@@ -294,7 +294,7 @@ class RequestPipeline:
             self.inflight -= 1
             record.ended = time.monotonic()
             call.tenant.close_request(record)
-            # Observers run after the answer's last bytes, which leave at the end of this turn.
+            # Observers run after the answer's last bytes, which are sent at the end of this turn.
             loop = asyncio.get_running_loop()
             loop.call_soon(self._on_end, record)
             if call.span:

@@ -18,14 +18,14 @@ from ullage_router.errors import REPLACED
 MAX_KEY_CHARACTERS = 256
 HEADER = "x-ullage-replace"
 MAX_WAIT_S = 1.0
-"""Seconds that a later request waits for the earlier one's end, which gives its quota back."""
+"""Seconds that a later request waits for the end of the earlier one, which returns quota."""
 
 
 class Replacer:
-    """The requests of this router that hold a key: at most one entry for each request in flight.
+    """The requests of this router that hold a key, at most one entry a request in flight.
 
     replaced
-        requests that a later one ended
+        number of requests that a later one ended
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Replacer:
         self.replaced = 0
 
     async def replace_earlier(self, call: Call, proceed: Handler) -> ResponseStream:
-        """End an earlier call with the same key; a later call ends this one.
+        """End an earlier call with the same key. A later call ends this one.
 
         Raises:
             ServiceError: the call was replaced, or its key is too long.
@@ -81,8 +81,8 @@ class _Holder:
     async def end(self) -> None:
         """End the request, and wait up to `MAX_WAIT_S` for its end.
 
-        Its engine stops at once. The request ends at once where its task waits for the answer.
-        Otherwise, as while a slow client reads, it ends at the next read.
+        The engine stops at once. The request also ends at once if its task is waiting for the
+        answer. Otherwise, for example while a slow client reads, it ends at the next read.
         """
         self._is_replaced = True
         if self._is_waiting:
@@ -106,7 +106,7 @@ class _Holder:
         try:
             yield
         except asyncio.CancelledError as error:
-            # If the client has left as well, its cancellation counts.
+            # If the client has disconnected as well, its cancellation counts.
             if self._is_replaced and self._task.uncancel() <= self._cancelling:
                 raise self._error() from error
             raise

@@ -1,7 +1,7 @@
-"""Another engine goes on with an answer that has lost its engine.
+"""Another engine resumes an answer that has lost its engine.
 
-The client sees a pause: another engine goes on with the tokens received so far, or the stream waits
-for an engine for as long as it may be without a token.
+The client sees only a pause. Another engine continues from the tokens received so far. If none is
+available, the stream waits for one up to the limit between two tokens.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ ANOTHER_ENGINE_MAY = frozenset(
 )
 """Failures that another engine may not have. All other failures are caused by the request."""
 _ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""The same while an answer is resumed: an engine may not know continuations."""
+"""The same while an answer is resumed, since an engine may not support continuations."""
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ class Resumer:
     on_resumption: OnResumption
     _suspected: set[str] = field(default_factory=set)
     """Keys of engines that run a suspect: a request that may break engines, until its next token.
-    An engine has at most one suspect, so that no other suspect is blamed for it."""
+    An engine runs at most one suspect, so that no other suspect is blamed for a failure."""
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
         """Keep other suspects from the engine within the block.
 
         Raises:
-            _SuspectThere: the engine has a suspect; the reservation was given back.
+            _SuspectThere: the engine runs a suspect. The reservation was released.
         """
         engine = reservation.engine
         if engine.key in self._suspected:
@@ -81,15 +81,15 @@ class Takeover:
     """The search for another engine, each time that one answer has lost its engine.
 
     Args:
-        resumer: the parts of the router that it uses.
-        call: the request, with the prompt that its first engine got.
+        resumer: the parts of the router that the takeover uses.
+        call: the request, with the prompt of its first engine.
         progress: the received part of the answer.
     """
 
     def __init__(self, resumer: Resumer, call: Call, progress: Progress) -> None:
         self._resumer = resumer
         self._admission = resumer.admission
-        # The request's own decision stays that of its first engine.
+        # The request keeps the decision of its first engine.
         self._call = replace(call, decisions=DecisionLog(call.decisions.latest))
         self._progress = progress
         self._losses = Losses()
@@ -99,14 +99,14 @@ class Takeover:
     async def resume(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Go on with the answer on another engine, as soon as one can take it.
+        """Resume the answer on another engine, as soon as one can take it.
 
         Args:
-            lost: the reservation on the lost engine; its credit was given back.
+            lost: the reservation on the lost engine. Its credit was released.
             error: the error with which the answer broke off.
 
         Raises:
-            ServiceError: the answer is given up; this is the last error of an engine.
+            ServiceError: the last error of an engine, when the answer is given up.
         """
         if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
             raise error  # the request is at fault
@@ -142,7 +142,7 @@ class Takeover:
     async def _take_over(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one has taken over; raise ServiceError after too many losses."""
+        """Try engines until one takes over. Raise ServiceError after too many losses."""
         progress = self._progress
         while True:
             self._losses.add(error, progress)
@@ -152,7 +152,7 @@ class Takeover:
 
             progress.on_loss()
             if self._admission.has_stable_engine(self._call):
-                # A canary does not get an answer back that it has lost.
+                # A canary that has lost the answer does not get it again.
                 self._call = replace(self._call, side=Side.STABLE)
             self._refused_by[lost.engine.key] = lost.engine.reports
             try:
@@ -164,8 +164,8 @@ class Takeover:
     async def _on_next_engine(self) -> tuple[Reservation, EngineStream]:
         """Wait for an engine that takes the rest of the answer.
 
-        A suspect goes only to an engine without another one. Pauses for that do not count as time
-        without a token.
+        A suspect goes only to an engine that runs no other suspect. Pauses for that do not count as
+        time without a token.
 
         Raises:
             _EngineLost: an engine failed before it sent a token.
@@ -184,10 +184,10 @@ class Takeover:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try_once(self) -> tuple[Reservation, EngineStream] | None:
-        """Send the rest of the answer to one engine; return None where none takes it now.
+        """Resume the answer on one engine, or return None if no engine takes it now.
 
         Raises:
-            _SuspectThere: the engine has another suspect.
+            _SuspectThere: the engine runs another suspect.
             _EngineLost: the engine failed before it sent a token.
         """
         if not self._admission.has_engine:
@@ -198,7 +198,7 @@ class Takeover:
             request = AdmissionRequest(call, progress, self._refused_by)
             reservation = await self._admission.admit(request)
         except ServiceError:
-            # No refusal is final here: the request could be served before.
+            # No refusal is final, since the request was admitted before.
             return None
 
         engine = reservation.engine
@@ -232,11 +232,11 @@ class Takeover:
 
 
 class _SuspectThere(Exception):
-    """The engine has another request that may break engines."""
+    """The engine runs another request that may break engines."""
 
 
 class _EngineLost(Exception):
-    """An engine that was to go on with an answer failed before it sent a token."""
+    """An engine that was to resume an answer failed before it sent a token."""
 
     def __init__(self, reservation: Reservation, error: ServiceError) -> None:
         super().__init__(error.message)
@@ -245,7 +245,7 @@ class _EngineLost(Exception):
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Return whether the engine takes no request now, without a failure."""
+    """Return whether the engine refused the request without a failure."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
 
 

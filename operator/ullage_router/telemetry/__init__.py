@@ -1,4 +1,4 @@
 """Log records, metrics and traces of requests.
 
-This room records and decides nothing.
+The package only records. It decides nothing.
 """

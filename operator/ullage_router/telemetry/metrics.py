@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics; every label has few values."""
+"""The router's Prometheus metrics. Every label has few values."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable
@@ -47,23 +47,23 @@ class Metrics:
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export how many requests want each pool that may sleep; `read` is called at a scrape."""
+        """Export the requests that want each pool that may sleep. A scrape calls `read`."""
         gauge = names.WANTED_REQUESTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export how many fingerprints each pool's engines have; `read` is called at a scrape."""
+        """Export the number of fingerprints in each pool. A scrape calls `read`."""
         gauge = names.FINGERPRINTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch(self, name: GaugeName, read: Callable[[], float]) -> None:
-        """Export a gauge; `read` is called at a scrape."""
+        """Export a gauge. A scrape calls `read`."""
         name.register(self.registry).set_function(read)
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
-        """Export a counter that its owner keeps; `read` is called at a scrape."""
+        """Export a counter that its owner keeps. A scrape calls `read`."""
 
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()
@@ -83,7 +83,7 @@ class Metrics:
         """Count an answer that lost its engine.
 
         Args:
-            cause: why the engine was lost.
+            cause: cause of the engine's loss.
             outcome: resumed or lost.
         """
         self._resumptions.labels(cause, outcome).inc()
@@ -99,7 +99,7 @@ class Metrics:
         decision = record.decision
         if decision.action:
             self._decisions[decision.action, decision.route] += 1
-        if record.error == STOPPED:  # people stopped the service, so no objective is missed
+        if record.error == STOPPED:  # the service was stopped on purpose, so no objective is missed
             self._refusals[STOPPED] += 1
             return
 
@@ -152,7 +152,7 @@ class TenantMetrics:
 
         Args:
             prompt_tokens: of all these requests together.
-            output_tokens: the same.
+            output_tokens: of all these requests together.
         """
         label = self._label(tenant)
         self._requests[label, str(status)] += count
@@ -170,10 +170,10 @@ class TenantMetrics:
 
 
 def _band(priority: int) -> str:
-    """Return the band of a priority: a label must have few values."""
+    """Return the band of a priority, since a label must have few values."""
     return "normal" if not priority else "high" if priority > 0 else "low"
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest value; 0 without values."""
+    """Return the largest value, or 0 without values."""
     return max(values, default=0.0)

@@ -1,4 +1,4 @@
-"""The log record of each request, the latest records, and counts of all."""
+"""The log record of each request, the latest records, and counts over all requests."""
 
 import time
 from collections import Counter, deque
@@ -19,19 +19,19 @@ RESUMED_INEXACT = "x-ullage-resumed-inexact"
 
 
 class TierHit(NamedTuple):
-    """Prompt tokens of a request whose KV one tier of its engine had."""
+    """Prompt tokens of a request whose KV was cached in one tier of its engine."""
 
     tier: str
     """device, host, remote or file."""
     num_tokens: int
     seconds: float
-    """Seconds from the request for the KV until it was on the device; 0 where it was there."""
+    """Seconds from the request for the KV until it was on the device, or 0 where it was there."""
 
 
 def cached_tokens(
     counted: inference_pb2.Accepted | inference_pb2.Usage,
 ) -> tuple[TierHit, ...]:
-    """Return the tiers that had KV of the prompt, with their tokens."""
+    """Return the tiers with cached KV of the prompt, and the tokens of each."""
     if counted.cached_by_tier:
         return tuple(
             TierHit(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
@@ -41,14 +41,14 @@ def cached_tokens(
 
 
 class Moment(NamedTuple):
-    """A step of a request's way, or an event on it."""
+    """A step in a request's timeline, or an event."""
 
     event: str
     """tokenised, decided, queued, sent, admitted, first_token, engine_failed or resumed."""
     at_s: float
     """Unix time of the end."""
     seconds: float
-    """Duration; 0 for an event without one."""
+    """Duration, or 0 for an event without one."""
     fields: Mapping[str, object]
 
 
@@ -56,8 +56,9 @@ class Moment(NamedTuple):
 class RequestRecord:
     """The facts of one request that are logged and counted.
 
-    The protocols create the record. Every stage may add to the timeline. Only `RequestPipeline`
-    writes the other fields, when the answer begins and when the request is over.
+    The protocols create the record. Every stage may add to the timeline. `Generation` writes
+    `finish` with the answer's last event. Only `RequestPipeline` writes the other fields, when the
+    answer begins and when the request is over.
     """
 
     request_id: str
@@ -66,16 +67,16 @@ class RequestRecord:
     tenant: str = ""
     """Empty where no tenants are configured, or the key is unknown."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """The x-ratelimit-* headers: the rest of the tenant's quota."""
+    """The x-ratelimit-* headers with the tenant's remaining quota."""
     decision: Decision = UNDECIDED
     status: int = 0
-    """HTTP status that the client got, or would have got; 499 when it had gone."""
+    """HTTP status that the client got, or would have got. It is 499 after a disconnect."""
     error: str = ""
     """Reason of the error that the client got."""
     retry_after_s: int | None = None
-    """The Retry-After of the answer in seconds; None without one."""
+    """The Retry-After of the answer in seconds, or None without one."""
     is_cancelled: bool = False
-    """Whether it ended because its client left, or got an error of another request."""
+    """Whether the client disconnected, or got the error of another request."""
     priority: int = 0
     held_s: float = 0.0
     """Seconds for which the request was held until its pool was awake."""
@@ -84,7 +85,7 @@ class RequestRecord:
     """Prompt tokens whose KV the engine had when the answer began."""
     output_tokens: int = 0
     finish: str = ""
-    """OpenAI's finish reason; empty where the answer did not end, or has several choices."""
+    """OpenAI's finish reason, or empty where the answer did not end, or has several choices."""
     timeline: list[Moment] = field(default_factory=list)
     """Steps and events, oldest first."""
     ended: float | None = None
@@ -100,7 +101,7 @@ class RequestRecord:
             self.timeline.append(Moment(event, time.time(), seconds, fields))
 
     def note_queued(self, seconds: float, pool: str) -> None:
-        """Add a wait in the queue; successive waits become one."""
+        """Add a wait in the queue, merged with a wait just before it."""
         if self.timeline and self.timeline[-1].event == "queued":
             seconds += self.timeline.pop().seconds
         self.note("queued", seconds, pool=pool)
@@ -111,7 +112,7 @@ class RequestRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the speed of the answer after its first token; None without a second one."""
+        """Return the speed of the answer after its first token, or None without a second token."""
         seconds = self.duration_s - (self.ttft_s or 0.0)
         return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
 

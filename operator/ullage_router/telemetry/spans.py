@@ -1,6 +1,6 @@
 """The spans of each request.
 
-A request's own span begins with the request, since engines continue the trace. Its child spans,
+A request's span begins with the request, since engines continue the trace. Its child spans,
 except those of calls to engines, are made from the record's timeline when the request is over. No
 span contains prompts or answers.
 """
@@ -45,8 +45,8 @@ def begin_span(
     """Begin the span of a request, at the time of its arrival.
 
     Args:
-        parent: the client's trace context; an empty one begins a new trace.
-        request: the client's request; None where it could not be read.
+        parent: the client's trace context. An empty one begins a new trace.
+        request: the client's request, or None where it could not be read.
     """
     span = tracer.span("request", parent=parent, kind="server", start_unix_s=record.arrived_unix)
     if span.is_recording:
