@@ -1,5 +1,5 @@
-"""Finds a place for each request: ladder, queue, load balancing, and pools scaled to zero.
+"""Places requests on engines: ladder, queue, load balancing, and pools scaled to zero.
 
-The package acts on the decisions of `policy` and knows engines. It knows neither HTTP nor how
-answers are streamed.
+The package acts on the decisions of `policy` and knows engines. It knows neither HTTP nor the
+streams of answers.
 """

@@ -1,7 +1,7 @@
 """Acts on decisions: shortens prompts, waits, refuses, or reserves memory on an engine.
 
 `Admission.admit` collects the facts about a request, asks `policy.decide` for the next step, acts
-on the step, and repeats that until the request has a reservation or is refused.
+on the step, and repeats until the request has a reservation or is refused.
 """
 
 import logging
@@ -49,7 +49,7 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """The canary cannot run the request at once as it is, so a stable engine should."""
+    """The canary cannot run the request now without changes, so a stable engine should run it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,23 +58,23 @@ class AdmissionRequest:
 
     call: Call
     progress: Progress = NO_PROGRESS
-    """The received part of the answer."""
+    """The part of the answer that was received before."""
     refused_by: Mapping[str, int] = field(default_factory=dict)
-    """Engines that refused or failed the request: their keys, with the number of their reports at
-    that time."""
+    """Keys of engines that refused or failed the request, each with the engine's number of reports
+    at that time."""
     is_trial: bool = False
-    """Whether the request runs only on a canary with room for it now. Otherwise stable engines
-    serve it."""
+    """Whether the request is tried only on a canary that has room now. If none has, stable engines
+    serve the request."""
     prompt: Prompt = field(init=False)
     """The prompt, without the turns that were dropped."""
     cache_key: CacheKey = field(init=False)
     preferred: Preferred = NO_PREFERENCE
-    """The engine with the prompt's beginning in its caches."""
+    """The engine with the prompt's prefix in its caches."""
     entry: QueueEntry | None = None
-    """The request's place in the queue; None while it does not wait."""
+    """The request's place in the queue, or None while it does not wait."""
     queue_state: QueueState = QueueState.OPEN
     deciding_s: float = 0.0
-    """Seconds that the latest decision took."""
+    """Duration of the latest decision, seconds."""
 
     def __post_init__(self) -> None:
         self.prompt = self.call.prompt
@@ -93,8 +93,8 @@ class Admission:
         config: the routing policy and the limits.
         engines: the engines to which requests may go.
         queue: the queue in which requests wait for memory.
-        threads: threads that render shortened conversations again.
-        balancer: knows which engine has a request's beginning in its caches.
+        threads: threads that render shortened conversations.
+        balancer: finds the engine with a request's prefix in its caches.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Admission:
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
     def facts(self, request: AdmissionRequest) -> RequestFacts:
-        """Return the request as `decide` sees it now."""
+        """Return the facts about the request for `decide`, as of now."""
         call = request.call
         prompt = request.prompt
         entry = request.entry
@@ -177,7 +177,7 @@ class Admission:
         received = 0
         progress = request.progress
         if progress.has_begun:
-            # The rest of an answer needs all that was granted, or the answer would be cut off.
+            # The rest of an answer needs the whole granted limit, or the answer would be cut short.
             received = progress.longest
             most = least = max(1, min(progress.max_tokens, limit) - received)
         if call.request.embed:
@@ -214,7 +214,7 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the refused requests that are to come back, as this request sees them."""
+        """Return the refused requests that are expected back, from this request's point of view."""
         now = time.monotonic()
         self._deferrals.expire(now)
 
@@ -226,13 +226,13 @@ class Admission:
     def _rare_adapter(self, call: Call) -> str:
         """Return the request's adapter if some engines lack it, otherwise an empty string.
 
-        A request with a rare adapter waits in a line of its own: it must not hold up engines that
+        A request with a rare adapter waits in its own line, so that it does not block engines that
         it cannot use.
         """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
-        """Return the times to keep. The objectives apply until the answer has begun."""
+        """Return the time limits. The SLOs apply only until the answer has begun."""
         now = time.monotonic()
         deadline = request.call.deadline
         if request.progress.is_accepted:
@@ -252,7 +252,7 @@ class Admission:
         facts = self.facts(request)
         model = request.prompt.model
 
-        # Most requests fit on one of a few drawn engines. The others need a look at all engines.
+        # Most requests fit on one of a few sampled engines. The others need all engines.
         draw = facts.draw
         preferred = facts.preferred
         sample = self._engines.sample(model, call.side, draw, preferred, call.adapter)
@@ -262,15 +262,15 @@ class Admission:
             step = decide(facts, views, self.policy)
         request.deciding_s = time.perf_counter() - began
 
-        # A canary takes requests that run at home as they are. Stable engines take all others.
+        # A canary only takes requests that run unchanged in their home pool.
         if request.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Return the engine with the request's beginning in its caches.
+        """Return the engine with the request's prefix in its caches.
 
-        For the rest of an answer, an engine with the numerics of the earlier engines is preferred.
+        The rest of an answer prefers an engine with the numerics of the earlier engines.
         """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
@@ -288,7 +288,7 @@ class Admission:
         return passes(self.facts(request), views, self.policy)
 
     def _still_refusing(self, request: AdmissionRequest) -> frozenset[str]:
-        """Return the keys of engines that have sent no report since they refused the request."""
+        """Return the keys of engines without a report since they refused the request."""
         engines = ((self._engines.get(key), then) for key, then in request.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
@@ -322,7 +322,7 @@ class Admission:
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Shorten the prompt as decided. A prompt is shortened once, even without success."""
+        """Shorten the prompt as decided. This is tried only once a prompt."""
         call = request.call
         prompt = request.prompt
         call.decisions.change(action="shrink", reason=shrink.reason)
@@ -336,7 +336,7 @@ class Admission:
                 lambda: truncate(prompt.turns, most, prompt.render, keep),
                 call.tenant.name,
             )
-        except PromptError:  # the template refuses the turns that remain
+        except PromptError:  # the template rejects the remaining turns
             return
 
         is_short = len(result.token_ids) <= most or shrink.reason == "CONTEXT_TOO_LONG"
@@ -349,9 +349,9 @@ class Admission:
         _log_decision(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
-        """Wait for the request's turn, while its answer could still end in time.
+        """Wait for the request's turn, as long as its answer could still end in time.
 
-        The request's `queue_state` then says why the wait ended without a turn, if it did.
+        If the wait ends without a turn, the request's `queue_state` has the reason.
         """
         call = request.call
         started = time.monotonic()
@@ -384,7 +384,7 @@ class Admission:
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Return the request's place in its line, which it keeps while it stays in that line."""
+        """Return the request's place in its line, which it keeps while the line is the same."""
         adapter = self._rare_adapter(request.call)
         if request.entry and request.entry.line == (wait.pool, adapter):
             return request.entry
@@ -409,7 +409,7 @@ class Admission:
         call = request.call
         demand = refuse.demand
         if call.adapter and refuse.reason == "NO_ENGINE":
-            # The adapter may have been removed since the request came: that is another error.
+            # If the adapter was removed in the meantime, this raises another error.
             self._engines.adapter_of(call.adapter, call.tenant.rules.models)
             message = f"no engine with adapter {call.adapter!r} is ready; retry when one is"
             refuse = replace(refuse, message=message)
@@ -431,7 +431,7 @@ class Admission:
         return refusal(refuse)
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
-        """Count a refused request ahead of later ones until its Retry-After is over."""
+        """Give a refused request precedence over later ones until its Retry-After has passed."""
         assert refuse.demand
         assert refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
@@ -455,7 +455,7 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
-    """Return the decision after a reservation. Its action is the furthest step of the ladder.
+    """Return the decision after a reservation. Its action is the ladder's furthest step taken.
 
     Args:
         available: bytes that were available on the engine.
@@ -486,8 +486,8 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
 def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
     """Add the request's decision to its timeline and to the log.
 
-    Most requests are accepted at once. The log line at their end has the same timeline, so their
-    acceptance is logged at DEBUG only.
+    Most requests are accepted at once. Their acceptance is logged at DEBUG only, since the log line
+    at the end of a request has the same timeline.
     """
     record = request.call.record
     decision = request.call.decisions.latest

@@ -1,4 +1,4 @@
-"""Prefers engines whose caches hold a request's beginning, and bounds the router's retries."""
+"""Prefers engines whose caches hold a request's prefix, and bounds the router's retries."""
 
 import time
 from collections import Counter
@@ -15,19 +15,19 @@ from ullage_router.policy.retry import RetryBudget
 
 
 class Preferred(NamedTuple):
-    """The engine that a request should go to for its caches."""
+    """The engine that a request should go to because of its caches."""
 
     engine: str = ""
-    """The engine's key; empty when none is known."""
+    """Key of the engine, or empty when none is known."""
     is_remembered: bool = False
-    """Whether this router placed a request with the same beginning there."""
+    """Whether this router placed a request with the same prefix on the engine."""
 
 
 NO_PREFERENCE = Preferred()
 
 
 class LoadBalancer:
-    """Owns the affinity tables and the retry budget. Each engine owns its circuit breaker.
+    """Owns the affinity tables and the retry budget. Circuit breakers belong to engines.
 
     Args:
         section: the settings of placement.
@@ -46,16 +46,16 @@ class LoadBalancer:
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""
     ) -> CacheKey:
-        """Return the key by which a request's beginning is looked up in the caches of engines."""
+        """Return the key by which a request's prefix is looked up in the affinity tables."""
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
-        """Return the engine with most of the request's beginning in its caches.
+        """Return the engine with the longest prefix of the request in its caches.
 
-        Another router may know an engine where this one does not. So all routers choose
-        between the same two engines of the hash ring. A session goes to the first, unless that is
-        much busier than the second. A prompt goes to the one with fewer requests, if it has no
-        prompts to compute.
+        If this router knows no engine, another router may. So all routers choose between the same
+        two engines of the hash ring. A session goes to the first engine, unless that is much busier
+        than the second. A prompt goes to the engine with fewer requests, if that has no prompts to
+        compute.
         """
         if not (cache_key.session or cache_key.prefixes):
             return NO_PREFERENCE
@@ -74,12 +74,12 @@ class LoadBalancer:
     ) -> Preferred:
         """Return an engine that computes the rest of an answer bit for bit, if one takes requests.
 
-        Of several, the preferred one is returned, otherwise the one with the fewest requests.
+        Among several, the preferred engine wins, then the engine with the fewest requests.
 
         Args:
             fingerprints: numerics of the engines that generated the answer so far.
             refusing: keys of engines that refuse the request.
-            adapter: the adapter of the answer; empty where it has none.
+            adapter: the adapter of the answer, or empty where it has none.
         """
         able = {
             engine.key: engine
@@ -93,7 +93,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
-        """Return the key of the engine that all routers choose; empty where there is none."""
+        """Return the key of the engine that all routers choose, or empty if there is none."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
@@ -109,13 +109,13 @@ class LoadBalancer:
         return engine is not None and engine.side is side and engine.state == "ready"
 
     def on_placed(self, cache_key: CacheKey, preferred: Preferred, engine: Engine) -> None:
-        """Record that a request goes to this engine."""
+        """Record that a request was placed on this engine."""
         choice = "kept" if preferred.engine == engine.key else "yielded"
         self.choices[choice if preferred.is_remembered else "none"] += 1
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Take a retry from the budget; return whether there was one.
+        """Take a retry from the budget, and return whether one was left.
 
         A request that failed before its first token may then go to another engine.
         """

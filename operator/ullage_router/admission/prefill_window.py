@@ -1,10 +1,10 @@
 """Balances prompts over the engines of a pool before they are computed.
 
-The prefill window is a short pause under load in which prompts wait for one another. A request
-enters it only if its engine has prompts to compute for longer than the window. So the pause costs
-the request nothing: its prompt could not start earlier, and its memory stays reserved. When the
-window closes, all its requests are balanced over the engines of their pool (`policy/balance.py`)
-and move with their memory.
+The prefill window is a short pause under load that collects prompts. A request enters the window
+only if its engine has prompts to compute for longer than the window. So the pause costs the request
+nothing: its prompt could not start earlier, and its memory stays reserved. When the window closes,
+its requests are balanced over the engines of their pool (`policy/balance.py`), and each moves
+together with its reservation.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from ullage_router.prompts.prompts import Prompt
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request's memory on an engine. The holder must release the credit at the end."""
+    """A request's reserved memory on an engine. The holder must release the credit at the end."""
 
     engine: Engine
     credit: Credit
     prompt: Prompt
     max_tokens: int
     choices: Mapping[str, int]
-    """Bytes on each engine that the request may move to, by key; empty when it stays."""
+    """Bytes needed on each engine that the request may move to, by key. Empty if it stays."""
     is_final: asyncio.Event | None = None
-    """Set when the prefill window closes; None for a request that entered none."""
+    """Set when the prefill window closes, or None for a request that entered none."""
 
     def move(self, engine: Engine) -> None:
         """Move the reserved memory to another engine."""
         before = self.engine
         credit = self.credit
-        # Reserve before releasing, so that no moment sees the request on neither engine.
+        # Reserve before releasing, so that the request always counts on an engine.
         self.credit = engine.reserve(self.choices[engine.key], credit.tokens, credit.step_limit_s)
         self.engine = engine
         before.release(credit)
@@ -57,7 +57,7 @@ class PrefillWindow:
         self._engines = engines
         self._open: dict[str, list[Reservation]] = {}
         self.waited = 0
-        """Number of requests that were in a window."""
+        """Number of requests that waited in a window."""
         self.balanced = 0
         """Number of requests that a window moved to another engine."""
 
@@ -99,7 +99,7 @@ class PrefillWindow:
         try:
             if all(reservation.engine.key in engines for reservation in reservations):
                 self._move(reservations, engines)
-        finally:  # even after an error no request may wait forever
+        finally:  # no request may wait forever, even after an error
             for reservation in reservations:
                 assert reservation.is_final
                 reservation.is_final.set()

@@ -2,13 +2,13 @@
 
 Each pool has one line, and one more for each adapter that some of its engines lack. Only the head
 of a line is woken, so requests are served in order (`policy/fair_queue.py`) and a burst of headroom
-reports costs one decision a line. While the head cannot run, requests behind it that fit may pass
-it if they end before it could begin (backfill, `policy/decide.py`). At most `backfill` requests
-pass one head. A full queue is shared fairly too (`queue_bounds.py`).
+reports costs one decision a line. While the head cannot run, requests behind it that fit may be
+backfilled, if they end before the head could begin (`policy/decide.py`). At most `backfill`
+requests pass one head. A full queue is also shared fairly (`queue_bounds.py`).
 
-Between the heads of a pool's lines, priority and arrival decide. A request that can use every
-engine keeps off the engines with the adapter of a head before it, unless it may pass that head
-there. A request that needs an adapter waits behind the head of the line for every engine.
+Among the heads of a pool's lines, priority and arrival decide. A request that can use every engine
+avoids the engines with the adapter of a head before it, unless it may pass that head there. A
+request that needs an adapter waits behind the head of the line for every engine.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from ullage_router.admission.queue_bounds import QueueBounds
 from ullage_router.policy.fair_queue import FairEntry, FairQueue
 
 LOOKED_AHEAD = 16
-"""Number of requests first in line that may be woken to pass the head."""
+"""Number of requests at the front of a line that may be woken to pass its head."""
 
 LineKey = tuple[str, str]
-"""(pool, adapter), the adapter as in `Waiter`."""
+"""(pool, adapter), with the adapter as in `Waiter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """The properties of a waiting request. Times are of the monotonic clock, in seconds."""
+    """The properties of a waiting request. Times are on the monotonic clock, in seconds."""
 
     size: int
     """Bytes that the request waits for: its predicted KV."""
@@ -43,14 +43,13 @@ class Waiter:
     tenant: str = ""
     weight: float = 1.0
     is_charged: bool = False
-    """Whether the request was served before and came back from an engine, so that its tenant is not
-    charged again."""
+    """Whether the request came back from an engine, so that its tenant is not charged again."""
     adapter: str = ""
-    """The adapter that the request needs and some engines lack; empty where all can serve it."""
+    """The adapter that the request needs and some engines lack, or empty if all can serve it."""
 
 
 class QueueEntry:
-    """One request's place in the queue, to be left when it is served, refused or abandoned."""
+    """One request's place in the queue. Leave it when the request is served or given up."""
 
     def __init__(self, queue: "RequestQueue", pool: str, waiter: Waiter, place: FairEntry) -> None:
         self.pool = pool
@@ -64,10 +63,10 @@ class QueueEntry:
         self._event = asyncio.Event()
 
     async def wait_turn(self, timeout_s: float) -> bool:
-        """Wait until the entry is woken; return False when the time is over.
+        """Wait until the entry is woken. Return False if the timeout passes first.
 
-        It is woken when it is the head of its line and memory may have come, when it may pass the
-        head, and when it is evicted.
+        An entry is woken when it is the head of its line and memory may be available, when it may
+        pass the head, and when it is evicted.
         """
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
@@ -96,7 +95,7 @@ class QueueEntry:
         self._queue.remove(self, served=True)
 
     def leave(self) -> None:
-        """Give up the place in the queue. A second call does nothing."""
+        """Leave the queue. A second call does nothing."""
         self._queue.remove(self)
 
 
@@ -104,8 +103,8 @@ class RequestQueue:
     """The lines of all pools, under common bounds.
 
     Args:
-        section: the bounds, how fast waiting makes up for priority, and how many requests may pass
-            one head.
+        section: the bounds, the rate at which waiting makes up for priority, and the number of
+            requests that may pass one head.
     """
 
     def __init__(self, section: QueueSection) -> None:
@@ -135,7 +134,7 @@ class RequestQueue:
         """Add an entry to a line of a pool. An entry that is a new head is woken at once.
 
         Raises:
-            QueueFull: a bound is reached, and no other request has to make room.
+            QueueFull: a bound is reached, and no other request may be evicted.
         """
         for evicted in self._bounds.make_room(waiter):
             evicted.is_evicted = True
@@ -162,7 +161,7 @@ class RequestQueue:
         line = self._lines[entry.line]
         was_head = line.head is entry.place
         (line.serve if served else line.remove)(entry.place)
-        if entry.waiter.adapter and not len(line):  # the adapter may never come back
+        if entry.waiter.adapter and not len(line):  # the adapter may never be used again
             del self._lines[entry.line]
         if was_head:
             for (pool, _), other in self._lines.items():
@@ -170,21 +169,21 @@ class RequestQueue:
                     self._wake_head(other)
 
     def wake(self) -> None:
-        """Wake the head of every line: there may be more memory, or another engine."""
+        """Wake the head of every line, since there may be more memory or another engine."""
         for line in self._lines.values():
             self._wake_head(line)
 
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Return the bytes that others wait for before a request, by pool.
+        """Return the bytes that requests ahead of a request wait for, by pool.
 
         Only lines whose engines include all engines of the request count. A pool where the request
-        is the next is absent. All requests of its own priority count as before it, since every
-        arrival may change their order.
+        is next is absent. All requests of the same priority count as ahead, since every arrival may
+        change their order.
 
         Args:
-            entry: the request's place; None while it is not in the queue.
+            entry: the request's place, or None while it is not in the queue.
             adapter: the request's adapter, as in `Waiter`.
         """
         result: dict[str, int] = {}
@@ -196,7 +195,7 @@ class RequestQueue:
         return result
 
     def head(self, key: LineKey) -> QueueEntry | None:
-        """Return the head of a line; None when nobody waits in it."""
+        """Return the head of a line, or None when nobody waits in it."""
         line = self._lines.get(key)
         place = line.head if line else None
         return self._entries[place.number] if place else None
@@ -205,7 +204,7 @@ class RequestQueue:
         """Return the bytes that heads of lines with other adapters wait for, if they come first.
 
         Each head has a claim on the engines of its pool that have its adapter. A claim of 0 bytes
-        is of a head that may not be passed any more.
+        belongs to a head that may not be passed any more.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -214,7 +213,7 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the bytes of the smallest head before a request, by pool, for backfill.
+        """Return the bytes of the smallest head ahead of a request, by pool, for backfill.
 
         The pools are those in `ahead`, without pools with a head that may not be passed any more.
         """
@@ -229,11 +228,11 @@ class RequestQueue:
     def on_passed(
         self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
     ) -> None:
-        """Count a request that takes memory of an engine and thereby passes heads.
+        """Count a request that passes heads by taking memory of an engine.
 
         Args:
             pool: the engine's pool.
-            entry: the request's place; None where it never waited.
+            entry: the request's place, or None where it never waited.
             adapters: the engine's adapters.
         """
         names = ("", *adapters)
@@ -248,16 +247,16 @@ class RequestQueue:
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads before a request, of lines whose engines include all of its own."""
+        """Yield the heads ahead of a request, of lines whose engines include all of its engines."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the heads of some lines that come before a request.
+        """Yield the heads of some lines that are ahead of a request.
 
-        In other pools than the request's own, all heads do.
+        In other pools than the request's own, all heads are ahead.
 
         Args:
-            entry: the request's place; None while it is not in the queue, so that all come before.
+            entry: the request's place, or None while it is not queued and all heads are ahead.
         """
         for key in keys:
             if (head := self.head(key)) is None:

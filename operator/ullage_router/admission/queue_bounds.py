@@ -1,9 +1,8 @@
-"""The bounds of the queue, and whose place a newcomer takes when one of them is reached.
+"""The bounds of the queue, and the evictions when one of them is reached.
 
 The queue is bounded by requests, predicted bytes and memory of prompts. When a bound is reached,
-tenants share it by their weights: a newcomer takes the place of the
-least urgent request of the tenant with the largest share. A request of a higher priority takes the
-place of one of a lower priority, in any tenant.
+tenants share it by their weights: a newcomer evicts the least urgent request of the tenant with the
+largest share. A request of a higher priority evicts one of a lower priority, in any tenant.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from ullage_router.admission.queue import QueueEntry, Waiter
 
 MAX_EVICTED = 8
-"""Most requests whose places one newcomer may take."""
+"""Most requests that one newcomer may evict."""
 
 _EvictionKey = tuple[int, float, int, "QueueEntry"]
 """(priority, -deadline, -number, entry). The entry with the smallest key is evicted first."""
@@ -29,7 +28,7 @@ class QueueFull(Exception):
 
 
 class Amounts(NamedTuple):
-    """The amounts that entries take of each bound."""
+    """The amounts of each bound that entries use."""
 
     requests: int = 0
     size: int = 0
@@ -112,7 +111,7 @@ class QueueBounds:
         """Remove entries from the counts until a newcomer has room, and return them.
 
         Raises:
-            QueueFull: no entry may be evicted for it. All of them remain counted.
+            QueueFull: too few entries may be evicted. All of them remain counted.
         """
         evicted: list[QueueEntry] = []
         while (bound := self._exceeded(waiter)) is not None:
@@ -130,16 +129,16 @@ class QueueBounds:
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _exceeded(self, waiter: "Waiter") -> int | None:
-        """Return the index of the bound that a newcomer would exceed; None when it has room."""
+        """Return the index of the bound that a newcomer would exceed, or None when it has room."""
         pairs = zip(self.total.plus(waiter), self._limits, strict=True)
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
     def _victim(self, waiter: "Waiter", bound: int) -> "QueueEntry | None":
-        """Return the entry whose place a newcomer takes; None where it has no claim to any.
+        """Return the entry that a newcomer evicts, or None if it may evict none.
 
-        The tenant with the largest share of the bound gives up an entry of a lower priority, or of
-        the same priority if its share then still is no smaller than the newcomer's. Otherwise the
-        entry with the lowest priority of all is evicted, if the newcomer's is higher.
+        The tenant with the largest share of the bound loses an entry of a lower priority, or one of
+        the same priority if its share is still no smaller than the newcomer's afterwards. Otherwise
+        the entry with the lowest priority of all is evicted, if the newcomer's is higher.
         """
         if not self._entries:
             return None

@@ -31,8 +31,8 @@ class ColdStartQueue:
 
     Args:
         section: the bounds.
-        is_scaled_to_zero: returns whether a pool may sleep and no engine of it takes requests.
-        resolve_engines: starts a DNS look-up for engines, as soon as one is allowed.
+        is_scaled_to_zero: returns whether a pool may sleep and none of its engines takes requests.
+        resolve_engines: starts a DNS look-up for engines as soon as one is allowed.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ColdStartQueue:
         """Time of the last request that was not held, by pool."""
         self._changed = asyncio.Event()
         self._refusal: ServiceError | None = None
-        """The error of all requests; None while requests may be held."""
+        """The error of all requests, or None while requests may be held."""
         self.is_closed = False
         """Whether the router is stopping and holds no more requests."""
         self.held_bytes = 0
-        """Bytes of this process that held requests take."""
+        """Memory of this process that held requests use, bytes."""
         self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
 
     def __len__(self) -> int:
@@ -78,8 +78,8 @@ class ColdStartQueue:
         """Wait until the pool is awake.
 
         Args:
-            size: bytes of this process that the request takes.
-            held_s: seconds for which the request was held before.
+            size: memory of this process that the request uses, bytes.
+            held_s: seconds for which the request was already held.
 
         Raises:
             ServiceError: too many requests are held, the pool took too long, or the router stops.
@@ -97,13 +97,13 @@ class ColdStartQueue:
             self.held_bytes -= size
 
     def on_engines_change(self) -> None:
-        """Release the requests of pools that are awake: engines may have come."""
+        """Release the requests of pools that are awake, since engines may have been added."""
         for pool, futures in self._held.items():
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests with an error, held ones too. None lets requests be held again."""
+        """Refuse all requests, including held ones, with an error. None ends the refusal."""
         self._refusal = error
         if error:
             self._requested.clear()
@@ -120,7 +120,7 @@ class ColdStartQueue:
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until one of the pools is wanted, the time is over, or the router stops."""
+        """Wait until one of the pools is wanted, the time has passed, or the router stops."""
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -196,7 +196,7 @@ def empty_home(
     """Return the request's home if that pool is scaled to zero, otherwise an empty string.
 
     Args:
-        views: running engines, and remembered ones of empty pools.
+        views: running engines, and the remembered engines of empty pools.
         scaled_to_zero: empty pools. A pool without a view has never had an engine here, so the
             request may fit there.
     """
@@ -239,11 +239,11 @@ class ScaleToZero:
         return frozenset(filter(self.is_scaled_to_zero, self.pools))
 
     def is_scaled_to_zero(self, pool: str) -> bool:
-        """Return whether the pool may be scaled to zero and no engine of it takes requests."""
+        """Return whether the pool may be scaled to zero and none of its engines takes requests."""
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until the model is known: requests are priced with its tokenizer.
+        """Hold the request until the model is known, since its tokenizer prices requests.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -257,7 +257,7 @@ class ScaleToZero:
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until its pool has an engine, twice if the last engine then goes away.
+        """Hold the request until its pool has an engine, and once more if that engine goes away.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -283,7 +283,7 @@ class ScaleToZero:
         return {"asleep": sorted(self.scaled_to_zero), "wanted": wanted, **self.queue.as_json()}
 
     async def _wait_for_pool(self, call: Call) -> bool:
-        """Wait until the request's pool has an engine, unless another pool may serve it meanwhile.
+        """Wait until the request's pool has an engine, unless another pool can serve the request.
 
         Returns:
             Whether the request was held.
@@ -311,7 +311,7 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return a view of an idle engine for each empty pool, from the pool's last engine."""
+        """Return the last engine of each empty pool, viewed as an idle engine."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]
