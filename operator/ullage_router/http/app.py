@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """Answer every request, also those that the server could not read.
+    """Answer every request, including those that the server could not parse.
 
     The path, the method and the API key are checked before the body is read.
 
     Args:
         service: Serves requests.
-        monitoring: Serves /stats and /metrics; None: another port does.
-        more: Routes of the console; None: another port has them, or the console is off.
+        monitoring: Serves /stats and /metrics, or None if another port does.
+        more: Routes of the console. None if another port has them, or the console is off.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class App:
         described = {openapi.PATH: _get(self._describe)}
         self._routes: Routes = {**(more or {}), **_routes(service, monitoring), **described}
         self._description = b""
-        """The OpenAPI document; empty until the first request for it."""
+        """The OpenAPI document. Empty until it is first requested."""
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         try:
@@ -120,7 +120,7 @@ class _SmallPages:
         """Return one model.
 
         Raises:
-            ServiceError: The tenant may not use the model, or there is none of that name.
+            ServiceError: The tenant may not use the model, or it does not exist.
         """
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         name = request.path.removeprefix(MODELS + "/")
@@ -130,7 +130,7 @@ class _SmallPages:
         return self._describe(name, tenant)
 
     def healthz(self, request: Request) -> object:
-        """Return that the process is alive."""
+        """Report that the process is alive."""
         return {"status": "alive"}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
@@ -146,9 +146,9 @@ class _SmallPages:
         return [self._service.config.model, *sorted(self._service.engines.adapters)]
 
     def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
-        """Describe the served model, or an adapter of it.
+        """Describe the served model or one of its adapters.
 
-        An adapter looks like a model of its own to a tenant that may not use the served model.
+        To a tenant that may not use the served model, an adapter looks like a separate model.
         """
         model = self._service.engines.model
         served = self._service.config.model
@@ -167,16 +167,16 @@ class _SmallPages:
 
 
 def _sampling_defaults(model: Model) -> dict[str, float]:
-    """Return the sampling parameters that the model recommends, used where a request has none.
+    """Return the model's recommended sampling parameters, the defaults of requests.
 
-    The wire has float32, so 0.7 arrives a little smaller; seven digits restore it.
+    The wire has float32, so 0.7 arrives slightly smaller. Rounding to seven digits restores it.
     """
     fields = model.description.sampling_defaults.ListFields()
     return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
-    """Return endpoints by path and method; a path that ends with a slash stands for its subtree."""
+    """Return endpoints by path and method. A path that ends with a slash stands for its subtree."""
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)

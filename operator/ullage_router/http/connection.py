@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol with bounds of time, size and memory."""
+"""One HTTP/1.1 connection: uvicorn's protocol with limits on time, size and memory."""
 
 import asyncio
 import enum
@@ -27,16 +27,16 @@ from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scope
 
 MAX_PIPELINED = 16
-"""Requests of a pipeline that may wait for an earlier reply; with so many, parsing stops."""
+"""Pipelined requests that may wait for an earlier reply before parsing stops."""
 PARSED_BYTES = 4 << 10
-"""Bytes parsed at a time, so that few requests come out of one step."""
+"""Bytes parsed at a time, so that one step yields few requests."""
 WRITE_BUFFER_BYTES = 16 << 10
 """Bytes that a client may leave unread before its reply waits: here, and again in the kernel."""
 STARTED_PER_TURN = 16
-"""Requests started in one turn of the event loop: a thousand at once must not delay the tokens of
-other requests and the reports of engines."""
+"""Requests started in one turn of the event loop. A thousand at once must not delay the tokens of
+other requests or the reports of engines."""
 FRAMING_BYTES_PER_BYTE = 8
-"""Bytes of chunk framing allowed for each byte of a body; a chunk of one byte needs five."""
+"""Bytes of chunk framing allowed for each byte of a body. A chunk of one byte needs five."""
 EVENTS_PER_TURN = 1024
 """Headers and pieces of bodies that one connection may bring in one turn of the event loop."""
 _UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """The part of a request that the client sends next; CLOSED: its bytes are discarded."""
+    """The part of a request that the client sends next. In CLOSED, its bytes are discarded."""
 
     OPENED = enum.auto()
     HEAD = enum.auto()
@@ -79,7 +79,7 @@ class ConnectionState(ServerState):
         self._starts: deque[Callable[[], None]] = deque()
 
     def start_soon(self, start: Callable[[], None]) -> None:
-        """Start a request after those before it, a few in each turn of the event loop."""
+        """Start a request after all earlier ones, a few in each turn of the event loop."""
         self._starts.append(start)
         if len(self._starts) == 1:
             asyncio.get_running_loop().call_soon(self._start_some)
@@ -96,23 +96,23 @@ class ConnectionState(ServerState):
 class Cycle(RequestResponseCycle):
     """A request and its reply.
 
-    The head of a reply leaves with the first part of its body, and parts that come in one turn of
-    the event loop leave together. All headers come from this program, so uvicorn's two regular
-    expressions for each header are left out, which saves 12 us a request.
+    The head of a reply is sent with the first part of its body, and parts from one turn of the
+    event loop are sent together. All headers come from this program, so uvicorn's two regular
+    expressions a header are skipped, which saves 12 us a request.
     """
 
     is_framed = True
-    """Whether the client understands chunks; HTTP/1.0 ends a body with the connection."""
+    """Whether the client supports chunks. In HTTP/1.0 the connection's end is the body's end."""
     task: asyncio.Task[None] | None = None
     _head = b""
     _held = b""
-    """Parts that leave at the end of this turn of the event loop."""
+    """Parts that are sent at the end of this turn of the event loop."""
     _is_flush_due = False
 
     async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
-        """Run the application, once earlier replies of the connection have been read."""
+        """Run the application once the client has read the connection's earlier replies."""
         self.task = asyncio.current_task()
-        # Without this wait, unread replies to a pipeline of requests would fill the memory.
+        # Without this wait, unread replies to pipelined requests would fill the memory.
         await self.flow.drain()
         if not self.disconnected:
             await super().run_asgi(app)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class Cycle(RequestResponseCycle):
 
         head = b"".join((STATUS_LINE[status], *lines, b"\r\n"))
         if head.count(b"\n") != len(lines) + 2:
-            # A line break in a value would let it add headers of its own.
+            # A line break in a value would let the value add headers.
             raise ValueError(f"a header has a line break: {head!r}")
         return head
 
@@ -185,11 +185,11 @@ class Cycle(RequestResponseCycle):
 class Flow(FlowControl):
     """Flow control that resumes reading only when all received bytes are parsed.
 
-    uvicorn resumes with each reply to a pipeline, and each read brings up to 256 KiB of requests.
+    uvicorn resumes after each reply of a pipeline, and each read brings up to 256 KiB of requests.
     """
 
     unparsed = b""
-    """Bytes that were received and not parsed yet."""
+    """Bytes that were received but not yet parsed."""
 
     def resume_reading(self) -> None:
         """Resume reading, unless some bytes are not parsed."""
@@ -200,8 +200,8 @@ class Flow(FlowControl):
 class HTTPConnection(HttpToolsProtocol):
     """uvicorn's protocol with bounds, time limits, refusals in order, and cancellation.
 
-    Cycles use the connection as their transport. So it knows how many bytes the client has read,
-    and how to close without losing a reply.
+    Cycles use the connection as their transport. So the connection knows how many bytes the client
+    has read, and how to close without losing a reply.
     """
 
     flow: Flow
@@ -223,11 +223,11 @@ class HTTPConnection(HttpToolsProtocol):
         self._opened = self.loop.time()
         self._phase = Phase.OPENED
         self._phase_began = self._opened
-        """Time at which the phase began; the reply to the request before restarts it."""
+        """Time at which the phase began. The reply to the previous request restarts it."""
         self._ticked_at = self._opened
 
         self._budget = self._limits.max_head_bytes
-        """Bytes that may come before the head ends, or before the next bytes of the body."""
+        """Bytes that may arrive before the head ends, or before the next bytes of the body."""
         self._num_events = 0
         """Number of headers and pieces of bodies in this turn of the event loop."""
 
@@ -235,7 +235,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._written_bytes = 0
         """Bytes that cycles have written."""
         self._sent_bytes = 0
-        """Bytes of them that the kernel has accepted, at the last tick."""
+        """Bytes of these that the kernel had accepted at the last tick."""
         self._sent_at = self._opened
         """Time of the last tick at which the client had read something, or nothing was unsent."""
 
@@ -264,18 +264,18 @@ class HTTPConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
         # uvicorn only notifies an application that waits for the disconnect, which takes another
-        # task for each request. Cancelling needs none.
+        # task for each request. Cancellation needs no task.
         if self._answered and self._answered.task:
             self._answered.task.cancel()
 
-        # uvicorn's cycles refer to this connection. References back would keep both alive, with
-        # the bodies, until the garbage collector runs, which stalls every request.
+        # uvicorn's cycles refer to this connection. References back would keep both alive, along
+        # with the bodies, until the garbage collector runs, which stalls every request.
         self._answered = None
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, or keep them while reading is paused."""
-        if self.flow.unparsed:  # reading stops one read late under TLS
+        if self.flow.unparsed:  # under TLS, reading stops one read late
             self.flow.unparsed += data
         else:
             self._parse(data)
@@ -285,13 +285,13 @@ class HTTPConnection(HttpToolsProtocol):
     def leave(self) -> None:
         """Close after the next reply, which carries `connection: close`.
 
-        An idle connection stays open: a request may be on its way.
+        An idle connection stays open, since a request may be on its way.
         """
         if self._answered:
             self._answered.keep_alive = False
 
     def shutdown(self) -> None:
-        """Close the connection, after the reply that is being sent."""
+        """Close the connection after the reply that is being sent."""
         self.leave()
         is_quiet = self._phase in (Phase.OPENED, Phase.IDLE) and not self.flow.unparsed
         if is_quiet and not self._answered:
@@ -309,7 +309,7 @@ class HTTPConnection(HttpToolsProtocol):
         """
         unsent_bytes = self.transport.get_write_buffer_size()
         sent_bytes = self._written_bytes - unsent_bytes
-        # Only sent bytes show that a client reads. Further requests from it do not.
+        # Only sent bytes show that a client reads. Further requests do not.
         if sent_bytes != self._sent_bytes or not unsent_bytes:
             self._sent_bytes = sent_bytes
             self._sent_at = now
@@ -349,10 +349,10 @@ class HTTPConnection(HttpToolsProtocol):
         return self._is_closing
 
     def close(self) -> None:
-        """Close the connection, so that the client still gets a reply that was sent."""
+        """Close the connection without losing a reply that was sent."""
         cycle = self._answered
         if cycle and cycle.response_started and not cycle.response_complete:
-            self.abort()  # the client must not take a part for the whole reply
+            self.abort()  # the client must not mistake a part for the whole reply
             return
 
         self._is_closing = True
@@ -390,9 +390,9 @@ class HTTPConnection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parse until too many requests wait, or until the turn's share of events is used up.
+        """Parse until too many requests wait, or the turn's share of events is used up.
 
-        The rest is kept, and reading pauses until it is parsed.
+        The remaining bytes are kept, and reading pauses until they are parsed.
         """
         start = 0
         step = min(PARSED_BYTES, self._limits.max_head_bytes)
@@ -412,7 +412,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> int:
-        """Parse some bytes and return how many were parsed."""
+        """Parse some bytes, and return how many were parsed."""
         self._budget -= len(data)
         try:
             self.parser.feed_data(data)
@@ -437,8 +437,8 @@ class HTTPConnection(HttpToolsProtocol):
     def _withdraw_upgrade(self) -> None:
         """Parse a head again without its Upgrade headers.
 
-        After a head with Upgrade the parser expects the other protocol. Clients that only offer
-        HTTP/2, as Java's does, go on with the body of their HTTP/1.1 request.
+        After a head with Upgrade, the parser expects the other protocol. Clients that only offer
+        HTTP/2, such as Java's, continue with the body of their HTTP/1.1 request.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
@@ -461,7 +461,7 @@ class HTTPConnection(HttpToolsProtocol):
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header of a head; drop a trailer, which follows a body's last chunk.
+        """Keep a header of a head, and drop trailers, which follow a body's last chunk.
 
         Neither this server nor a proxy checks trailers the way it checks heads. The first header
         above the limit is kept, so that the head is refused.

@@ -14,7 +14,7 @@ _RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
 
 
 def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Return the error of a head; None: the head is valid.
+    """Return the error of a head, or None if the head is valid.
 
     Args:
         version: The version of HTTP, such as `1.1`.

@@ -1,4 +1,4 @@
-"""Bounds of connections and of the memory for bodies."""
+"""Limits of connections and of the memory for bodies."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ class HTTPLimits:
     max_headers: int = 100
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
-    """Bytes of bodies that arrive or wait to become prompts, on all connections together."""
+    """Bytes of bodies that are arriving or waiting to become prompts, over all connections."""
     max_long_bytes: int = MAX_LONG_BYTES
     """Bytes of long bodies that arrive or are held at a time."""
     max_handled_bytes: int = MAX_HANDLED_BYTES
@@ -35,8 +35,8 @@ class HTTPLimits:
     stall_timeout_s: float = 60.0
     """Seconds for which a client may leave a reply unread."""
     linger_s: float = 2.0
-    """Seconds for which the bytes after a refused request are read and discarded: if the connection
-    were closed at once, a client that still sends could lose the reply."""
+    """Seconds for which the bytes after a refused request are read and discarded. If the connection
+    were closed at once, a client that is still sending could lose the reply."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class BodyRoom:
     """Memory for bodies that have not become prompts, on all connections of a server."""
 
     limit: int
-    """Bytes for all bodies; one tenant gets at most half of them."""
+    """Bytes for all bodies. One tenant gets at most half of them."""
     taken: int = 0
     """Bytes in use."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
@@ -57,7 +57,7 @@ class BodyRoom:
     """Bytes in use by tenant."""
 
     def take(self, size: int, tenant: str) -> bool:
-        """Take `size` bytes; return False, and take nothing, where that much is not free."""
+        """Take `size` bytes. If they are not free, take nothing and return False."""
         of_tenant = self._of_tenants.get(tenant, 0) + size
         if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
             return False
@@ -67,7 +67,7 @@ class BodyRoom:
         return True
 
     def give_back(self, size: int, tenant: str) -> None:
-        """Return bytes that were taken."""
+        """Give back bytes that were taken."""
         self.taken -= size
         if tenant and size:
             self._of_tenants[tenant] -= size

@@ -1,6 +1,6 @@
-"""Turns of long bodies, which bound the bytes of long bodies in a process.
+"""Turns of long bodies, which bound their bytes in a process.
 
-A long body takes two turns, one after the other:
+A long body takes two turns in succession:
 
     to arrive             Few bodies arrive at a time. The others wait at their clients, and nothing
                           more of them is received. A client that is slow while others wait loses
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 LONG_BODY_BYTES = 1 << 20
 """Bytes up to which a body needs no turn."""
 MAX_LONG_BYTES = 16 << 20
-"""Declared bytes of long bodies that arrive or are held at a time; one tenant gets at most half."""
+"""Declared bytes of long bodies that arrive or are held at a time, at most half for one tenant."""
 MAX_HANDLED_BYTES = 8 << 20
-"""Bytes of long bodies that become prompts at a time; enough for one of the longest."""
+"""Bytes of long bodies that become prompts at a time, enough for one of maximum length."""
 TURN_TIMEOUT_S = 20.0
 """Seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
-"""Seconds for which a body with a turn may be too slow while other bodies wait for one."""
+"""Seconds for which a body with a turn may be too slow while other bodies wait for a turn."""
 MIN_BYTES_PER_S = 512 << 10
 """Rate below which a body is too slow."""
 
@@ -38,9 +38,9 @@ class BodyTurn:
     """Bytes that the body may have."""
     tenant: str
     idle_s: float = 0.0
-    """Seconds of earlier waits for the body's bytes, less those that arrived bytes made up for."""
+    """Seconds of earlier waits for the body's bytes, minus the credit for arrived bytes."""
     idle_since: float | None = None
-    """Start of the present wait for the body's bytes, on the event loop's clock; None: no wait."""
+    """Start of the current wait for the body's bytes, on the event loop's clock, or None."""
     timeout: asyncio.Timeout | None = None
     is_lost: bool = False
 
@@ -51,7 +51,7 @@ class BodyTurn:
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Count arrived bytes: they make up for past waits, but not for waits to come."""
+        """Count arrived bytes, which offset past waits but not future ones."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
@@ -80,7 +80,7 @@ class LongBodies:
         self._waiting: OrderedDict[str, deque[tuple[BodyTurn, asyncio.Future[None]]]] = (
             OrderedDict()
         )
-        """Queued turns by tenant; the first tenant that may have a turn is next."""
+        """Queued turns by tenant. The first tenant that may have a turn is next."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, size: int, tenant: str) -> BodyTurn:
@@ -159,7 +159,7 @@ class LongBodies:
         self._make_room()
 
     def _may_take(self, size: int, tenant: str) -> bool:
-        # Bodies without a tenant come from many clients, so they have no limit of a tenant.
+        # Bodies without a tenant come from many clients, so no tenant limit applies.
         most = self._tenant_limit if tenant else self._limit
         total = self._taken.total() + size
         return total <= self._limit and self._taken[tenant] + size <= most

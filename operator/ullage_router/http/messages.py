@@ -1,4 +1,4 @@
-"""A request and its reply over ASGI: the head, a body within bounds, and the way out."""
+"""A request and its reply over ASGI, with limits on the body."""
 
 import asyncio
 import io
@@ -27,16 +27,16 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = "application/json"
-"""The required type of a body: browsers let a page send text and forms to any server without a
+"""The required type of a body. Browsers let a page send text and forms to any server without a
 CORS preflight."""
 REFUSAL = "ullage.refusal"
-"""Key of a scope: the ServiceError that the connection found in the request's bytes."""
+"""Key of a scope for the ServiceError that the connection found in the request's bytes."""
 MAX_DISCARDED_BYTES = 64 << 10
-"""Longest unread body that is read and discarded; before a longer one the connection closes."""
+"""Longest unread body that is discarded. For a longer one, the connection closes."""
 
 
 class Body:
-    """The bytes of a body, which its reader takes, so that no other frame keeps them alive.
+    """The bytes of a body. Its reader takes them, so that no other frame keeps them alive.
 
     Attributes:
         num_bytes: Size of the body.
@@ -47,7 +47,7 @@ class Body:
         self._data = data
 
     def take(self) -> bytes:
-        """Return the bytes and forget them; may be called once."""
+        """Return the bytes, and drop the reference to them. Call it only once."""
         data = self._data
         del self._data
         return data
@@ -59,8 +59,7 @@ class Request:
     Attributes:
         method: The method, such as `GET`.
         path: The path, percent-decoded and without the query.
-        headers: Values by name in lower case; the values of a name that came twice are joined by
-            commas.
+        headers: Values by name in lower case. The values of a repeated name are joined by commas.
     """
 
     def __init__(self, scope: Scope, receive: Receive, limits: HTTPLimits, room: BodyRoom) -> None:
@@ -83,7 +82,7 @@ class Request:
 
     @property
     def local_address(self) -> str:
-        """The server's address of the connection; empty for a Unix socket."""
+        """The server's address, or empty for a Unix socket."""
         server = self._scope.get("server")
         return str(server[0]) if server else ""
 
@@ -94,15 +93,15 @@ class Request:
 
     @property
     def refusal(self) -> ServiceError | None:
-        """The error of the request's bytes; None: no error so far."""
+        """The error in the request's bytes, or None if there is none so far."""
         return self._scope.get(REFUSAL)
 
     @property
     def ends_connection(self) -> bool:
         """Whether the connection must close with the reply.
 
-        It must if the rest of the body is too long to discard, or of unknown length.
-        A client that waits for `100 Continue` may send its body after a refusal, or may not.
+        It must close if the rest of the body is too long to discard, or of unknown length. A client
+        that waits for `100 Continue` may or may not send its body after a refusal.
         """
         if self._is_read:
             return False
@@ -118,8 +117,8 @@ class Request:
     def end_turn(self) -> None:
         """End the turn of a long body.
 
-        Call it once the body has become a prompt or never will, or once the request waits for
-        anything but this router. The parsed values still take room until `release`.
+        Call it once the body has become a prompt or never will, or when the request waits for
+        anything outside this router. The parsed values still take room until `release`.
         """
         if self._turn:
             self._room.long_bodies.give_back(self._turn)
@@ -129,19 +128,19 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """Free the room of a body that its reader does not need any more."""
+        """Free the room of a body that its reader no longer needs."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
 
     async def read_json(self, tenant: str = "") -> Body:
-        """Read a body whose content type is JSON; see `read`.
+        """Read a body whose content type is JSON, as `read` does.
 
         Args:
             tenant: The owner of the body's room until the body is released.
 
         Raises:
-            ServiceError: The content type is not JSON, or `read` raises the error.
+            ServiceError: The content type is not JSON, or as `read`.
         """
         self._check_length()
         kind = self.headers.get("content-type", "")
@@ -188,7 +187,7 @@ class Request:
             raise body_too_large(f"{int(declared)} bytes", limit)
 
     async def _read(self, tenant: str) -> bytes:
-        # A list of parts could have an entry for each byte. BytesIO returns its value uncopied.
+        # A list of parts could have an entry a byte. BytesIO returns its value without a copy.
         buffer = io.BytesIO()
         has_more = True
         self._tenant = tenant
@@ -204,7 +203,7 @@ class Request:
         return buffer.getvalue()
 
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
-        """Read the rest of a long body in its turn, then wait for a turn to become a prompt."""
+        """Read the rest of a long body in its turn, then wait for the turn to become a prompt."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -222,12 +221,10 @@ class Request:
             raise bodies_full() from error
 
     async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
-        """Return the next part of the body, and whether another part follows.
-
-        The part takes room.
+        """Return the next part of the body, which takes room, and whether another part follows.
 
         Args:
-            num_before: Bytes of the parts before it.
+            num_before: Bytes of the earlier parts.
 
         Raises:
             ServiceError: The body is malformed or too large, or there is no room.
@@ -260,7 +257,7 @@ class Reply:
         self._start: Message | None = None
         self._nudge: asyncio.Task[None] | None = None
         self.headers: Headers = []
-        """Headers that are added to the endpoint's."""
+        """Headers in addition to the endpoint's."""
         self.has_begun = False
         self.is_complete = False
 
@@ -282,7 +279,7 @@ class Reply:
         self.has_begun = True
 
     async def piece(self, data: bytes) -> None:
-        """Send a part of the body, once the client has read enough of the parts before it."""
+        """Send a part of the body once the client has read enough of the earlier parts."""
         message = {"type": "http.response.body", "body": data, "more_body": True}
         if self._nudge is None and self._start is None:
             await self._send(message)
@@ -292,8 +289,8 @@ class Reply:
     def nudge(self, data: bytes) -> None:
         """Send a part without waiting, such as a keep-alive comment.
 
-        The next part cancels one that has not been sent: a client with other data to read does not
-        need it.
+        The next part replaces a part that has not been sent, since a client with other data to read
+        does not need it.
         """
         if not self.is_complete and (self._nudge is None or self._nudge.done()):
             message = {"type": "http.response.body", "body": data, "more_body": True}
@@ -339,7 +336,7 @@ def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
         try:
             await serve(request, Reply(request, send))
         except asyncio.CancelledError:
-            return  # the client has disconnected, or the server ends: nobody would read an error
+            return  # the client has disconnected, or the server stops: nobody would read an error
         finally:
             request.release()
 
@@ -347,7 +344,7 @@ def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
 
 
 def _merged(headers: Headers) -> dict[str, str]:
-    """Return values by name; values of one name are joined by commas."""
+    """Return header values by name. Values of the same name are joined by commas."""
     merged: dict[str, str] = {}
     for raw_name, raw_value in headers:
         name = raw_name.decode("latin-1")

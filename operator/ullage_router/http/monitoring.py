@@ -6,8 +6,8 @@
 /measures/wait   the same list, once a pool at zero replicas is needed, or after `WAIT_S`
 /console         the console, if enabled (`console/console.py`)
 
-/measures is a list because a router of 0.1.0 could have several processes, each with an item of its
-own. During an upgrade an operator reads routers of both versions.
+/measures is a list because a router of 0.1.0 could have several processes, each with its own item.
+During an upgrade, an operator reads routers of both versions.
 """
 
 import logging
@@ -25,9 +25,9 @@ from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.load_report import LoadReporter
 
 WAIT_S = 10.0
-"""Seconds after which /measures/wait answers in any case."""
+"""Seconds after which /measures/wait answers at the latest."""
 ANSWER_TIMEOUT_S = 2.0
-"""Seconds that open pages have at the router's end."""
+"""Seconds that open pages have to finish when the router stops."""
 JSON = "application/json"
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ Page = Callable[[], Awaitable[tuple[str, bytes]]]
 
 
 class Pages:
-    """Answer every request with one of the pages; an unknown path gets /metrics.
+    """Answer every request with one of the pages. An unknown path gets /metrics.
 
     Args:
         pages: The pages by path.
         stats: Returns the body of /stats for a header `authorization`, or raises ServiceError.
-        routes: Routes of the console; None: the console is off.
+        routes: Routes of the console, or None if the console is off.
     """
 
     def __init__(

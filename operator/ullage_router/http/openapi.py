@@ -40,11 +40,11 @@ REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
     CompletionRequest,
     EmbeddingsRequest,
 )
-"""Bodies with fields that are refused unless they ask for nothing."""
+"""Bodies with fields that are refused unless their value is neutral."""
 
 
 def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
-    """Return the names of a body's fields that are refused unless they ask for nothing."""
+    """Return the names of a body's fields that are refused unless their value is neutral."""
     if issubclass(body, EmbeddingsRequest):
         return tuple(body.NEUTRAL)
     return Unsupported.__struct_fields__
@@ -74,7 +74,7 @@ ANY_REQUEST = {
     501: "The transfer encoding is not supported.",
     505: "The version of HTTP is not supported.",
 }
-"""Descriptions of the statuses that any request may get."""
+"""Descriptions of the statuses that every request may get."""
 WITH_KEY = {
     401: "The key is missing or wrong.",
     429: "The request does not fit now, or a quota is spent.",
@@ -106,16 +106,16 @@ class Operation:
     name: str
     summary: str
     answer: Any = None
-    """Type of the answer in JSON; None: the answer is not JSON."""
+    """Type of the answer in JSON, or None if the answer is not JSON."""
     kinds: tuple[str, ...] = (JSON,)
-    """Content types of the answer; `answer` is the type of its JSON."""
+    """Content types of the answer. `answer` is the type of the JSON one."""
     status: int = 200
     body: Any = None
-    """Type of the request's body; None: the request has no body."""
+    """Type of the request's body, or None if the request has no body."""
     events: tuple[type, ...] = ()
-    """Types of the events of a stream; empty: the answer is never one."""
+    """Types of the events of a stream, or empty if the answer is never a stream."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Descriptions of statuses, in addition to those of any request."""
+    """Descriptions of statuses, in addition to those of every request."""
     headers: tuple[str, ...] = ()
     """Headers that the request may have."""
     more: Mapping[int, Any] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Overloading(answers.Answer, frozen=True, kw_only=True):
     """An overload that has begun."""
 
     prefix: str
-    """Prefix of the ids of its requests."""
+    """Prefix of the overload's request ids."""
     requests: int
 
 

@@ -1,14 +1,13 @@
-"""The web pages that may use a router: checks of Host and Origin, and CORS.
+"""Which web pages may use a router: checks of Host and Origin, and CORS.
 
-A router on a loopback address serves its own machine, and a browser on that machine also runs the
-pages of strangers. A stranger's page may send requests to 127.0.0.1, which `Origin` reveals. Or the
-name of the page resolves to 127.0.0.1 after the page was loaded (DNS rebinding), and the browser
-treats the router as the page's own server. Then only `Host` reveals the page. The same holds for
-the connections of a forwarder, such as `kubectl port-forward`, over the loopback interface of a
-pod.
+A router on a loopback address serves its own machine, where a browser may also run the pages of
+foreign sites. A foreign page may send requests to 127.0.0.1, which `Origin` reveals. Or the page's
+name resolves to 127.0.0.1 after the page was loaded (DNS rebinding), and the browser treats the
+router as the page's own server. Then only `Host` reveals the page. The same holds for connections
+of a forwarder, such as `kubectl port-forward`, over the loopback interface of a pod.
 
-Other connections come over a network that decides who may connect, often through a proxy with names
-of its own. So their Host and Origin are not checked.
+Other connections arrive over a network that decides who may connect, often through a proxy with its
+own names. So their Host and Origin are not checked.
 """
 
 import functools
@@ -24,15 +23,15 @@ from ullage_router.http.messages import Endpoint, Headers, Reply, Request
 from ullage_router.http.openai.errors import envelope, error_headers
 
 API = "/v1/"
-"""Prefix of the paths that have CORS: their answers are for every holder of a key."""
+"""Prefix of the paths with CORS, whose answers are for every holder of a key."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
-"""Pages that Prometheus and the operator read, also through the proxies of a mesh."""
+"""Pages that Prometheus and the operator read, also through the proxies of a service mesh."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 """Suffixes of names that nobody can register, such as host.docker.internal."""
 MAX_HOST = 253 + len(".:65535")
 """Characters of the longest name in DNS, with the root's dot and a port."""
 KEPT_NAMES = 256
-"""Hosts whose answers are cached; nearly all requests have the same host."""
+"""Hosts whose answers are cached. Nearly all requests have the same host."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
 _EXPOSED = (
     b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
@@ -49,10 +48,10 @@ class OriginGuard:
 
     Args:
         serve: Answers all other requests.
-        host: The address on which the server listens; None: all addresses.
-        cors: Origins that may use the API; None: only pages of the router itself.
+        host: The address on which the server listens, or None for all addresses.
+        cors: Origins that may use the API. None allows only pages of the router itself.
         is_api: Whether this is the API's port. On a forwarder's connection, the API checks only
-            requests with an Origin, which browsers send; the metrics port checks all pages but
+            requests with an Origin, which browsers send. The metrics port checks all pages but
             those for machines.
     """
 
@@ -86,10 +85,10 @@ class OriginGuard:
         await self._serve(request, reply)
 
     def _check(self, request: Request, origin: str | None) -> None:
-        """Check that no stranger's page can have sent the request.
+        """Check that no foreign page can have sent the request.
 
         Raises:
-            ServiceError: A stranger's page may have sent it.
+            ServiceError: A foreign page may have sent the request.
         """
         if not self._is_local:
             if not is_loopback(request.local_address):
@@ -118,7 +117,7 @@ class OriginGuard:
         return origin in self._origins or ANY_ORIGIN in self._origins
 
     def _cors_headers(self, origin: str | None) -> Headers:
-        """Return the CORS headers of an answer; `vary` makes caches keep one answer an origin."""
+        """Return the CORS headers of an answer. `vary` makes caches store one answer an origin."""
         vary = (b"vary", b"origin")
         if not (origin and self._allows(origin)):
             return [vary]
@@ -166,7 +165,7 @@ def _name(host: str) -> str:
 def _is_local_host(host: str) -> bool:
     """Return whether a Host header is safe from DNS rebinding.
 
-    It is safe where it has an address, or a name that nobody can register.
+    An address is safe, and so is a name that nobody can register.
     """
     return len(host) <= MAX_HOST and _is_local(host)
 

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's protocol on bound sockets, a clock for time limits, and draining."""
+"""The HTTP server: uvicorn's protocol on bound sockets, with time limits and draining."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class HTTPServer:
-    """Serve HTTP/1.1 on sockets that are bound already.
+    """Serve HTTP/1.1 on sockets that are already bound.
 
-    uvicorn's own `Server` is not used: it has no time limit for TLS handshakes, and it cannot send
-    clients to another process before it stops.
+    uvicorn's own `Server` has no time limit for TLS handshakes, and cannot send clients to another
+    process before it stops.
 
     Args:
         serve: Answers requests.
-        limits: Limits of each connection and of all; None: the defaults.
+        limits: Limits of each connection and of all connections, or None for the defaults.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class HTTPServer:
         return len(self._state.connections)
 
     async def start(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """Start to accept connections.
+        """Start accepting connections.
 
         Args:
-            listener: The socket, bound already.
-            context: The TLS context; None: plaintext.
+            listener: The bound socket.
+            context: The TLS context, or None for plaintext.
         """
         self._tick()
         self._clock = asyncio.create_task(self._keep_time(), name="http clock")
@@ -91,7 +91,7 @@ class HTTPServer:
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, and return when the open ones have had their answers.
+        """Stop accepting connections, and wait until the open ones have their answers.
 
         Args:
             grace_s: Seconds after which connections that are still open are aborted.

@@ -1,5 +1,5 @@
-"""The console: a page that shows engines, queue and decisions live, and the events that it reads.
+"""The console: a live page of engines, queue and decisions, and the events that it reads.
 
-The folder owns the files of the page and the readers of the events. The console watches, and sends
-requests as any client does. It does not know how requests are decided.
+The package owns the files of the page and the readers of the events. The console watches the
+router, and sends requests like any client. It takes no part in decisions.
 """

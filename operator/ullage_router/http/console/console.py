@@ -1,11 +1,11 @@
 """Serve the console's page and its events.
 
-/console               the page; console.css and console.js are below it
+/console               the page, with console.css and console.js below it
 /console/events        server-sent events:
     state                  /stats without its records, at once and every second
-    decisions              records of requests that ended since the last event, oldest first; the
+    decisions              records of requests that ended since the last event, oldest first. The
                            first event has the latest records
-/console/overload      sends many requests at once; only for a service on the own machine
+/console/overload      sends many requests at once, only for a service on this machine
 /v1/chat/completions   for the page's chat, on a port that has no API
 """
 
@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 STATE_EVERY_S = 1.0
 FLUSH_EVERY_S = 0.2
 MAX_PENDING = 256
-"""Records that wait for one reader. If there are more, the oldest are skipped and counted."""
+"""Records that wait for one reader. Beyond that, the oldest are skipped and counted."""
 MAX_READERS = 16
 """Readers of the console's events at a time."""
 SENTENCE = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
@@ -61,19 +61,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RecordBuffer:
-    """Records that one reader has not been sent yet."""
+    """Records that have not yet been sent to one reader."""
 
     def __init__(self, latest: Sequence[RequestRecord]) -> None:
         self._pending = deque(latest, MAX_PENDING)
         self._skipped = 0
 
     def put(self, record: RequestRecord) -> None:
-        """Add a record; the oldest one is skipped if the buffer is full."""
+        """Add a record, and skip the oldest one if the buffer is full."""
         self._skipped += len(self._pending) == MAX_PENDING
         self._pending.append(record)
 
     def take(self) -> dict[str, object] | None:
-        """Return the data of the next event; None where nothing waits."""
+        """Return the data of the next event, or None if nothing waits."""
         if not self._pending:
             return None
         taken = {
@@ -124,7 +124,7 @@ class Console:
         return routes
 
     def close(self) -> None:
-        """End open event streams and the overload, which would keep the server from stopping."""
+        """End open event streams and the overload, which would delay the server's stop."""
         self._closing.set()
         if self._overload:
             self._overload.cancel()
@@ -138,9 +138,9 @@ class Console:
         await self._app(request, reply)
 
     async def _send_events(self, request: Request, reply: Reply) -> None:
-        """Send events until the reader goes or the router stops.
+        """Send events until the reader disconnects or the router stops.
 
-        The server cuts off a reader that does not read.
+        The server aborts the connection of a reader that does not read.
 
         Raises:
             ServiceError: There are too many readers.
@@ -193,7 +193,7 @@ class Console:
         except msgspec.DecodeError as error:
             raise invalid_head("INVALID_ARGUMENT", f"the body is not valid: {error}") from error
         if self._overload and not self._overload.done():
-            raise console_busy("an overload is under way; wait until it has ended")
+            raise console_busy("an overload is already running; wait until it has ended")
 
         assert self._app
         prefix = f"overload-{secrets.token_hex(2)}"
@@ -213,7 +213,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
 
     async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
-        """Send the requests as a server would, and return when all have been answered."""
+        """Send the requests as a server would, and wait until all have been answered."""
         serve = asgi(app, HTTPLimits())
 
         async def send_one(index: int) -> None:

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's answers, as typed structures for the API's description.
 
 `responses.py` and `embeddings.py` write answers without these structures. Tests parse the written
-answers with them, and so find a field that only one side has.
+answers with them, and so find fields that only one side has.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object of an answer; fields that are UNSET may be absent."""
+    """An object of an answer. Fields that are UNSET may be absent."""
 
 
 class PromptTokensDetails(Answer, frozen=True, kw_only=True):
@@ -78,14 +78,14 @@ class AnswerToolCall(Answer, frozen=True, kw_only=True):
 
 
 class FunctionPiece(Answer, frozen=True, kw_only=True):
-    """A piece of a call's function; only the first piece has the name."""
+    """A piece of a call's function. Only the first piece has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallPiece(Answer, frozen=True, kw_only=True):
-    """A piece of a call; only the first piece has the id and the type."""
+    """A piece of a call. Only the first piece has the id and the type."""
 
     index: int
     function: FunctionPiece
@@ -159,7 +159,7 @@ class Delta(Answer, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Answer, frozen=True, kw_only=True):
-    """A piece of one of the answers; the last piece has both reasons."""
+    """A piece of one of the answers. The last piece has both reasons."""
 
     index: int
     finish_reason: FinishReason | None
@@ -249,7 +249,7 @@ class ModelCard(Answer, frozen=True, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None
-    """Most tokens of a prompt and its answer together; null while no engine is known."""
+    """Most tokens of a prompt and its answer together, or null while no engine is known."""
     sampling_defaults: dict[str, float] | None
 
 

@@ -30,10 +30,10 @@ _CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}
 def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
     """Move a chat body's messages, and copy its tools, into a conversation.
 
-    Each message leaves the body as it is converted: two copies of all would take megabytes.
+    Each message leaves the body when it is converted, since two copies would take megabytes.
 
     Raises:
-        ServiceError: A field is invalid; the error names the field.
+        ServiceError: A field is invalid. The error names the field.
     """
     check_calls(sum(len(message.tool_calls or ()) for message in chat.messages))
     given = chat.messages[::-1]
@@ -135,7 +135,7 @@ def _content(field: str, message: ChatMessage) -> str:
 
 
 def _part(field: str, part: ContentPart, role: str) -> str:
-    """Return the text of a part; an assistant's part may be a refusal, which is text, too."""
+    """Return the text of a part. An assistant's part may be a refusal, which is also text."""
     is_refusal = part.type == "refusal" and role == "assistant"
     if part.type != "text" and not is_refusal:
         raise invalid_value(f"{field}.type", part.type, "text")

@@ -41,7 +41,7 @@ _HALF_PAIR_BYTES = 11
 """Most bytes from an escaped half to the end of a body that msgspec reports as truncated: six of
 the half, and at most five of the other half."""
 _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
-"""Parts of msgspec's messages for half a surrogate pair; the second for a field that it skips."""
+"""Parts of msgspec's messages for half a surrogate pair, the second in a skipped field."""
 _TOKENS = msgspec.json.Decoder(list[Token])
 
 
@@ -62,7 +62,7 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         body: The JSON.
 
     Raises:
-        ServiceError: The body is invalid; the error names the field.
+        ServiceError: The body is invalid. The error names the field.
     """
     try:
         if len(body) <= INLINE_BYTES:
@@ -92,7 +92,7 @@ def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) 
     """Decode a field of a body.
 
     Raises:
-        ServiceError: The field is invalid; the error names the place in it.
+        ServiceError: The field is invalid. The error names the place in it.
     """
     try:
         return decoder.decode(raw)
@@ -188,7 +188,7 @@ def _validation_error(text: str, name: str = "") -> ServiceError:
 
     Args:
         text: The message of msgspec's error.
-        name: The field that was decoded; empty: the whole body.
+        name: The field that was decoded, or empty for the whole body.
     """
     if match := _AT.match(text):
         path = match["path"]
@@ -244,7 +244,7 @@ def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
 
 
 def _token_ids(text: bytes) -> "array[int] | None":
-    """Return the token ids of a list without its brackets; None if an item is not a token id."""
+    """Return the token ids of a list without its brackets, or None if an item is not a token id."""
     ids = array("I")
     start = 0
     while start < len(text):

@@ -1,7 +1,7 @@
 """Serve POST /v1/embeddings.
 
-Each input is a request of its own, which is admitted and placed by itself. All inputs together get
-one answer, or one error.
+Each input is a separate request, which is admitted and placed on its own. All inputs together get
+one answer or one error.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ MAX_INPUTS = 2048
 MAX_PARALLEL = 32
 """Inputs of one body that run or are queued at a time."""
 MAX_VECTOR_BYTES = 64 << 20
-"""Most bytes of one body's vectors, which are kept until the last is computed."""
+"""Most bytes of one body's vectors, which are kept until the last one is computed."""
 MAX_ALL_VECTOR_BYTES = 256 << 20
-"""Most bytes of the vectors of all bodies in a process; one tenant gets at most half of them."""
+"""Most bytes of the vectors of all bodies in a process. One tenant gets at most half of them."""
 PIECE_BYTES = 64 << 10
 """Bytes of an answer that are encoded before the event loop serves other requests."""
 
@@ -66,17 +66,17 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         "truncate_prompt_tokens": (None,),
         "add_special_tokens": (None, True),
     }
-    """Fields that the service cannot honour, with the values that ask for nothing."""
+    """Fields that the service cannot honour, with their neutral values."""
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the values of a field that ask for nothing."""
+        """Return the neutral values of a field."""
         return cls.NEUTRAL[name]
 
     def refused(self) -> tuple[str, object] | None:
-        """Return the first field that asks for something the service cannot do, with its value.
+        """Return the first field that asks for an unsupported feature, with its value.
 
-        None: no field does.
+        Return None if there is no such field.
         """
         for name, neutral in self.NEUTRAL.items():
             if (value := getattr(self, name)) not in neutral:
@@ -144,12 +144,12 @@ class _Run:
 
     Args:
         service: Serves requests.
-        name: The request id; each input but the first gets a number appended to it.
-        tenant: The tenant's session; each input gets a session of its own.
+        name: The request id. Each input but the first gets a number appended to it.
+        tenant: The tenant's session. Each input gets its own session.
         trace: The trace context.
         asked: One request for each input.
         room: Memory for the vectors of all bodies.
-        end_turn: Gives the body's turn back; called when an input waits for anything but this
+        end_turn: Gives the body's turn back. Called when an input waits for anything but this
             router.
 
     Attributes:
@@ -187,7 +187,7 @@ class _Run:
         self._failure: ServiceError | None = None
         """The error that ends all inputs."""
         self._vectors = [b""] * len(asked)
-        """Vectors as little-endian float32, by index; empty until computed."""
+        """Vectors as little-endian float32, by index. Empty until computed."""
         self._num_tokens = 0
         self._num_done = 0
         self._cached = Counter[str]()
@@ -197,7 +197,7 @@ class _Run:
         """Compute all vectors.
 
         Raises:
-            ServiceError: An input was refused or failed; the others were cancelled.
+            ServiceError: An input was refused or failed. The others were cancelled.
         """
         error = await self._serve_all()
         if error:
@@ -207,7 +207,7 @@ class _Run:
                 del error  # the error refers to this frame: a reference cycle
 
     async def _serve_all(self) -> BaseException | None:
-        """Serve all inputs, and return the first error; None: no error."""
+        """Serve all inputs, and return the first error, or None without errors."""
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._time_out())
@@ -262,9 +262,9 @@ class _Run:
     async def _work(self) -> None:
         """Serve one input after another.
 
-        An input that finds a quota or memory taken by others of this body goes back to the queue,
-        and this worker ends, so that fewer run at a time from then on. The last worker waits for
-        the shortage to pass, once at least one vector is computed.
+        If the body's other inputs have taken the quota or the memory, an input goes back to the
+        queue and this worker ends, so that fewer inputs run at a time from then on. The last worker
+        waits until the shortage has passed, once at least one vector is computed.
         """
         while self._waiting:
             index = self._waiting.popleft()
@@ -289,7 +289,7 @@ class _Run:
         vector = b""
         self._num_running += 1
         try:
-            # Inputs that another one's failure cancels have that error, not a client's disconnect.
+            # Inputs that another's failure cancels get that error, not a client's disconnect.
             async with self._pipeline.serve(call, lambda: self._failure) as stream:
                 async for event in stream.events():
                     vector += event.delta.embedding
@@ -315,7 +315,7 @@ class _Run:
             size: Bytes of one vector.
 
         Raises:
-            ServiceError: The vectors are too large together, or there is no room now.
+            ServiceError: The vectors are too large in total, or there is no room now.
         """
         if self._taken_bytes:
             return
@@ -364,7 +364,7 @@ def _name(index: int, count: int) -> str:
 
 
 def _name_field(error: ServiceError, name: str) -> None:
-    """Put this endpoint's name of the input at fault into an error."""
+    """Replace the field of an error by this endpoint's name of the input at fault."""
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):

@@ -1,4 +1,4 @@
-"""Serve /v1/chat/completions and /v1/completions, which share one way through the router."""
+"""Serve /v1/chat/completions and /v1/completions, which share one code path."""
 
 import asyncio
 import functools
@@ -95,13 +95,13 @@ COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
 class Writer:
     """Write one answer: a JSON body, or server-sent events that always end with [DONE].
 
-    The methods wait for a slow client, and so slow the engine's stream down.
+    The methods wait for a slow client, and so slow down the engine's stream.
 
     Args:
         reply: The reply to the request.
         record: The request's record, for the headers.
         input_field: The endpoint's name for the prompt, for errors.
-        keepalive_s: Seconds of silence after which a stream gets a comment; 0: never.
+        keepalive_s: Seconds of silence after which a stream gets a comment, or 0 for none.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Writer:
 
         Args:
             answer: The body.
-            later: Headers that are only known at the answer's end.
+            later: Headers that are known only at the answer's end.
         """
         await self._body(200, _encode(answer), later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
         """Send a JSON body piece by piece.
 
-        Each piece is made once the client has read enough of those before it. Between two pieces
+        Each piece is made once the client has read enough of the earlier ones. Between two pieces,
         the event loop serves other requests.
         """
         first = next(pieces)
@@ -226,7 +226,7 @@ class GenerateEndpoint:
         try:
             tenant = service.tenants.open_session(headers.get("authorization"))
             body = await request.read_json(tenant.name)
-            record = RequestRecord(record_id)  # the clock starts when the whole body is there
+            record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
             parse = functools.partial(self._dialect.parse, body)
             parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
         except Exception as error:
@@ -296,7 +296,7 @@ class GenerateEndpoint:
 
 
 def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
-    """Return the error that the client gets; log a failure of the router itself."""
+    """Return the error for the client, and log it if the router itself failed."""
     if isinstance(error, ServiceError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})

@@ -28,7 +28,7 @@ _CODES = {
     "CONTEXT_TOO_LONG": "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
 }
-"""OpenAI's codes for errors of the same meaning."""
+"""OpenAI's codes for errors with the same meaning."""
 _FIELDS = {
     "grammar.json_schema": "response_format.json_schema.schema",
     "grammar.regex": "structured_outputs.regex",
@@ -37,7 +37,7 @@ _FIELDS = {
     "grammar": "response_format",
     "samples.beam": "use_beam_search",
 }
-"""OpenAI's and vLLM's names of fields that have other names on the wire, by prefixes of those."""
+"""OpenAI's and vLLM's names of fields that are named otherwise on the wire, by wire prefix."""
 
 
 def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
@@ -46,7 +46,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
     Args:
         error: The error.
         input_field: The endpoint's name for the prompt.
-        is_event: Whether the error ends a stream, whose headers are sent already. The envelope then
+        is_event: Whether the error ends a stream, whose headers are already sent. The envelope then
             also has `retry_after`, the seconds that the header Retry-After would have.
     """
     field = error.metadata.get("field")
@@ -71,7 +71,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Return Retry-After where a retry helps, and `x-should-retry: false` where it does harm."""
+    """Return Retry-After where a retry helps, or `x-should-retry: false` where it would harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:

@@ -44,7 +44,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     """Decode the body of a chat.
 
     Raises:
-        ServiceError: The body is invalid; the error names the field.
+        ServiceError: The body is invalid. The error names the field.
     """
     return parse(_CHAT, body)
 
@@ -53,20 +53,20 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """Decode the body of a completion.
 
     Raises:
-        ServiceError: The body is invalid; the error names the field.
+        ServiceError: The body is invalid. The error names the field.
     """
     return parse(_COMPLETION, body)
 
 
 def from_chat(chat: ChatRequest) -> Request:
-    """Convert a chat body to the wire's request; the body loses its messages.
+    """Convert a chat body to the wire's request. The body loses its messages.
 
     Raises:
-        ServiceError: A field is invalid; the error names the field.
+        ServiceError: A field is invalid. The error names the field.
     """
     request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
 
-    # Present even when empty, so that the check names `messages` and not the missing input.
+    # Set even when empty, so that the error names `messages` rather than the missing input.
     request.messages.SetInParent()
     set_conversation(request.messages, chat)
 
@@ -84,7 +84,7 @@ def from_completion(completion: CompletionRequest) -> Request:
     """Convert a completion body to the wire's request.
 
     Raises:
-        ServiceError: A field is invalid; the error names the field.
+        ServiceError: A field is invalid. The error names the field.
     """
     _check_no_chat(completion)
     request = _from_common(completion, completion.max_tokens)
@@ -108,7 +108,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
     sampling = inference_pb2.SamplingParams(
         temperature=common.temperature,
         top_p=common.top_p,
-        # vLLM has -1 for all tokens, the wire has 0.
+        # All tokens: -1 in vLLM, 0 on the wire.
         top_k=None if common.top_k is None else min(max(common.top_k, 0), MAX_UINT32),
         min_p=common.min_p,
         repetition_penalty=common.repetition_penalty,
@@ -161,10 +161,10 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the number of answers, or the beam search; None: one answer.
+    """Return the number of answers or the beam search, or None for one answer.
 
     Raises:
-        ServiceError: A field is invalid; the error names the field.
+        ServiceError: A field is invalid. The error names the field.
     """
     if common.use_beam_search:
         return _beam_search(common)
@@ -193,7 +193,7 @@ def _beam_search(common: Common) -> inference_pb2.Samples:
 
 
 def _grammar(common: Common) -> Grammar | None:
-    """Return the grammar that the body asks for; None: any text.
+    """Return the grammar that the body asks for, or None for any text.
 
     Raises:
         ServiceError: The grammar is incomplete, or there are two grammars.
@@ -251,7 +251,7 @@ def _json_object() -> Grammar:
 
 
 def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
-    """Return the grammar of a schema, given as JSON or as a string with JSON; None for null."""
+    """Return the grammar of a schema, which is JSON or a string with JSON. None for null."""
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
 
-`finish_reason` has OpenAI's values, and `stop_reason` (a field that vLLM has, too) has the cause:
+`finish_reason` has OpenAI's values, and `stop_reason` (which vLLM also has) has the cause:
 
     a stop string         "stop"      the string
     a lowered limit       "length"    the limit as in the header x-ullage-degraded: "max_tokens=64"
@@ -9,7 +9,7 @@
                                       answer in time
 
 An engine that resumes another engine's answer may compute a different text. A stream then has a
-comment at its end and a field of the chunk with the usage; a whole answer has the header
+comment at its end and a field in the usage chunk. A whole answer has the header
 x-ullage-resumed-inexact.
 """
 
@@ -47,7 +47,7 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     token_ids: bool
     usage: bool
-    """Whether a last chunk has the usage; whole answers always have it."""
+    """Whether the stream ends with a usage chunk. Whole answers always have the usage."""
     n: int
     """Number of choices."""
     tools: bool = False
@@ -66,7 +66,7 @@ class Collected:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallPiece] = field(default_factory=list)
     end: SampleFinished | None = None
-    """The end of this choice; None: it ended with the whole answer."""
+    """The end of this choice, or None if it ended with the whole answer."""
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
@@ -94,7 +94,7 @@ class Format(Protocol):
         """Return the chunks before the first text."""
 
     def piece(self, delta: Delta) -> list[JSON]:
-        """Return the chunk of a delta; no chunk for an empty delta."""
+        """Return the chunk of a delta, or none for an empty delta."""
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         """Return the last chunk of one of several choices."""
@@ -244,7 +244,7 @@ def usage(counted: inference_pb2.Usage) -> JSON:
 
 
 def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
-    """Return OpenAI's details of prompt tokens, with the tiers if any but the device had KV.
+    """Return OpenAI's details of prompt tokens, with tiers if any but the device had KV.
 
     Args:
         cached: Prompt tokens whose KV was reused, by tier.
@@ -258,7 +258,7 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
     """Return the logprobs object of a chat.
 
-    The object covers the content, which the token that ends a turn is not part of.
+    The object covers the content, without the token that ends a turn.
     """
     return {
         "content": [
@@ -270,7 +270,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
-    """Return the logprobs object of a completion; `top_logprobs` always has the chosen token.
+    """Return the logprobs object of a completion. `top_logprobs` always has the chosen token.
 
     Args:
         entries: The tokens.
@@ -301,7 +301,7 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
 
 
 def _chat_message(part: Collected) -> JSON:
-    """Return the assistant's message; its content is null if there are calls and no text."""
+    """Return the assistant's message. Its content is null if there are calls and no text."""
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
@@ -326,7 +326,7 @@ def _tool_call(call: ToolCallPiece) -> JSON:
 
 
 def _tool_call_piece(piece: ToolCallPiece) -> JSON:
-    """Return a piece of a call; only the first piece has the id, the type and the name."""
+    """Return a piece of a call. Only the first piece has the id, the type and the name."""
     if piece.name:
         return {"index": piece.index} | _tool_call(piece)
     return {"index": piece.index, "function": {"arguments": piece.arguments}}

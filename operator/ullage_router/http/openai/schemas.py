@@ -22,11 +22,11 @@ from ullage_common.wire.limits import (
 
 MAX_UINT32 = (1 << 32) - 1
 MAX_FIELD_BYTES = 64 << 10
-"""Bytes of JSON that a field may have, other than those of the next two sets."""
+"""Bytes of JSON that a field may have, unless it is a grammar or an input."""
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
-"""Bytes of JSON that a grammar may have: six for each character if all are escaped."""
+"""Bytes of JSON that a grammar may have: six a character if all are escaped."""
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
-"""Fields with bounds of their own, or with the bound of the whole body."""
+"""Fields with their own limits, or only with the limit of the whole body."""
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
 NULL = msgspec.Raw(b"null")
 
@@ -39,14 +39,14 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""Texts to choose from; each takes at least two bytes of a grammar."""
+"""Texts to choose from, each of which takes at least two bytes of a grammar."""
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 def unread() -> Any:
-    """Return a field whose JSON is decoded later; null if the body lacks it.
+    """Return a field whose JSON is decoded later. It is null if the body lacks it.
 
     A plain default would become part of the type's JSON schema, which cannot express raw JSON.
     """
@@ -118,7 +118,7 @@ class DefinedFunction(msgspec.Struct, frozen=True):
 
 
 class ToolDefinition(msgspec.Struct, frozen=True):
-    """A tool that the model may call; read where prompts are made (`prompts/tools/toolbox.py`)."""
+    """A tool that the model may call, which `prompts/tools/toolbox.py` checks."""
 
     type: Literal["function"]
     function: DefinedFunction
@@ -163,8 +163,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
-    """Values that ask for nothing, in addition to null. False and empty values ask for nothing,
-    too, unless the field is a switch."""
+    """Neutral values of fields, in addition to null. False and empty values are also neutral,
+    unless the field is a switch."""
 
     suffix: object = None
     functions: object = None
@@ -192,13 +192,13 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the values of a field that ask for nothing."""
-        # Without 0: in vLLM, prompt_logprobs: 0 asks for those of the prompt's own tokens.
+        """Return the neutral values of a field."""
+        # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))
 
     def refused(self) -> tuple[str, object] | None:
-        """Return the first field that asks for something, with its value; None: there is none."""
+        """Return the first field with a value that is not neutral, and the value, or None."""
         if _unsupported(self) == _NOTHING:
             return None
         for name in Unsupported.__struct_fields__:
@@ -219,9 +219,9 @@ _NOTHING = (None,) * len(Unsupported.__struct_fields__)
 
 
 class Common(Unsupported, frozen=True, kw_only=True):
-    """The fields that chat and completions share; null means the default.
+    """The fields that chat and completions share. Null means the default.
 
-    With vLLM's `use_beam_search`, `best_of` (or else `n`) is the width of the search.
+    With vLLM's `use_beam_search`, `best_of` (or else `n`) is the beam width.
     """
 
     model: str = ""
@@ -251,7 +251,7 @@ class Common(Unsupported, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
     session_id: str | None = None
-    """Session id; the header x-session-id takes precedence."""
+    """Session id. The header x-session-id takes precedence."""
     prompt_cache_key: str | None = None
     """Requests with the same key go to the engine that has their prefix in its caches."""
     cache_salt: str | None = None
@@ -286,7 +286,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 
 def max_field_bytes(name: str) -> int | None:
-    """Return the most bytes of JSON that a field may have; None if there is no limit."""
+    """Return the most bytes of JSON that a field may have, or None if there is no limit."""
     if name in INPUT_FIELDS:
         return None
     return MAX_GRAMMAR_FIELD_BYTES if name in GRAMMAR_FIELDS else MAX_FIELD_BYTES

@@ -10,7 +10,7 @@ from ullage_router.http.openai.responses import JSON, Finished, Format, Response
 from ullage_router.telemetry.record import RESUMED_INEXACT
 
 _MARK = "\ue000the text\ue000"
-"""Placeholder of the text in a chunk that is cut in two there; no other field contains it."""
+"""Placeholder of the text, at which a chunk is cut in two. No other field contains it."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -33,7 +33,7 @@ class Chunks:
         return _events(self._form.opening(accepted))
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the bytes of an event of the answer; empty for an event without a chunk."""
+        """Return the bytes of an event of the answer, or empty for an event without a chunk."""
         match event.WhichOneof("event"):
             case "finished":
                 return _events(self._form.closing(event.finished)) + _comment(event.finished)
@@ -57,12 +57,12 @@ class Chunks:
 
 
 def sse_event(data: bytes) -> bytes:
-    """Return a server-sent event with JSON, which must have no line break."""
+    """Return a server-sent event with JSON, which must not contain a line break."""
     return b"data: " + data + b"\n\n"
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the comment of an answer that was resumed inexactly; empty for any other answer."""
+    """Return the comment of an inexactly resumed answer, or empty for any other answer."""
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 
