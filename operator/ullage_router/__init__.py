@@ -1,6 +1,5 @@
-"""The router of Ullage: predicts each request's bytes, decides where it may run, and streams the
-answer back.
+"""The router of Ullage: predicts each request's memory, places it, and streams the answer.
 
-Its rooms stand one above the other (`docs/reasons/code-map.md`); it meets engines and the
-operator only on the wire.
+The packages of the router are layered (`docs/reasons/code-map.md`). The router talks to engines and
+to the operator only over the network.
 """

@@ -5,12 +5,12 @@ INVALID_ARGUMENT    400   invalid_request_error
 UNAUTHENTICATED     401   invalid_request_error   no key or a wrong one
 PERMISSION_DENIED   403   permission_error
 NOT_FOUND           404   invalid_request_error   no such path, or no such model
-RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After; of a quota: requests or tokens
+RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After, for a quota: requests or tokens
 UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
 ABORTED             409   conflict_error          a later request replaced it
-FAILED_PRECONDITION 503   service_unavailable     the service is stopped; without Retry-After
-CANCELLED           499   the client has disconnected; only in logs and metrics
+FAILED_PRECONDITION 503   service_unavailable     the service is stopped, without Retry-After
+CANCELLED           499   the client has disconnected, only in logs and metrics
 anything else       500   server_error
 """
 
@@ -66,12 +66,12 @@ STATUSES_BY_REASON = {
     "TRANSFER_ENCODING_NOT_SUPPORTED": 501,
     "HTTP_VERSION_NOT_SUPPORTED": 505,
 }
-"""HTTP statuses of reasons, where they are more precise than the gRPC status."""
+"""HTTP statuses of reasons that are more precise than the gRPC status."""
 
 LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
 """Reasons of an engine that takes no requests now."""
 OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-"""Statuses with which an engine refuses the router or its ticket: clients show engines no keys."""
+"""Statuses of an engine that rejects the router or its ticket. Clients show engines no keys."""
 _NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
 _FAULTS = OF_THE_ROUTER | frozenset(
     {
@@ -112,7 +112,7 @@ def error_type(error: ServiceError) -> str:
 
 
 def retry_after_s(error: ServiceError) -> int | None:
-    """Return the whole seconds of Retry-After; None for an error that no wait helps."""
+    """Return the whole seconds of Retry-After, or None for an error that waiting does not help."""
     if error.retry_after_s is not None and error.reason == RATE_LIMIT_EXCEEDED:
         return max(1, math.ceil(error.retry_after_s))  # exact, so not bounded like a forecast
     if error.retry_after_s is not None:
@@ -125,11 +125,11 @@ def retry_after_s(error: ServiceError) -> int | None:
 
 
 def is_engine_fault(error: ServiceError) -> bool:
-    """Return whether an error counts against the engine and not against the request.
+    """Return whether an error counts against the engine rather than the request.
 
     Invalid and cancelled requests, deadlines and full memory do not count against the engine. A
-    stalled answer does. A request over which the engine's worker died does not either: otherwise
-    one bad request could block one engine after another.
+    stalled answer does. A request that killed the engine's worker does not count, or one bad
+    request could block one engine after another.
     """
     if error.reason == ENGINE_STALLED:
         return True
@@ -141,8 +141,8 @@ def is_engine_fault(error: ServiceError) -> bool:
 def is_failure(error: ServiceError) -> bool:
     """Return whether an error counts against a revision of the service.
 
-    All errors count but the request's own and a lack of memory, also those that count against no
-    single engine.
+    All errors count except the request's own and a lack of memory. Errors that count against no
+    single engine are included.
     """
     return error.code not in _THE_REQUESTS and error.reason not in LEAVING
 
@@ -161,7 +161,7 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         ENGINE_SILENT,
-        f"engine {engine} has said nothing for {silent_s:.1f} s; retry, another one will answer",
+        f"engine {engine} has sent nothing for {silent_s:.1f} s; retry, another one will answer",
         retry_after_s=1,
     )
 
@@ -178,7 +178,7 @@ def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_SILENT,
-        f"the answer broke off: engine {engine} has said nothing for {silent_s:.1f} s and the time "
+        f"the answer broke off: engine {engine} has sent nothing for {silent_s:.1f} s and the time "
         f"limit of {timeout_s:g} s has passed; retry",
     )
 
@@ -188,8 +188,8 @@ def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceEr
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_LOST,
-        f"the answer broke off: engine {engine} was lost ({cause.message}) and no other could go "
-        f"on with it within the time limit of {timeout_s:g} s; retry",
+        f"the answer broke off: engine {engine} was lost ({cause.message}) and no other "
+        f"resumed it within the time limit of {timeout_s:g} s; retry",
     )
 
 
@@ -218,7 +218,7 @@ def some_retry_after_s() -> int:
 
 
 def _soon_s() -> int:
-    """Return a short retry delay with jitter, for memory that is free again within moments."""
+    """Return a short retry delay with jitter, for memory that is soon free again."""
     return random.randint(1, UNKNOWN_RETRY_AFTER_S)
 
 
@@ -270,7 +270,7 @@ def unknown_model(
         name: The requested name.
         served: The name of the served model.
         adapters: The names of its adapters.
-        allowed: Names that the tenant may use; empty: all.
+        allowed: Names that the tenant may use, or empty for all.
     """
     usable = [adapter for adapter in adapters if not allowed or adapter in allowed]
     if not allowed or served in allowed:
@@ -295,7 +295,7 @@ def cancelled_by_engine() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",
-        "the answer broke off: the engine stops and cancelled it",
+        "the answer broke off: the engine is stopping and cancelled it",
         retry_after_s=1,
     )
 
@@ -306,13 +306,13 @@ def unauthenticated(message: str) -> ServiceError:
 
 
 def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
-    """Return the error of a request that its sender may not make."""
+    """Return the error of a request that its sender is not allowed to make."""
     metadata = {"field": field} if field else {}
     return ServiceError(grpc.StatusCode.PERMISSION_DENIED, reason, message, metadata=metadata)
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Return the error of a spent quota: the limit, its size and the time to retry."""
+    """Return the error of an exhausted quota: the limit, its size and the time to retry."""
     limit = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
@@ -326,7 +326,7 @@ def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
 
 
 def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
-    """Return the error of a prompt that exceeds the tokens a minute of its key."""
+    """Return the error of a prompt that exceeds its key's tokens per minute."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "PROMPT_ABOVE_QUOTA",
@@ -337,7 +337,7 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
 
 
 def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
-    """Return the error of a body whose inputs exceed a quota even when none of it is spent."""
+    """Return the error of a body whose inputs exceed even an unused quota."""
     tokens = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -349,13 +349,13 @@ def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) ->
 
 
 def internal(request_id: str = "") -> ServiceError:
-    """Return the error of a failure of the router; only the router's log has the cause."""
-    where = f"its log names request {request_id}" if request_id else "its log says why"
+    """Return the error of a router failure, whose cause is only in the router's log."""
+    where = f"its log names request {request_id}" if request_id else "its log has the cause"
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
 
 
 def console_busy(message: str) -> ServiceError:
-    """Return the error of a console that has no room for another reader or overload."""
+    """Return the error of a console that takes no further reader or overload."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
     )
@@ -377,8 +377,8 @@ def invalid_head(reason: str, message: str) -> ServiceError:
 
 
 def malformed(cause: str) -> ServiceError:
-    """Return the error of bytes that are no HTTP request."""
-    return invalid_head("MALFORMED_REQUEST", f"this is no HTTP/1.1 request: {cause}")
+    """Return the error of bytes that are not an HTTP request."""
+    return invalid_head("MALFORMED_REQUEST", f"this is not an HTTP/1.1 request: {cause}")
 
 
 def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
@@ -434,7 +434,7 @@ def bodies_full() -> ServiceError:
 
 
 def texts_full() -> ServiceError:
-    """Return the error of a long text for which the tokeniser has no memory."""
+    """Return the error of a long text for which there is no memory to tokenise it."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "TEXTS_FULL",

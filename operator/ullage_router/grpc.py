@@ -47,7 +47,7 @@ class CallGate:
         self._pipeline = pipeline
 
     def admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the tenant of a call; None for health and reflection, which everybody may call.
+        """Return the tenant of a call, or None for health and reflection, which are open to all.
 
         Args:
             method: The full name of the method, such as `/ullage.inference.v1.Service/Method`.
@@ -77,7 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engines: Describes the served model.
         tenants: The tenants, by their keys.
         issuer: Places requests that clients send to engines themselves.
-        limits: Time limits of a request; a client's own deadline may be sooner.
+        limits: Time limits of a request. A client's own deadline may be earlier.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A thread for long requests that are not admitted yet; tenants take turns in it.
+"""A thread for long requests that are not yet admitted, in which tenants take turns.
 
-A long body is parsed, checked and turned into a conversation here, since that would block the event
-loop for too long. Python code releases the interpreter's lock and parsers do not, so the size of
-texts for parsers is bounded before (`ullage_common.wire.json_size`).
+A long body is parsed, checked and converted to a conversation here, since that would block the
+event loop for too long. Python code releases the GIL and parsers do not, so the size of texts for
+parsers is bounded beforehand (`ullage_common.wire.json_size`).
 """
 
 import asyncio
@@ -20,20 +20,20 @@ _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class IntakeThread:
-    """Runs functions one after another; a tenant with much work delays only its own.
+    """Runs functions one after another. A tenant with much work delays only its own work.
 
-    More threads would be no faster, since all of them need the interpreter's lock. Two threads that
-    pass it to each other also keep the event loop waiting for both.
+    More threads would be no faster, since all of them need the GIL. Two threads that contend for
+    the GIL also make the event loop wait for both.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
-        """Work by tenant; the first tenant is next."""
+        """Work by tenant. The first tenant's turn is next."""
         self._is_running = False
 
     async def run(self, num_bytes: int, tenant: str, work: Callable[[], T]) -> T:
-        """Run `work` and return its result; small work runs at once, on the event loop.
+        """Run `work` and return its result. Small work runs at once on the event loop.
 
         Args:
             num_bytes: size of the body that the work handles.
@@ -49,12 +49,12 @@ class IntakeThread:
         try:
             return await done
         finally:
-            # An error's traceback holds this frame, and the frame would hold the error. The cycle
+            # An error's traceback holds this frame, and the frame would hold the error. This cycle
             # would keep the body until the garbage collector runs, which is rare.
             del done, work
 
     def close(self) -> None:
-        """Start no more work."""
+        """Stop starting work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_next(self) -> None:
@@ -74,7 +74,7 @@ class IntakeThread:
         self._is_running = False
         error = None if ended.cancelled() else ended.exception()
         if done.cancelled():
-            pass  # nobody waits any more
+            pass  # nobody waits for it any more
         elif ended.cancelled():
             done.cancel()
         elif error:

@@ -1,4 +1,4 @@
-"""`ullage-router`: one process, one event loop, HTTP and gRPC side by side."""
+"""`ullage-router`: HTTP and gRPC on one event loop in one process."""
 
 import argparse
 import asyncio
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
-    """A port is taken or not allowed; the message names it."""
+    """A port is taken or not allowed. The message names the port."""
 
 
 class Router:
     """A running router.
 
     http_port, grpc_port, probe_port, metrics_port
-        the ports at which it listens, also when the configuration says 0
+        the ports on which the router listens, even if the configuration has 0
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -95,10 +95,10 @@ class Router:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Start both protocols, and return when the router serves them.
+        """Start both protocols, and return once the router serves them.
 
         Raises:
-            ConfigError: keys or certificates cannot be read. No port was taken.
+            ConfigError: keys or certificates cannot be read. No port is bound then.
             CannotListen: a port cannot be used.
         """
         config = self._config
@@ -134,8 +134,9 @@ class Router:
     async def stop(self) -> None:
         """Send clients to other routers, let requests end, and close everything.
 
-        Clients with open connections do not know yet that the router ends. Their requests are still
-        served, and the answers close the connections, so that clients connect to another router.
+        Clients with open connections do not yet know that the router stops. Their requests are
+        still served, and the answers close the connections, so that clients connect to another
+        router.
         """
         if self._readiness:
             self._readiness.cancel()
@@ -160,7 +161,7 @@ class Router:
         """Return the body of /stats.
 
         Raises:
-            ServiceError: UNAUTHENTICATED, where /stats is protected and the key is unknown.
+            ServiceError: UNAUTHENTICATED, if /stats is protected and the key is unknown.
         """
         self.service.tenants.check_stats(authorization)
         latest = self.service.stats.latest()
@@ -200,9 +201,9 @@ async def serve(config: RouterConfig) -> None:
 
 
 def _longest_request_s(config: RouterConfig) -> float:
-    """Return the seconds within which every accepted request has ended.
+    """Return the seconds after which every accepted request has ended.
 
-    A request may be held for a sleeping pool before it is answered.
+    A request may be held for a sleeping pool before its answer begins.
     """
     held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
     return held_s + config.limits.total_timeout
@@ -212,7 +213,7 @@ def _listen(name: str, host: str | None, port: int) -> socket.socket:
     """Return a listening socket.
 
     Args:
-        name: of the section of the configuration, for the error.
+        name: name of the configuration's section, for the error.
         host: None for every address.
 
     Raises:
@@ -252,7 +253,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the system's own; shells and containers often set 1024."""
+    """Raise the limit of open files to the hard limit. Shells and containers often set 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

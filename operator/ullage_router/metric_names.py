@@ -1,4 +1,4 @@
-"""Every metric of the router, `ullage_router_*`; each label has few values."""
+"""Every metric of the router, `ullage_router_*`. Each label has few values."""
 
 from ullage_common.process.metrics import SECONDS, CounterName, GaugeName, HistogramName
 

@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, and where it may be cut without changing its tokens.
+"""A lower bound of a text's tokens, and places to cut the text without changing its tokens.
 
-Both are read off a tokenizer when its model is loaded, so that a text which cannot fit the context
-is refused before it is tokenised, and a text which may fit is tokenised in pieces of bounded size.
+Both are derived from a tokenizer when its model is loaded. A text that cannot fit the context is
+refused before it is tokenised, and a text that may fit is tokenised in pieces of bounded size.
 """
 
 import json
@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 PIECE_CHARACTERS = 32 << 10
-"""Usual size of a piece; tokenising one takes a few megabytes."""
+"""Usual size of a piece. Tokenising one takes a few megabytes."""
 LONGEST_PIECE = 128 << 10
-"""Size up to which a text is tokenised that has no place where it may be cut."""
+"""Size up to which a text without a place to cut is tokenised."""
 COUNTED_AT_ONCE = 64 << 10
 
 _LETTERS = (string.ascii_letters + string.digits).encode()
@@ -27,7 +27,7 @@ Json = Mapping[str, Any]
 
 
 class UncutText(Exception):
-    """A long text has no place where it may be cut; the message is one line."""
+    """A long text has no place to cut. The message is one line."""
 
 
 # --- Bounds ---
@@ -35,32 +35,32 @@ class UncutText(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """A bound of tokens from below.
+    """A lower bound of a text's tokens.
 
-    Every character of a text is a part of one token. A character that no token of more than `n`
-    characters contains is at least 1/n of its token, so the tokens of a text are no fewer than the
-    sum of these shares. ASCII letters with digits, ASCII punctuation, and the rest are told apart,
-    since the longest tokens are runs of blanks.
+    Every character of a text is part of one token. If no token with a character is longer than `n`
+    characters, the character is at least 1/n of its token. So a text has at least the sum of these
+    shares in tokens. ASCII letters and digits, ASCII punctuation, and all other characters have
+    separate lengths, since the longest tokens are runs of blanks.
 
-    A length of 0 means that such characters are not counted: tokens may contain any number of them.
+    A length of 0 means that the characters are not counted, since tokens may contain any number of
+    them.
     """
 
     letter: int = 0
     mark: int = 0
     other: int = 0
     shrink: int = 1
-    """Number of characters of which a normalizer makes one at most."""
+    """Most characters that a normalizer may merge into one."""
     counts_bytes: bool = False
-    """Whether a character that is not ASCII counts by its bytes, as byte-level tokenizers have it.
-    """
+    """Whether a character outside ASCII counts by its bytes, as in byte-level tokenizers."""
     composed: int = 0
-    """Length that counts for letters and marks which a normalizer may join with accents after them;
-    0: none does."""
+    """Length that counts for letters and marks that a normalizer may join with following accents,
+    or 0 if it joins none."""
     counts_words: bool = False
-    """Whether a word is one token at most, so that words are counted and not characters."""
+    """Whether a word is at most one token, so that words are counted instead of characters."""
 
     def fewest(self, text: str) -> int:
-        """Return a lower bound of the text's tokens; takes about 3 ms a megabyte."""
+        """Return a lower bound of the text's tokens, in about 3 ms a megabyte."""
         if self.counts_words:
             return sum(map(_num_words, _slices(text)))
         letters = marks = others = 0
@@ -76,12 +76,12 @@ class TokenBound:
         mark = self.composed if self.mark and is_composed else self.mark
         lengths = ((letters, letter), (marks, mark), (others, self.other))
         share = sum(count / length for count, length in lengths if length)
-        # Rounded down by more than the floats may be off.
+        # Rounded down by more than the rounding error of the sum.
         return int(share / self.shrink * (1 - 1e-9))
 
 
 _WORD = re.compile(r"(?<![^ \n\t])[!-~]")
-"""Matches the beginning of a word that no normalizer takes away."""
+"""Matches the beginning of a word that no normalizer removes."""
 
 
 def _num_words(text: str) -> int:
@@ -94,7 +94,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the bound that holds for a tokenizer; it counts nothing where none is known."""
+    """Return the bound for a tokenizer. It is always 0 if no bound is known."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -104,7 +104,7 @@ def token_bound(tokenizer: Tokenizer) -> TokenBound:
     kinds = {step["type"] for step in steps}
     added = tokenizer.get_added_tokens_decoder().values()
     if isinstance(model, models.WordPiece | models.WordLevel):
-        # A word of any length may be one token; blanks always part words.
+        # A word of any length may be one token. Blanks always separate words.
         has_blanks = any(len(token.content.split()) > 1 for token in added)
         parts_words = not has_blanks and normalizer.shrink == 1 and kinds & _PARTING
         return TokenBound(counts_words=bool(parts_words))
@@ -132,16 +132,17 @@ def token_bound(tokenizer: Tokenizer) -> TokenBound:
 
 
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
-"""Pre-tokenizers that leave no blanks out, unless their behaviour is `Removed`."""
+"""Pre-tokenizers that drop no blanks, unless their behaviour is `Removed`."""
 
 
 _PARTING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
-"""Pre-tokenizers that leave blanks out, and nothing else."""
+"""Pre-tokenizers that drop blanks, and nothing else."""
 
 
 def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) -> int:
-    """Return the length of the longest token with one of the characters; 0 if the model lacks some
-    of them, which it may drop.
+    """Return the length of the longest token with one of the characters.
+
+    The length is 0 if the model lacks some of the characters, since it may drop them.
     """
     if not vocabulary.keys() >= set(characters.decode()):
         return 0
@@ -157,13 +158,13 @@ def _may_remove_words(step: Json) -> bool:
 
 
 def _has_affixes(model: models.BPE | models.Unigram) -> bool:
-    """Return whether tokens within a word are spelled in another way."""
+    """Return whether the model spells tokens within a word differently."""
     names = ("continuing_subword_prefix", "end_of_word_suffix")
     return any(getattr(model, name, None) for name in names)
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether no character is left out, and none is a part of a token of any length."""
+    """Return whether no character is dropped or part of a token of unbounded length."""
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -178,15 +179,15 @@ class _Normalizer:
 
     kinds: frozenset[str] = frozenset()
     shrink: int = 1
-    """Number of ASCII characters without blanks of which it makes one at most."""
+    """Most ASCII characters, other than blanks, that the normalizer may merge into one."""
     keeps_all: bool = True
-    """Whether it never makes fewer characters of any text."""
+    """Whether the normalizer shortens no text."""
     composes: bool = False
-    """Whether it may join a letter with the accents after it."""
+    """Whether the normalizer may join a letter with the accents after it."""
 
     @classmethod
     def of(cls, state: Json | None) -> "_Normalizer | None":
-        """Return the effect of a normalizer; None if it is not known."""
+        """Return the effect of a normalizer, or None if it is not known."""
         if state is None:
             return cls()
         shrink = 1
@@ -215,11 +216,11 @@ class _Normalizer:
 
 _RUNS_OF_BLANKS = frozenset({" {2,}", r"\s+", r"\s{2,}", " +"})
 _LENGTHENING = frozenset({"ByteLevel", "Lowercase", "Prepend"})
-"""Normalizers that make no text shorter."""
+"""Normalizers that shorten no text."""
 _SHORTENING = frozenset(
     {"BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Strip", "StripAccents"}
 )
-"""Normalizers that leave ASCII characters other than blanks, perhaps with an accent more."""
+"""Normalizers that keep ASCII characters other than blanks, perhaps with an added accent."""
 
 
 def _state(part: Any) -> Json | None:
@@ -243,14 +244,14 @@ def _steps(state: Json | None) -> Iterator[Json]:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A kind of place at which a text may be cut."""
+    """A kind of place where a text may be cut."""
 
     place: str
     """Pattern of the place, which is empty or one blank."""
     crossed: str
-    """Pattern of a token of the vocabulary that reaches over such a place."""
+    """Pattern of a vocabulary token that spans such a place."""
     drops_blank: bool = False
-    """Whether the blank at the place is left out: tokenizers put one before every text."""
+    """Whether the blank at the place is dropped, since tokenizers put one before every text."""
 
 
 _BLANK = "[ \u2581\u0120]"
@@ -260,7 +261,7 @@ _WORD_BYTE = "[A-Za-z0-9\u0080-\u00ff\u0121-\u0143]"
 """
 _NOT_BLANK = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
 _MARKS_IN_DATA = '",;|]}'
-"""Punctuation that tables, lists and JSON have many of, and that no word contains."""
+"""Punctuation that is frequent in tables, lists and JSON, and that no word contains."""
 _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 """Punctuation of Chinese and Japanese, which have no blanks between words."""
 
@@ -311,13 +312,13 @@ _SAMPLES = (
 class TextCutter:
     """Cuts long texts at places where the tokenizer is known to cut.
 
-    A rule holds where no token of the vocabulary reaches over its places, so that no merge does,
-    and where samples cut at each of their places keep their tokens.
+    A rule holds if no token of the vocabulary, and so no merge, spans its places, and if samples
+    that are cut at each of their places keep their tokens.
 
     Args:
-        tokenizer: the model's.
-        usual: characters of a piece, if there is a place to cut at.
-        longest: characters of a piece that has none.
+        tokenizer: the model's tokenizer.
+        usual: characters of a piece, if there is a place to cut.
+        longest: characters of a piece without a place to cut.
     """
 
     def __init__(
@@ -333,8 +334,8 @@ class TextCutter:
         """Yield pieces whose tokens, one after another, are those of the text.
 
         Args:
-            is_part: it is a part of a text that may be cut in other places, and is refused only
-                where that one is.
+            is_part: whether the text is a part of a text that may be cut in other places. The part
+                is then refused only if the whole text would be.
 
         Raises:
             UncutText: a piece would be too long.
@@ -349,8 +350,8 @@ class TextCutter:
             start = match.end()
         if len(text) - start > longest:
             raise UncutText(
-                f"it has {len(text)} characters, of which this tokenizer takes {self._longest} at "
-                "most; shorten it"
+                f"it has {len(text)} characters, and this tokenizer takes at most {self._longest}; "
+                "shorten it"
             )
         yield text[start:]
 
@@ -368,7 +369,7 @@ class TextCutter:
 
 
 def _rules(tokenizer: Tokenizer) -> list[_Rule]:
-    """Return the rules that hold, and only one of those for blanks."""
+    """Return the rules that hold, with only one of the rules for blanks."""
     if not isinstance(tokenizer.model, models.BPE | models.Unigram):
         return []
     if isinstance(tokenizer.model, models.BPE) and tokenizer.model.dropout:

@@ -253,5 +253,5 @@ def test_a_text_without_a_place_to_cut_at_is_refused() -> None:
     assert list(cutter.pieces("-" * 100)) == ["-" * 100]
     with pytest.raises(UncutText, match="no word ends within 100 characters"):
         list(cutter.pieces("-" * 101 + " a b"))
-    with pytest.raises(UncutText, match="101 characters, of which this tokenizer takes 100"):
+    with pytest.raises(UncutText, match="101 characters, and this tokenizer takes at most 100"):
         list(TextCutter(wordpiece(), usual=10, longest=100).pieces("a" * 101))
