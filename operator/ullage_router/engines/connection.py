@@ -1,7 +1,7 @@
 """The connection to one engine: a channel, and the stream on it that carries all calls.
 
-A connection can be replaced while answers run on it, as when certificates change. The new channel
-takes the place of the old one at once. New calls stay on the old stream until the new one is open,
+A connection can be replaced while answers run on it, for example when certificates change. The new
+channel replaces the old one at once. New calls stay on the old stream until the new one is open,
 and running answers have a grace period to end there.
 """
 
@@ -23,8 +23,8 @@ class EngineConnection:
     Args:
         address: `ip:port` of the engine.
         dial: opens a channel to an address, in plaintext if its second argument is true.
-        on_stream_change: called when the stream was opened or lost.
-        on_replaced: called when another channel or stream took over.
+        on_stream_change: called when the stream is opened or lost.
+        on_replaced: called when another channel or stream takes over.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class EngineConnection:
         self._on_stream_change = on_stream_change
         self._on_replaced = on_replaced
         self._is_plaintext = False
-        """Whether the engine answered in plaintext where both that and TLS are allowed."""
+        """Whether the engine answered in plaintext, where plaintext and TLS are both allowed."""
         self._previous: Multiplexer | None = None
-        """The stream of the previous channel, until the present one's is open."""
+        """The stream of the previous channel, until the current channel's stream is open."""
         self._retiring: set[asyncio.Task[None]] = set()
         self._open_channel()
 
@@ -53,13 +53,13 @@ class EngineConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can begin, on the present stream or the previous one."""
+        """Whether calls can begin, on the current stream or the previous one."""
         previous = self._previous
         return self._multiplexer.is_open or (previous is not None and previous.is_open)
 
     @property
     def is_stream_open(self) -> bool:
-        """Whether the present channel's stream is open."""
+        """Whether the current channel's stream is open."""
         return self._multiplexer.is_open
 
     @property
@@ -78,7 +78,7 @@ class EngineConnection:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source | None:
-        """Begin a call; return None when no stream is open."""
+        """Begin a call, or return None if no stream is open."""
         if self._multiplexer.is_open:
             return self._multiplexer.call(request, timeout_s, metadata, flow)
         if self._previous and self._previous.is_open:
@@ -103,7 +103,7 @@ class EngineConnection:
         Args:
             grace_s: seconds that answers on the old channel have to end.
             starts_stream: whether to open the new channel's stream at once. An engine that has not
-                described its model opens it after that.
+                described its model yet opens the stream after that.
         """
         channel = self._channel
         previous = self._multiplexer
@@ -121,7 +121,7 @@ class EngineConnection:
     async def _retire(
         self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
     ) -> None:
-        """Close a channel when its answers have ended, at most `grace_s` later."""
+        """Close a channel when its answers have ended, or after `grace_s` at the latest."""
         if previous.is_open:
             await self._multiplexer.open()
         previous.retire()

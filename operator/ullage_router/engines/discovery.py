@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class PoolAddresses(NamedTuple):
-    """The answer for one pool of one side."""
+    """The look-up's answer for one pool of one side."""
 
     side: Side
     pool: str
@@ -38,7 +38,7 @@ class PoolLookups:
         self._stable = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
         self._running: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
-        """Look-ups whose answers were not read."""
+        """Look-ups whose answers have not been read."""
 
     @property
     def canary_pools(self) -> frozenset[str]:
@@ -46,7 +46,7 @@ class PoolLookups:
         return frozenset(pool.name for pool in self._canary)
 
     def set_canary(self, pools: Iterable[PoolSection]) -> None:
-        """Look up other targets for the canary from now on; none end the canary."""
+        """Look up these targets for the canary from now on. Without targets, the canary ends."""
         self._canary = tuple(pools)
 
     async def answers(self) -> AsyncIterator[PoolAddresses]:
@@ -63,13 +63,13 @@ class PoolLookups:
             if not lookup.done():
                 continue
             del self._running[side, pool]
-            if (side, pool) not in self._wanted():  # a canary that is over
+            if (side, pool) not in self._wanted():  # a canary that has ended
                 continue
             addresses, is_complete = await lookup
             yield PoolAddresses(side, pool.name, addresses, is_complete)
 
     async def close(self) -> None:
-        """Cancel the look-ups that run."""
+        """Cancel the running look-ups."""
         for lookup in self._running.values():
             lookup.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -87,10 +87,10 @@ async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
 
 
 async def resolve(target: str) -> set[str] | None:
-    """Return the addresses of a target `host:port`; None if the name server does not answer.
+    """Return the addresses of a target `host:port`, or None if the name server does not answer.
 
-    They are `ip:port` for every A record, or `[ip]:port` for every AAAA record where there is no A
-    record: an engine with both kinds is one engine.
+    The addresses are `ip:port` for every A record, or `[ip]:port` for every AAAA record if there is
+    no A record, since an engine with both kinds is one engine.
     """
     host, _, port = target.rpartition(":")
     if is_ip(host):

@@ -1,4 +1,4 @@
-"""One engine as the router sees it: its last report, its state, and the credit of its requests."""
+"""One engine from the router's view: its last report, its state, and its requests' credit."""
 
 import asyncio
 import functools
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineOwner(Protocol):
-    """The set that an engine belongs to: it opens channels, loads models, and hears of changes."""
+    """The set that an engine belongs to, which opens channels, loads models and tracks changes."""
 
     @property
     def is_secure(self) -> bool:
@@ -56,25 +56,25 @@ class EngineOwner(Protocol):
         """Whether some engines may speak TLS and others plaintext."""
 
     def on_change(self) -> None:
-        """Hear of every report and loss, and of released credit."""
+        """Handle a report, a loss, or released credit."""
 
     def on_loss(self, engine: "Engine") -> None:
-        """Hear that an engine's reports ended. It may come back at another address."""
+        """Handle the end of an engine's reports. The engine may return at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
-        """Hear that an engine has restarted with empty caches."""
+        """Handle the restart of an engine, whose caches are then empty."""
 
     def on_state_change(self, engine: "Engine") -> None:
-        """Hear that an engine may have begun or ceased to take requests."""
+        """Handle a possible change in whether an engine takes requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Hear that an engine has become idle, or busy."""
+        """Handle an engine that has become idle or busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
-        """Hear that an engine's breaker has opened."""
+        """Handle an engine whose breaker has opened."""
 
     def on_numerics_change(self) -> None:
-        """Hear that the numerics that an engine reports have changed."""
+        """Handle a change in the numerics that an engine reports."""
 
     @property
     def num_engines(self) -> int:
@@ -84,7 +84,7 @@ class EngineOwner(Protocol):
         """Whether another engine is ready."""
 
     def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
-        """Open a channel to an engine, with the present credentials.
+        """Open a channel to an engine with the current credentials.
 
         Args:
             is_plaintext: whether to use no TLS, though the router has credentials.
@@ -99,7 +99,7 @@ class WrongModel(Exception):
 
 
 class Engine:
-    """Follows one engine's reports and keeps the last one.
+    """Follows one engine's reports and keeps the latest.
 
     Args:
         address: `ip:port`.
@@ -131,7 +131,7 @@ class Engine:
         # The model
         self.description: inference_pb2.GetModelResponse | None = None
         self.route = pool
-        """The pool's label in headers and metrics (`route_of`); its name until it is described."""
+        """The pool's label in headers and metrics (`route_of`), at first the pool's name."""
         self.model: Model | None = None
         self._described_epoch: int | None = None
         """The epoch in which the engine described its model."""
@@ -143,20 +143,20 @@ class Engine:
         self._adapter_keys: dict[str, str] = {}
         """Versions of the adapters, by name."""
         self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
-        """Adapters of the last report; None while no report names any, as of an engine whose
-        adapters never change."""
+        """Adapters in the last report, or None while no report names any. An engine whose adapters
+        never change names none."""
 
         # The last report
         self.headroom: headroom_pb2.Headroom | None = None
         self.order = ReportSequence(side is Side.CANARY)
         self.numerics: Fingerprint = UNKNOWN
-        """Fingerprint of everything that decides the bits of the engine's answers."""
+        """Fingerprint of everything that determines the bits of the engine's answers."""
         self.lost_unix = time.time()
-        """Unix time at which answers may last have broken off; at first when it was found."""
+        """Unix time of the last event that may have broken off answers. Initially the discovery."""
         self._reported_at = 0.0
         self._is_connected = False
         self._loss = ""
-        """Reason why the reports ended or never began; empty while they come."""
+        """Reason why the reports ended or never began, or empty while they arrive."""
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
         self._reported_backlog = 0
@@ -176,7 +176,7 @@ class Engine:
         self._view: EngineView | None = None
         """None after any change."""
         self._standing: EngineState | None = None
-        """State in the view; None after it may have changed."""
+        """State in the view, or None after a possible change."""
         self._standing_until = 0.0
         """Time at which silence changes the state."""
         self._is_idle = False
@@ -191,7 +191,7 @@ class Engine:
         return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
-        """Continue on a new channel; answers on the old one have `grace_s` seconds to end.
+        """Continue on a new channel. Answers on the old one have `grace_s` seconds to end.
 
         The engine keeps its last report, since the new channel's first report is milliseconds away.
         """
@@ -212,15 +212,15 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the engine's model; empty until the engine has described it."""
+        """Fingerprint of the engine's model, or empty until the engine has described it."""
         return self.model.fingerprint if self.model else ""
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has served and may serve again, so that its numerics count."""
+        """Whether the engine has served and may serve again, so that its numerics matter."""
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
-        # A ready engine without a digest is of an earlier release.
+        # A ready engine without a digest has an earlier release.
         return bool(self.numerics.digest) or self.headroom.ready
 
     @property
@@ -230,17 +230,17 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Number of requests that run, wait or are on their way."""
+        """Number of requests that run, wait, or are in transit."""
         return self._reported_load + self._credit.uncounted
 
     @property
     def expected_output(self) -> int:
-        """Number of tokens that the engine expects of an answer."""
+        """Number of tokens that the engine expects an answer to have."""
         return self.headroom.expected_output_tokens if self.headroom else 0
 
     @property
     def reports(self) -> int:
-        """Number of reports that arrived so far. It tells a new report from an old one."""
+        """Number of reports so far, which shows whether a report is new."""
         return self._credit.reports
 
     @property
@@ -262,19 +262,19 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """Reason why the engine gets no requests; empty while nothing is wrong."""
+        """Reason why the engine gets no requests, or empty while nothing is wrong."""
         lack = "serves no Multiplex stream; update the engine"
         out = self.headroom.not_ready_reason if self.headroom else ""
         return self._loss or out or (lack if self._connection.lacks_stream else "")
 
     @property
     def is_silent(self) -> bool:
-        """Whether the engine missed its heartbeats, because it ended, stopped or was cut off."""
+        """Whether the engine missed its heartbeats because it ended, stopped or was cut off."""
         return self.age_s > STALE_AFTER_S
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine is out of DNS, silent and without requests, so it may be closed."""
+        """Whether the engine has left DNS, is silent and has no requests, so it may be closed."""
         # A canary that left DNS need not fall silent: its address may soon be a stable engine's.
         is_stable = self.side is Side.STABLE
         is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
@@ -282,7 +282,7 @@ class Engine:
 
     @property
     def credit_bytes(self) -> int:
-        """Bytes that are reserved for requests and that no report is sure to include."""
+        """Bytes reserved for requests that the reports may not include yet."""
         return self._credit.total
 
     @property
@@ -310,10 +310,10 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the work of the prompts before a new one (`balance.work`).
+        """Return the work of the prompts ahead of a new one (`balance.work`).
 
-        For prompts of other routers only the sum of their tokens is known, not the length of each,
-        so their pairs of queries and keys are left out.
+        For prompts of other routers, only the sum of their tokens is known, so their pairs of
+        queries and keys are left out.
         """
         return self._prefill_pairs + mlp_products * self.backlog_tokens
 
@@ -331,19 +331,19 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return the time at which silence changes the state; infinity where it changes nothing.
+        """Return the time at which silence changes the state, or infinity where it changes nothing.
 
         Args:
-            now: the present on the monotonic clock.
+            now: current time on the monotonic clock.
         """
         ends = (self._reported_at + STALE_AFTER_S, self._reported_at + HOPELESS_AFTER_S)
         return next((end for end in ends if end >= now), math.inf)
 
     def view(self, now: float) -> EngineView | None:
-        """Return the engine as `decide` sees it; None until the engine has described its model.
+        """Return the view for `decide`, or None until the engine has described its model.
 
         Args:
-            now: the present on the monotonic clock.
+            now: current time on the monotonic clock.
         """
         standing = self._standing
         if standing is None or now > self._standing_until:
@@ -375,7 +375,7 @@ class Engine:
             prefill_speed=report.prefill_tokens_per_second,
             decode_speed=report.decode_tokens_per_second,
             step_seconds=self._step_seconds,
-            # The engine reports the limit of requests that other routers sent.
+            # The engine reports the step limit of other routers' requests.
             step_limit_s=min(self._credit.step_limit_s, report.step_limit_s or math.inf),
             max_sequences=report.max_sequences,
             releases=self._releases,
@@ -404,7 +404,7 @@ class Engine:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source:
-        """Begin a call. Failures of the engine are raised by the first read of the answer.
+        """Begin a call. The first read of the answer raises failures of the engine.
 
         Raises:
             ServiceError: the stream to the engine has just been lost.
@@ -426,9 +426,9 @@ class Engine:
         Args:
             size: bytes.
             tokens: prompt tokens.
-            step_limit_s: longest step, in seconds, with which the request would end in time.
-            holder: the caller that does not pay for the reservation; empty where it is paid for,
-                or a request is sent.
+            step_limit_s: longest step, in seconds, that lets the request end in time.
+            holder: the caller that does not pay for the reservation. Empty if the reservation is
+                paid for or its request is sent.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -446,7 +446,7 @@ class Engine:
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Release the credit of requests that ended in any way."""
+        """Release the credit of requests that ended, however they ended."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -456,7 +456,7 @@ class Engine:
     def on_failure(self, credit: Credit, error: ServiceError) -> None:
         """Record that the request failed on this engine.
 
-        The loss of a stream counts once, however many requests it carried.
+        The loss of a stream counts once, regardless of how many requests it carried.
         """
         loss = error.loss if isinstance(error, ConnectionBroken) else None
         if loss and self.breaker.is_closed and not loss.is_first("breaker"):
@@ -467,7 +467,7 @@ class Engine:
             self._owner.on_ejected(self)
 
     async def _follow(self) -> None:
-        """Follow the engine's reports until it is cancelled, through every lost connection."""
+        """Follow the engine's reports across lost connections, until the task is cancelled."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             before = self.reports
@@ -480,7 +480,7 @@ class Engine:
             except WrongModel as error:
                 self._loss = str(error)
                 log.error("engine not usable", extra={"engine": self.id, "reason": str(error)})
-            except Exception:  # a bug here must not end the watch of a working engine
+            except Exception:  # a bug here must not stop following a working engine
                 log.exception("engine lost", extra={"engine": self.id})
 
             self._is_connected = False
@@ -493,7 +493,7 @@ class Engine:
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     def _log_loss(self, reason: str) -> None:
-        """Log a loss, but only once while the reason stays the same."""
+        """Log a loss, once while the reason stays the same."""
         if reason != self._loss:
             is_refusal = any(words in reason for words in _CERTIFICATE_REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO
@@ -505,8 +505,8 @@ class Engine:
         interval_ms = report_interval_ms(self._owner.num_engines)
         request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
 
-        # A call that waits for the connection starts at the moment the engine is back. But only a
-        # call that does not wait hears of a refused certificate.
+        # A call that waits for the connection starts as soon as the engine is back. But only a call
+        # that does not wait gets the error of a refused certificate.
         waits = not self._owner.is_secure
         self.order.on_connect()
         stub = self._connection.headroom_stub
@@ -542,7 +542,7 @@ class Engine:
         self._reported_at = time.monotonic()
         self._is_connected = True
 
-        # The credit must count the report before anyone is notified: they ask for `available`.
+        # The credit must count the report before the owner is notified, which reads `available`.
         self._credit.on_report()
         self._on_state_change()
         self._on_load_change()
@@ -556,7 +556,7 @@ class Engine:
             self._owner.on_numerics_change()
 
     def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
-        """Record the adapters of a report, if they changed."""
+        """Record the adapters of a report if they changed."""
         if states == self._reported_adapters:
             return
         self._reported_adapters = states
@@ -578,7 +578,7 @@ class Engine:
         """Fetch the description of the engine's model, and load it.
 
         Raises:
-            WrongModel: it is not the model of this service, or cannot be loaded.
+            WrongModel: the model is not this service's, or cannot be loaded.
         """
         request = inference_pb2.GetModelRequest()
         described = await self._connection.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
@@ -589,7 +589,7 @@ class Engine:
         except ValueError as error:
             raise WrongModel(str(error)) from error
 
-        # Described engines get requests, so the stream must be open before.
+        # Described engines get requests, so the stream must be open first.
         await self._connection.open_stream()
         self.description = described
         self._set_adapters(described.adapters)
@@ -604,5 +604,5 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return the first of equal profiles, since decisions tell kinds of engines by identity."""
+    """Return the first of equal profiles, since decisions compare profiles by identity."""
     return profile

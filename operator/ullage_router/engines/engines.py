@@ -1,4 +1,4 @@
-"""The engines of all pools: which there are, what they serve, and which a decision may use."""
+"""The engines of all pools, their models, and the engines that a decision may use."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from ullage_router.tokenizer.model import Model
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
-"""Longest wait for the first answers of DNS at the start, seconds."""
+"""Longest wait for the first DNS answers at the start, seconds."""
 
 NONE: frozenset[str] = frozenset()
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class Engines:
     """The engines behind the pools' targets.
 
-    DNS only says where to look for engines. Each engine is known by its own reports, and remains
+    DNS only shows where to look for engines. Each engine is known from its own reports, and is kept
     until it has left DNS and fallen silent.
 
     Args:
@@ -52,7 +52,7 @@ class Engines:
         model_name: the model that engines must serve.
         on_change: called when any engine's memory or state may have changed.
         breaker: settings of the engines' circuit breakers.
-        dialer: opens channels with credentials; None for plaintext.
+        dialer: opens channels with credentials, or None for plaintext.
         accepts_plaintext: whether engines without TLS are called in plaintext, though there are
             credentials.
         trusts_special_tokens: see `ModelCache`.
@@ -90,13 +90,12 @@ class Engines:
         self._engines: dict[str, Engine] = {}
         """Engines by key."""
         self._last: dict[str, Engine] = {}
-        """The last engine of each pool that is gone: its properties are those of a pool that
-        sleeps."""
+        """The last removed engine of each pool, with the properties of a sleeping pool."""
         self._models = ModelCache(trusts_special_tokens, self._fingerprints)
         self._declared_adapters: frozenset[str] | None = None
-        """Adapters of engines that are woken; None where nobody declares them."""
+        """Adapters of engines that are woken, or None if nobody declares them."""
         self._logged_values: dict[str, frozenset[str]] = {}
-        """The differing facts of engines that were logged last, with their values."""
+        """The facts by which engines differed in the last log line, with their values."""
 
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
@@ -105,7 +104,7 @@ class Engines:
         self._expected_outputs: dict[Engine, int] = {}
         """Expected output tokens by engine, as reported last."""
         self._ejected: set[Engine] = set()
-        """All engines whose breakers are not closed, and some whose are."""
+        """All engines whose breakers are not closed, and some whose breakers are closed again."""
 
         # Counts of engines that are gone, so that counters never fall
         self._ejections = 0
@@ -115,14 +114,14 @@ class Engines:
     # The engines
 
     async def start(self) -> None:
-        """Start looking for engines in the background, and wait a moment for the first answer."""
+        """Start looking up engines in the background, and wait briefly for the first answer."""
         self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
-        with contextlib.suppress(TimeoutError):  # a silent name server must not hold up the start
+        with contextlib.suppress(TimeoutError):  # a silent name server must not delay the start
             async with asyncio.timeout(FIRST_RESOLVE_S):
                 await self._resolved.wait()
 
     async def close(self) -> None:
-        """Stop looking for engines, and close all connections to them."""
+        """Stop looking up engines, and close all connections to them."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -148,11 +147,11 @@ class Engines:
         return self._engines[key]
 
     def get(self, key: str) -> Engine | None:
-        """Return the engine with a key; None when it is gone."""
+        """Return the engine with a key, or None if it is gone."""
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return an engine that the pool has or had; None where it never had one."""
+        """Return an engine that the pool has or had, or None if it never had one."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
@@ -161,7 +160,7 @@ class Engines:
         return self.all() + [e for pool, e in self._last.items() if pool not in present]
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
-        """Follow the engines of these targets as the canary's. Without any there is no canary."""
+        """Follow the engines of these targets as the canary. Without any, there is no canary."""
         names = {pool.name for pool in self._pools}
         for pool in pools:
             if pool.name not in names:  # the file may be newer than this router's configuration
@@ -170,15 +169,15 @@ class Engines:
         self._relist.set()
 
     def resolve_soon(self) -> None:
-        """Look for engines as soon as LEAST_RESOLVE_INTERVAL_S allows."""
+        """Look up engines as soon as LEAST_RESOLVE_INTERVAL_S allows."""
         self._relist.set()
 
     def reconnect(self, grace_s: float) -> None:
-        """Replace all channels; answers on the old ones have `grace_s` seconds to end."""
+        """Replace all channels. Answers on the old ones have `grace_s` seconds to end."""
         for engine in self._engines.values():
             engine.reconnect(grace_s)
 
-    # Their model and its adapters
+    # The model and its adapters
 
     @property
     def model(self) -> Model | None:
@@ -186,7 +185,7 @@ class Engines:
         return self.model_of(Side.STABLE)
 
     def model_of(self, side: Side) -> Model | None:
-        """Return the model of one side, preferably of a ready engine; None while none is known."""
+        """Return the model of one side, preferably of a ready engine, or None if none is known."""
         models = self.roster.models
         if side not in models:
             models[side] = self._model_of(side)
@@ -214,17 +213,17 @@ class Engines:
         """Declare the adapters of engines that are woken.
 
         Args:
-            names: None where they are those of the last engine of each pool.
+            names: names of the adapters. None means those of the last engine of each pool.
         """
         self._declared_adapters = None if names is None else frozenset(names)
 
     def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
-        """Return the adapter that a request names as its model; empty where it names the model.
+        """Return the adapter that a request names as its model, or empty if it names the model.
 
-        While no engine has described its model, every name may be an adapter's.
+        Until an engine has described its model, every name may be an adapter's.
 
         Args:
-            allowed: names that the tenant may use, and that an error may show; empty for all.
+            allowed: names that the tenant may use, and that an error may show, or empty for all.
 
         Raises:
             ServiceError: no engine has the adapter, or the tenant may not use it.
@@ -244,7 +243,7 @@ class Engines:
 
         Args:
             name: the model or adapter that the request names.
-            allowed: names that the tenant may use, and that an error may show; empty for all.
+            allowed: names that the tenant may use, and that an error may show, or empty for all.
 
         Raises:
             ServiceError: the model has another name, or no engine has described it yet.
@@ -258,13 +257,13 @@ class Engines:
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
         """Return the description of the served model that a tenant may see.
 
-        It has the adapters that any engine serves and the tenant may use. A tenant that may not use
-        the model itself does not get its name, and only a tenant that may use everything gets the
-        facts of the fingerprint.
+        The description has the adapters that any engine serves and the tenant may use. A tenant
+        that may not use the model itself does not get its name. Only a tenant that may use
+        everything gets the facts of the fingerprint.
 
         Args:
-            name: the model or adapter that the request names; empty for the served model.
-            allowed: names that the tenant may use; empty for all.
+            name: the model or adapter that the request names, or empty for the served model.
+            allowed: names that the tenant may use, or empty for all.
 
         Raises:
             ServiceError: the model has another name, the tenant may not use that name, or no
@@ -280,7 +279,7 @@ class Engines:
             response.fingerprint = common.digest
             response.fingerprint_facts.clear()
             response.fingerprint_facts.update(common.facts)
-        if allowed:  # the facts name adapters of other tenants, too
+        if allowed:  # the facts also name adapters of other tenants
             response.fingerprint_facts.clear()
         if allowed and response.model not in allowed:
             response.model = ""
@@ -303,12 +302,12 @@ class Engines:
 
     @property
     def expected_output(self) -> int:
-        """The largest number of tokens that an engine expects of an answer."""
+        """The largest number of tokens that any engine expects an answer to have."""
         present = self._expected_outputs.values()
         return max(present or (e.expected_output for e in self._known()), default=0)
 
     def route(self, pool: str) -> str:
-        """Return the label of a pool (`route_of`), or its name where it never had an engine."""
+        """Return the label of a pool (`route_of`), or its name if it never had an engine."""
         engine = self.last(pool)
         return engine.route if engine else pool
 
@@ -319,13 +318,13 @@ class Engines:
             for engine in self._engines.values()
         )
 
-    # Their numerics
+    # The numerics
 
     def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
         """Return the fingerprints of numerics, by the names of the engines that serve.
 
         Args:
-            pool: the engines' pool; empty for all pools.
+            pool: the engines' pool, or empty for all pools.
         """
         return {
             engine.id: engine.numerics
@@ -341,7 +340,7 @@ class Engines:
 
     @property
     def roster(self) -> Roster:
-        """The engines by state at present."""
+        """The engines by current state."""
         now = time.monotonic()
         if self._roster is None or now > self._roster.until:
             self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
@@ -361,18 +360,19 @@ class Engines:
         return self.roster.is_ready(side, adapter)
 
     def have_all(self, adapter: str) -> bool:
-        """Return whether every usable engine has the adapter, so that no request with it is rare.
+        """Return whether every usable engine has the adapter, so that its requests are not rare.
 
-        While no engine is usable, one that may come back must have it. No adapter is always had.
+        While no engine is usable, an engine that may come back must have the adapter. An empty name
+        is always true.
         """
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return the smallest claim on each engine, by key. Engines without a claim are absent.
+        """Return the smallest claim on each engine, by key, without engines that have no claim.
 
         Args:
-            claims: bytes by pool and adapter. A claim is on the engines of the pool that have the
-                adapter.
+            claims: bytes by pool and adapter. A claim applies to the engines of the pool that have
+                the adapter.
         """
         sizes: dict[str, int] = {}
         for (pool, adapter), size in claims.items():
@@ -384,8 +384,8 @@ class Engines:
     def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
         """Return every engine that has described its model, in the order of the pools.
 
-        Engines that a request cannot use are unusable in their view: those with another model,
-        without the adapter, held back, or of the other side while one of this side is ready.
+        Engines that a request cannot use are unusable in their view: engines with another model,
+        without the adapter, held back, or of the other side while an engine of this side is ready.
         """
         now = time.monotonic()
         roster = self.roster
@@ -409,13 +409,13 @@ class Engines:
     ) -> list[EngineView]:
         """Return a few usable engines of the first pool and, if there is one, of the large pool.
 
-        They are the preferred engine and random ones. A large pool without a usable engine is
+        The engines are the preferred one and random ones. A large pool without a usable engine is
         represented by an unusable one.
 
         Args:
             number: a random number.
-            preferred: key of the preferred engine; empty where there is none.
-            adapter: the adapter that engines must have; empty for none.
+            preferred: key of the preferred engine, or empty if there is none.
+            adapter: the adapter that engines must have, or empty for none.
         """
         roster = self.roster
         now = time.monotonic()
@@ -442,7 +442,7 @@ class Engines:
         return views
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return one engine of a pool as unusable, if any of them has described its model."""
+        """Return one engine of a pool as unusable, if any engine has described its model."""
         views = (e.view(now) for e in self.roster.engines if e.pool == pool)
         first = next((view for view in views if view), None)
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
@@ -460,7 +460,7 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def held_back(self) -> frozenset[str]:
-        """Return the keys of engines that get no requests because requests failed on them."""
+        """Return the keys of engines that get no requests because requests failed there."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
@@ -483,18 +483,18 @@ class Engines:
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return the same count for engines of that side that are gone or draining."""
+        """Return the same count over engines of that side that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
     @property
     def ejections(self) -> int:
-        """Number of times that a breaker opened, on engines that are gone too."""
+        """Number of times that a breaker opened, including engines that are gone."""
         return self._ejections + sum(e.breaker.openings for e in self.all())
 
     @property
     def missed(self) -> int:
-        """Number of reports that never came, of engines that are gone too."""
+        """Number of reports that never arrived, including engines that are gone."""
         return self._missed + sum(e.order.missed for e in self.all())
 
     # Callbacks of engines (`EngineOwner`)
@@ -510,7 +510,7 @@ class Engines:
         return self.is_secure and self._accepts_plaintext
 
     def dial(self, address: str, is_plaintext: bool = False) -> grpc.aio.Channel:
-        """Open a channel to an engine, with the present credentials."""
+        """Open a channel to an engine with the current credentials."""
         if self._dialer is None or (is_plaintext and self._accepts_plaintext):
             return open_channel(address)
         return self._dialer(address)
@@ -532,15 +532,15 @@ class Engines:
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
     def on_change(self) -> None:
-        """Pass on that an engine's memory or state may have changed."""
+        """Report that an engine's memory or state may have changed."""
         self._on_change()
 
     def on_loss(self, engine: Engine) -> None:
-        """Look for engines soon: one that comes back may have another address."""
+        """Look up engines soon, since an engine that returns may have another address."""
         self._relist.set()
 
     def on_restart(self, engine: Engine) -> None:
-        """Pass on that the engine's caches are gone."""
+        """Report that the engine's caches are gone."""
         self.on_forgotten(engine.key)
 
     def on_state_change(self, engine: Engine) -> None:
@@ -560,7 +560,7 @@ class Engines:
         self._ejected.add(engine)
 
     def on_numerics_change(self) -> None:
-        """Log how the numerics of engines differ, once a change."""
+        """Log how the numerics of engines differ, once for each change."""
         differing = self.differences()
         values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
         if values == self._logged_values:
@@ -592,7 +592,7 @@ class Engines:
     async def _resolve(self) -> None:
         """Add the engines that DNS has, and close those that are gone."""
         async for side, pool, addresses, is_complete in self._lookups.answers():
-            # A name server in trouble must not cost a working engine.
+            # A failing name server must not cost a working engine.
             if is_complete:
                 self._set_listed(side, pool, addresses)
             self._add(side, pool, addresses)

@@ -1,8 +1,8 @@
 """Flow control between an engine that sends and a client that reads.
 
-An engine may be at most `window` tokens ahead of the reader. Tokens that come fast are coalesced:
-the engine waits for more of them (`ullage_common.wire.flow_control`), and a reader gets all
-buffered tokens at once, up to `coalesce_tokens`. A paced reader gets them later.
+An engine may be at most `window` tokens ahead of the reader. Tokens in quick succession are
+coalesced: the engine waits for more of them (`ullage_common.wire.flow_control`), and a reader gets
+all buffered tokens at once, up to `coalesce_tokens`. A paced reader gets them later.
 
 A watchdog ends the streams of an engine that has fallen silent.
 """
@@ -19,7 +19,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import merge_deltas
 
 WHOLE_WINDOW_S = 0.1
-"""Seconds for which tokens of an answer that is sent whole wait for others."""
+"""Seconds for which tokens of an unstreamed answer wait to be coalesced."""
 SHORT_ANSWER = 4
 """Responses of a short answer: its acceptance, its first token, the others, and its end."""
 CHECK_INTERVAL_S = 1.0
@@ -35,17 +35,17 @@ class FlowControl:
     window: int = 64
     """Tokens that the engine may be ahead of the reader."""
     coalesce_tokens: int = 4
-    """Most tokens that are sent together, unless the engine sent more in one response."""
+    """Most tokens sent together, unless the engine sent more in one response."""
     coalesce_s: float = 0.02
-    """Seconds for which tokens wait for others on the engine; 0 for no wait."""
+    """Seconds for which tokens wait on the engine to be coalesced, or 0 for no wait."""
     pace: float = 0.0
-    """Most tokens a second; 0 for no limit."""
+    """Most tokens a second, or 0 for no limit."""
     stall_s: float = math.inf
     """Longest time in seconds that a reader waits for the next response."""
 
     @property
     def together(self) -> int:
-        """Most tokens that the engine joins, so few that a short answer fits into the window."""
+        """Most tokens that the engine joins, bounded so that a short answer fits the window."""
         return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
 
     @property
@@ -70,7 +70,7 @@ def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowContr
 
 
 def for_unary(flow: FlowControl) -> FlowControl:
-    """Return the flow control of an answer that is sent whole: few and large responses, no pace."""
+    """Return the flow control of an unstreamed answer: few, large responses without a pace."""
     if flow.coalesce_tokens == 1:
         return replace(flow, pace=0.0)
     most = max(flow.coalesce_tokens, flow.window // 2)
@@ -78,34 +78,34 @@ def for_unary(flow: FlowControl) -> FlowControl:
 
 
 def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
-    """Return the flow with at most a tenant's pace, in tokens a second; None for no limit."""
+    """Return the flow limited to a tenant's tokens per second. None is no limit."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
 def without_stalls(flow: FlowControl) -> FlowControl:
-    """Return the flow of an answer whose first response is its end."""
+    """Return the flow of an answer whose first response is also its end."""
     return replace(flow, stall_s=math.inf)
 
 
 class Source(Protocol):
-    """An answer as it comes from an engine."""
+    """An answer as an engine sends it."""
 
     async def read(self) -> Event | None:
-        """Return the next response; None after the last.
+        """Return the next response, or None after the last.
 
         Raises:
             ServiceError: the call failed.
         """
 
     def end(self, error: ServiceError) -> None:
-        """Expect no more responses. Those that came are read, then the error is raised."""
+        """Expect no more responses. After the received ones are read, reading raises the error."""
 
     def cancel(self) -> None:
-        """End the engine's work. Does nothing when it has ended."""
+        """End the engine's work, unless it has ended."""
 
 
 class ReceiveBuffer:
-    """The responses of one call that its reader has not taken.
+    """The responses of one call that its reader has not yet taken.
 
     Args:
         flow: the flow control of the answer.
@@ -125,13 +125,13 @@ class ReceiveBuffer:
         self._error: ServiceError | None = None
         self._has_ended = False
         self._due = 0.0
-        """Time at which tokens of a paced answer may leave, on the event loop's clock."""
+        """Time at which tokens of a paced answer may be read, on the event loop's clock."""
 
         self._reader: asyncio.Future[None] | None = None
-        """The reader that waits for a response; None after it was woken."""
+        """The reader that waits for a response, or None once it is woken."""
         self._waiting_since = math.inf
-        """Time on the event loop's clock at which the reader found the buffer empty; infinite
-        while a response is there or nobody waits."""
+        """Time on the event loop's clock at which the reader found the buffer empty. Infinite
+        while a response is buffered or nobody waits."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -140,7 +140,7 @@ class ReceiveBuffer:
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """Add a response, whose `event` is of this kind."""
+        """Add a response with an `event` of this kind."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -151,16 +151,16 @@ class ReceiveBuffer:
             self._wake()
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Expect no more responses. Those that came are still read."""
+        """Expect no more responses. The received ones can still be read."""
         self._has_ended = True
         self._error = self._error or error
         self._wake()
 
     async def read(self) -> Event | None:
-        """Return the next response, with tokens merged; None after the last.
+        """Return the next response, with tokens merged, or None after the last.
 
         Raises:
-            ServiceError: the call failed, and all responses before that were read.
+            ServiceError: the call failed, after all earlier responses were read.
         """
         if (wait_s := self._wait_s()) != 0:
             if wait_s is None:
@@ -184,7 +184,7 @@ class ReceiveBuffer:
                 self._timer = None
 
     def _wake(self) -> None:
-        """Let the reader go on, now or as soon as it is due."""
+        """Wake the reader, now or when the next response is due."""
         if self._reader is None:
             return
         wait_s = self._wait_s()
@@ -204,7 +204,7 @@ class ReceiveBuffer:
             reader.set_result(None)
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until a response may be read; None until one comes."""
+        """Return the seconds until a response may be read, or None until one arrives."""
         if not self._events:
             return 0.0 if self._has_ended else None
         if self._events[0][1] is None:
@@ -212,18 +212,18 @@ class ReceiveBuffer:
         return max(0.0, self._due - self._loop.time()) if self._flow.pace else 0.0
 
     def _take(self) -> Event:
-        event, delta = self._events.pop(0)  # cheap: the list is no longer than the window
+        event, delta = self._events.pop(0)  # cheap, since the list is no longer than the window
         self._taken += 1
         if delta is not None:
             event = self._merge(event, delta)
-        # Grant half a window at a time: few grants, early enough for a fast reader.
+        # Grant half a window at a time, for few grants that are early enough for a fast reader.
         if self._taken >= max(1, self._window // 2) and not self._has_ended:
             self._grant(self._taken)
             self._taken = 0
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """Return the event merged with the deltas of the same sample that directly follow."""
+        """Return the event merged with the directly following deltas of the same sample."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:
@@ -231,7 +231,7 @@ class ReceiveBuffer:
                 break
             if tokens + delta.num_tokens > self._flow.coalesce_tokens:
                 break
-            if delta.reasoning or delta.tool_calls:  # only a merged delta's first may carry them
+            if delta.reasoning or delta.tool_calls:  # only the first merged delta may carry them
                 break
             tokens += delta.num_tokens
             merged.append(following)
@@ -249,8 +249,8 @@ class StreamWatchdog:
     """Ends the streams of one engine when it falls silent.
 
     Args:
-        is_silent: returns whether the engine must be given up.
-        error: returns the error that the streams then raise.
+        is_silent: returns whether to give up the engine.
+        error: returns the error that the streams raise.
     """
 
     def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
@@ -260,7 +260,7 @@ class StreamWatchdog:
         self._check_at: float | None = None
 
     def watch(self, stream: Source) -> None:
-        """Watch a stream: it ends with the error when the engine falls silent."""
+        """Watch a stream, which ends with the error when the engine falls silent."""
         self._open.add(stream)
         self._arm()
 
@@ -279,7 +279,7 @@ class StreamWatchdog:
         if not self._open:
             return
         now = asyncio.get_running_loop().time()
-        # If this process itself was paused, the reports of that time are not read yet.
+        # If this process itself was paused, the reports of that time are not yet read.
         was_paused = now - planned > CHECK_INTERVAL_S
         if not was_paused and self._is_silent():
             for stream in self._open:

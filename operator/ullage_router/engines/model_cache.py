@@ -7,7 +7,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.tokenizer.model import Model, fingerprint, load_model
 
 MAX_IDLE_MODELS = 2
-"""Most models that are kept though no engine has them: one may come back, as a canary's does."""
+"""Most models kept without an engine, since a model may come back, such as a canary's."""
 
 
 class ModelCache:
@@ -32,7 +32,7 @@ class ModelCache:
             ValueError: the model cannot be used.
         """
         key = fingerprint(described)
-        async with self._loading:  # engines of one model start at one time
+        async with self._loading:  # engines with one model start at the same time
             model = self._models.pop(key, None)
             if model is None:
                 model = await asyncio.to_thread(load_model, described, self._trusts_special_tokens)

@@ -2,8 +2,8 @@
 
 A gRPC call costs a Python process several hundred microseconds, regardless of its size. On one
 stream, the requests, cancellations and tokens of many calls share messages. Calls remain
-independent: each has its own tag, time limit and window, so a slow reader holds up only itself. The
-loss of the stream looks to each call like the loss of its own connection.
+independent: each has its own tag, time limit and window, so a slow reader delays only itself. To
+each call, the loss of the stream looks like the loss of its own connection.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
 MAX_BATCH_BYTES = 128 << 10
 """Size at which a message is full, unless it has a single request. A field takes at least two
-bytes, so this also keeps within the engine's bound on the fields of a message."""
+bytes, so the size also respects the engine's limit of fields in a message."""
 CALL_BYTES = 64
-"""Bytes of a call in a message, without its request."""
+"""Bytes that a call adds to a message, without its request."""
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -61,16 +61,16 @@ class ConnectionBroken(ServiceError):
         message = "the connection to the engine broke"
         super().__init__(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", message)
         self.loss = loss
-        """The loss, which is one object for all calls of the stream."""
+        """The loss, one object for all calls of the stream."""
 
 
 class Multiplexer:
-    """The stream to one engine, opened again whenever it is lost.
+    """The stream to one engine, which is reopened whenever it is lost.
 
     Args:
         stub: stub of the engine's service.
         address: address of the engine, for logs.
-        on_change: called when the stream was opened or lost.
+        on_change: called when the stream is opened or lost.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Multiplexer:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Begin no more calls, and end with the last of those that run."""
+        """Begin no more calls, and end with the last running call."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()
             self._stream = None
 
     async def open(self) -> None:
-        """Wait until the stream is open, or an attempt has failed; at most OPENING_TIMEOUT_S."""
+        """Wait up to OPENING_TIMEOUT_S until the stream is open or an attempt has failed."""
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPENING_TIMEOUT_S):
@@ -231,7 +231,7 @@ class _Stream:
         self._close_if_done()
 
     def break_off(self) -> None:
-        """End every call as one whose connection broke."""
+        """End every call with the error of a broken connection."""
         self._stream.cancel()
         loss = StreamLoss()
         for call in list(self._calls.values()):
@@ -245,7 +245,7 @@ class _Stream:
             StreamLost: always, with the reason.
         """
         sending = asyncio.create_task(self._send_all(), name="multiplex sender")
-        # Without sending, reading must end too: the engine would get no grants.
+        # Without sending, reading must also end, since the engine would get no grants.
         sending.add_done_callback(lambda _: self._stream.cancel())
 
         try:
@@ -320,15 +320,15 @@ class StreamCall(ReceiveBuffer):
         self._stream.cancel(self._tag)
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Expect no more responses. Those that came are still read."""
+        """Expect no more responses. The received ones can still be read."""
         self._deadline.cancel()
         super().end(error)
 
     def _check_time(self) -> None:
-        """End the call when its time is over or its reader has waited too long.
+        """End the call when its time limit has passed or its reader has waited too long.
 
-        Otherwise check again at the next time at which that may be, so that responses need no
-        timers of their own.
+        Otherwise check again at the earliest time at which either may happen, so that responses
+        need no timers.
         """
         now = self._loop.time()
         stalls_at = min(self._waiting_since, now) + self._flow.stall_s
@@ -346,12 +346,12 @@ def _is_being_cancelled() -> bool:
 
 
 def _error(status: bytes) -> ServiceError | None:
-    """Return the error of a status; None where it is OK."""
+    """Return the error of a status, or None for OK."""
     parsed = status_pb2.Status.FromString(status)
     return from_status(parsed) if parsed.code else None
 
 
 def _late() -> ServiceError:
     return ServiceError(
-        grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the engine was not done in time"
+        grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the engine did not finish in time"
     )

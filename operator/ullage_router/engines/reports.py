@@ -1,9 +1,9 @@
-"""The order of an engine's headroom reports, and how often they come."""
+"""The order of an engine's headroom reports, and their interval."""
 
 import math
 from typing import Literal
 
-# Unreported free memory is wasted, but every report costs the router time.
+# Unreported free memory is wasted, but every report costs time on the router.
 MIN_REPORT_INTERVAL_MS = 20
 MAX_REPORT_INTERVAL_MS = 200
 MAX_REPORTS_PER_S = 500
@@ -15,22 +15,22 @@ ReportKind = Literal["next", "gap", "old", "restart"]
 class ReportSequence:
     """Checks the epoch and the sequence number of every report.
 
-    The sequence number grows by one with each push of a stream. The epoch is one life of the
-    engine's server.
+    The sequence number grows by one with each push of a stream. The epoch identifies one run of
+    the engine's server.
 
     Args:
-        counts_earlier: whether workers that were lost before the first report count. They do for a
-            canary, which lives only for its trial and may fail before a router hears of it. Losses
-            of a stable engine may be weeks old.
+        counts_earlier: whether workers that were lost before the first report count. They count
+            for a canary, which exists only for its trial and may fail before a router finds it.
+            Losses of a stable engine may be weeks old.
     """
 
     def __init__(self, counts_earlier: bool = False) -> None:
         self.epoch: int | None = None
         self.sequence = 0
         self.missed = 0
-        """Number of reports that never came."""
+        """Number of reports that never arrived."""
         self.old = 0
-        """Number of ignored reports, which came twice or too late."""
+        """Number of ignored reports, which were duplicates or too late."""
         self.restarts = 0
         """Number of restarts of the engine's server."""
         self.workers_lost = 0
@@ -61,7 +61,7 @@ class ReportSequence:
         Args:
             worker_restarts: number of restarts since the start of the server.
         """
-        if self._reported_restarts is not None:  # earlier restarts are not this router's to count
+        if self._reported_restarts is not None:  # earlier restarts do not count for this router
             self.workers_lost += max(0, worker_restarts - self._reported_restarts)
         self._reported_restarts = worker_restarts
 
@@ -78,7 +78,7 @@ class ReportSequence:
 def report_interval_ms(num_engines: int) -> int:
     """Return the shortest time between two reports of an engine, in milliseconds.
 
-    It grows with the number of engines, so that at most MAX_REPORTS_PER_S come in total.
+    The interval grows with the number of engines, to at most MAX_REPORTS_PER_S in total.
     """
     interval_ms = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
     return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, interval_ms))

@@ -1,7 +1,7 @@
-"""An index of the engines that may take requests, so that a decision looks at a few of them.
+"""An index of the engines that may take requests, so that a decision only looks at a few.
 
-A roster is valid until an engine comes, goes or changes its state. Whether an engine has prompts to
-compute changes with every request, so that is updated in place.
+A roster is valid until an engine is added, removed or changes its state. Whether an engine has
+prompts to compute changes with every request, so this is updated in place.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
-"""Number of engines that are drawn for a decision. Of fewer engines all are."""
+"""Number of engines drawn for a decision. If there are fewer, all are drawn."""
 MIXING = 2654435761
-"""Knuth's multiplicative hash. It makes the drawn engines independent of the choice among them,
-which uses the same random number."""
+"""Knuth's multiplicative hash, which makes the draw of engines independent of the choice among
+them. Both use the same random number."""
 USABLE = EngineState.USABLE
 RECOVERING = EngineState.RECOVERING
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DrawGroup(Generic[T]):
-    """Usable engines, a few of which are drawn for each decision."""
+    """Usable engines. Each decision draws a few of them."""
 
     usable: list[T] = field(default_factory=list)
     idle: list[T] = field(default_factory=list)
@@ -51,9 +51,9 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Return at most MAX_DRAWN engines, only idle ones where there are any.
+        """Return at most MAX_DRAWN engines, only idle ones if there are any.
 
-        A decision prefers the first ones, so every engine is equally often among these.
+        A decision prefers the first engines, so every engine is equally often among these.
 
         Args:
             number: a random number.
@@ -64,7 +64,7 @@ class DrawGroup(Generic[T]):
         if count <= MAX_DRAWN:
             first = mixed % count if count else 0
             return source[first:] + source[:first]
-        # The step is small enough for four different engines, and random, so that the pairs of
+        # The step is small enough for MAX_DRAWN different engines, and random, so that the pairs of
         # neighbours vary.
         step = 1 + mixed // count % ((count - 1) // (MAX_DRAWN - 1))
         return [source[(mixed + i * step) % count] for i in range(MAX_DRAWN)]
@@ -75,7 +75,7 @@ class _Group(DrawGroup["Engine"]):
     """The usable engines of one pool, side and model."""
 
     ring: HashRing | None = None
-    """The usable engines' keys on a hash ring; None until it is needed."""
+    """The usable engines' keys on a hash ring, or None until the ring is needed."""
 
 
 GroupKey = tuple[Side, str, str]
@@ -87,7 +87,7 @@ class Roster:
 
     Args:
         engines: all engines in order of preference.
-        now: the present on the monotonic clock.
+        now: current time on the monotonic clock.
     """
 
     def __init__(self, engines: "Iterable[Engine]", now: float) -> None:
@@ -113,8 +113,8 @@ class Roster:
             for adapter in adapters
         )
         self.common_adapters = self._common_adapters()
-        """Adapters that all usable engines have. While none is usable, the adapters of any engine
-        that may come back: nothing runs before that, so no request need wait apart from others."""
+        """Adapters that all usable engines have. While no engine is usable, the adapters of any
+        engine that may come back, since nothing runs before that and no line must be separate."""
 
     def _add(self, engine: "Engine") -> None:
         state, fingerprint, _ = self._states[engine] = _state_of(engine)
