@@ -1,5 +1,4 @@
 """Builds prompts: cleansing, chat templates, truncation, summaries and tools.
 
-The package knows texts and tokens. Of engines it knows only the longest context, and of queues
-nothing.
+The package knows texts, tokens and the longest context of the engines. It does not know queues.
 """

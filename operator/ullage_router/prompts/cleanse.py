@@ -1,8 +1,8 @@
 """Shortens a text without changing its meaning.
 
 Invisible characters and superfluous blanks are removed, and an HTML document becomes Markdown. JSON
-and code stay as they are. Code is searched in the text without its invisible characters, so that
-removing them reveals no code that was changed before: cleansing is idempotent. Every step takes
+and code are not changed. Code is searched in the text without its invisible characters, so that
+their removal reveals no code that was already changed. So cleansing is idempotent. Every step takes
 linear time.
 """
 
@@ -19,7 +19,7 @@ from ullage_router.prompts.html_markdown import looks_like_html, to_text
 
 Span = tuple[int, int]
 
-# Joiners shape letters of many scripts and emoji. After ASCII they have no effect.
+# Joiners shape letters of many scripts, and emoji. After ASCII, they have no effect.
 _JOINERS = "\u200c\u200d"
 _INVISIBLE = (
     "\x00-\x08\x0e-\x1f\x7f\u00ad\u061c\u180e\u200b\u200e\u200f"
@@ -36,10 +36,10 @@ _HIDDEN_OR_BLANK = re.compile(
 _ALWAYS_HIDDEN = re.compile(f"[{_INVISIBLE}]++")
 _JOINS_NOTHING = re.compile(f"[\x00-\x7f{_EXOTIC}\u3000{_BREAKS}]")
 _BREAK = re.compile(f"\r\n|[{_BREAKS}]")
-# These are linear, because each match begins where a run begins and never backtracks. They are fast
-# because they look back only after a character of the set.
+# These patterns are linear, because each match begins where a run begins and never backtracks. They
+# are fast because they look back only after a character of the set.
 _TRAILING = re.compile(f"[{_BLANKS}](?<![{_BLANKS}].)[{_BLANKS}]*+(?=\n|\\Z)")
-# Runs with a tab are columns and stay.
+# Runs with a tab separate columns and stay.
 _RUN = re.compile(
     f"[ {_EXOTIC}\u3000](?<=\\S.)(?:[ {_EXOTIC}\u3000]++|(?<=[{_EXOTIC}]))(?=\\S)", re.DOTALL
 )
@@ -48,11 +48,11 @@ _BLANK_LINES = re.compile("\n{3,}+")
 # Placeholder of code. A lone surrogate has no UTF-8, so no request can contain it.
 _CODE = "\ud800"
 MAX_MARKS = 200_000
-"""Most line breaks and backticks, or invisible runs. A text with more is left as it is."""
+"""Most line breaks and backticks, or invisible runs. A text with more is not changed."""
 
 
 def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Turn], int]:
-    """Cleanse all turns but system prompts; return them and the number of characters saved."""
+    """Cleanse all turns except system prompts. Return them and the number of characters saved."""
     cleansed = []
     saved = 0
     for turn in turns:
@@ -77,7 +77,7 @@ def cleanse(text: str, rules: CleanseSection) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Return the text without anything that cleansing blanks and invisible characters may take."""
+    """Return the text without any blanks and invisible characters that cleansing may remove."""
     return _HIDDEN_OR_BLANK.sub(_squeeze, text)
 
 

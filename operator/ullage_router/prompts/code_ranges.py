@@ -1,7 +1,7 @@
 """Finds code in Markdown: fenced blocks, indented blocks, and spans between backticks.
 
-The rules are those of https://spec.commonmark.org/0.31.2/, except that in doubt a text is code. So
-fences may follow quote and list marks and have any indentation.
+The rules are those of https://spec.commonmark.org/0.31.2/, except that a text counts as code when
+in doubt. So fences may follow quote and list marks, and may have any indentation.
 """
 
 import bisect
@@ -62,7 +62,7 @@ def _blocks(text: str, line_break: re.Pattern[str]) -> list[Range]:
             fence = opening[1] or opening[2]
             blocks.append((start, end))
         elif may_indent and _INDENTED.match(line):
-            # Empty lines between two indented ones are code as well.
+            # Empty lines between two indented lines are also code.
             blocks.append((blocks.pop()[0] if indented else start, end))
             indented = True
         else:

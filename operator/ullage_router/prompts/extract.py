@@ -1,9 +1,9 @@
 """Shortens turns to their most important sentences.
 
-Sentences are taken greedily by (new facts + weight of new words) per character, until the budget is
-full. Greedy choice solves maximum coverage to within 1 - 1/e (Nemhauser, Wolsey and Fisher, 1978).
-Gains only fall, so a heap has to weigh few sentences again. Sentences keep their order, and a code
-block is one sentence. The time is linear in the text.
+Sentences are chosen greedily by (new facts + weight of new words) per character, until the budget
+is used up. Greedy choice solves maximum coverage to within 1 - 1/e (Nemhauser, Wolsey and Fisher,
+1978). Gains only decrease, so with a heap few sentences are evaluated again. Sentences keep their
+order, and a code block is one sentence. The time is linear in the text.
 """
 
 import heapq
@@ -23,7 +23,7 @@ MAX_SENTENCES = 4000
 FACT_WEIGHT = 4.0
 """Weight of a fact in words of the usual weight."""
 LENGTHS = (0.3, 0.5, 0.7)
-"""Lengths of an extract as shares of its turns. The shortest that keeps the facts is used."""
+"""Lengths of an extract as shares of its turns. The shortest that keeps the facts wins."""
 _BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[^\n]*$|\Z)", re.DOTALL | re.MULTILINE)
 _END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"')\]]*+\s++|\n++")
 _WORD = re.compile(r"\w++")
@@ -40,7 +40,7 @@ class Sentence:
 
 
 def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
-    """Return at most `budget` characters of the turns, one line a turn such as `user: ...`."""
+    """Return at most `budget` characters of the turns, one line a turn, such as `user: ...`."""
     texts = ((i, text) for i, turn in enumerate(turns) for text in _sentences(turn["content"]))
     sentences = [
         Sentence(i, text, key_facts(text), frozenset(_words(text)))
@@ -53,7 +53,7 @@ def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """Return the shortest extract that keeps this share of the facts; empty when none does."""
+    """Return the shortest extract that keeps this share of the facts, or empty if none does."""
     facts = key_facts(as_text(turns))
     size = num_characters(turns)
     for length in LENGTHS:
@@ -107,7 +107,7 @@ def _chosen(turns: Sequence[Turn], sentences: Sequence[Sentence], budget: int) -
         new = FACT_WEIGHT * len(sentence.facts - taken_facts)
         return (new + words) / (len(sentence.text) + 8)
 
-    # Lazy greedy: a sentence's gain is computed again when it reaches the top of the heap.
+    # Lazy greedy: a sentence's gain is recomputed when it reaches the top of the heap.
     heap = [(-gain(sentence), place) for place, sentence in enumerate(sentences)]
     heapq.heapify(heap)
     chosen: list[int] = []

@@ -1,8 +1,8 @@
 """Turns an HTML document into Markdown.
 
-The scanner takes linear time, because it never goes back: Python's own parser takes cubic time on
-unfinished tags. Of the libraries, html-to-markdown 3 loses text without an error in 50,000 nested
-elements, and markdownify 1 ends there in a RecursionError.
+The scanner takes linear time because it never goes back. Python's own parser takes cubic time on
+unfinished tags. With 50,000 nested elements, html-to-markdown 3 loses text without an error, and
+markdownify 1 raises RecursionError.
 """
 
 import html
@@ -54,7 +54,7 @@ def to_text(text: str) -> str:
 
 
 def _markup(page: "_Page", text: str, start: int) -> int:
-    """Read the markup that begins with < at `start`; return the index of its end."""
+    """Read the markup that begins with < at `start`, and return the index of its end."""
     for opening, closing in (("<!--", "-->"), ("<!", ">"), ("<?", ">")):
         if text.startswith(opening, start):
             end = text.find(closing, start + len(opening))
@@ -64,7 +64,7 @@ def _markup(page: "_Page", text: str, start: int) -> int:
         page.text("<")
         return start + 1
     tag = _TAG.match(text, start)
-    if not tag:  # unfinished: the rest is text, since nothing may be lost unnoticed
+    if not tag:  # unfinished: the rest is text, since no text may be lost
         page.text(text[start:])
         return len(text)
 
@@ -77,7 +77,7 @@ def _markup(page: "_Page", text: str, start: int) -> int:
 
 
 class _Page:
-    """The Markdown so far. Blanks between words become one, except in code."""
+    """The Markdown so far. Blanks between words are collapsed into one, except in code."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

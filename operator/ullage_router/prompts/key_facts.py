@@ -1,4 +1,4 @@
-"""Finds the facts of a text: numbers with units, dates, addresses, names, identifiers of code."""
+"""Finds the facts of a text: numbers with units, dates, addresses, names and identifiers."""
 
 import re
 
@@ -22,13 +22,13 @@ _INLINE_CODE = re.compile(r"`([^`\n]{1,200})`")
 
 
 def key_facts(text: str) -> frozenset[str]:
-    """Return the facts of a text as they are written, without surrounding punctuation."""
+    """Return the facts of a text verbatim, without surrounding punctuation."""
     result: set[str] = {match[1].strip() for match in _INLINE_CODE.finditer(text)} - {""}
     for match in _FACT.finditer(text):
         if len(result) >= MAX_FACTS:
             break
         fact = match[0].rstrip(".,;:!?-/")
-        # At the beginning of a sentence any word has a capital letter.
+        # At the beginning of a sentence, any word is capitalised.
         if (
             match.lastgroup != "name"
             or _is_surely_name(fact)
@@ -40,7 +40,7 @@ def key_facts(text: str) -> frozenset[str]:
 
 
 def share_kept(facts: frozenset[str], text: str) -> float:
-    """Return the share of the facts that occur in the text word for word; 1 for no facts."""
+    """Return the share of the facts that occur verbatim in the text, or 1 without facts."""
     if not facts:
         return 1.0
     present = key_facts(text)
@@ -48,7 +48,7 @@ def share_kept(facts: frozenset[str], text: str) -> float:
 
 
 def _has(text: str, fact: str) -> bool:
-    """Return whether the fact occurs on its own, and not only inside other words or numbers.
+    """Return whether the fact occurs on its own, not only inside other words or numbers.
 
     Only the first MAX_PLACES occurrences are compared.
     """
@@ -71,5 +71,5 @@ def _begins_sentence(text: str, start: int) -> bool:
 
 
 def _is_surely_name(fact: str) -> bool:
-    """Return whether a fact has several capitalised words, or is in capitals like NASA or B2B."""
+    """Return whether a fact is several capitalised words, or all capitals like NASA or B2B."""
     return " " in fact or "-" in fact or (len(fact) > 1 and fact.isupper())

@@ -1,9 +1,9 @@
 """Counts the tokens of a conversation that is far too long, without rendering it.
 
-Rendering takes up to ten times the conversation's memory. But a template may leave out reasoning,
-old turns, or text next to calls, so not all text counts. Therefore the template first renders an
+Rendering takes up to ten times the conversation's memory. But a template may omit reasoning, old
+turns, or text next to calls, so not all text counts. Therefore the template first renders an
 outline: the conversation with a short placeholder for each long stretch of text. A placeholder that
-appears whole in the outcome proves that the template writes its stretch.
+appears unchanged in the result proves that the template writes its stretch.
 """
 
 import json
@@ -19,22 +19,22 @@ from ullage_router.prompts.tools.tool_use import ToolUse
 from ullage_router.tokenizer.model import Model, PromptError
 
 LARGEST = 64 << 10
-"""Characters that every outline may have. A long conversation's may have a quarter of its own."""
+"""Characters that any outline may have. For a long conversation, a quarter of its length."""
 EDGE = 16
-"""Characters at both ends of a stretch that stay."""
+"""Characters that stay at both ends of a stretch."""
 SAMPLE = 'Ab "\\<&>\n \u00e9'
 """Characters that filters for letters, JSON, HTML and blanks would change."""
 TEXTS = ("content", "reasoning_content", "thinking")
 """Fields of a turn that may be long and that no other turn refers to."""
 MOST_FILLING = 4096
-"""Most characters by which a placeholder is lengthened for a template that compares lengths."""
+"""Most characters that lengthen a placeholder for a template that compares lengths."""
 PART = 64 << 10
 """Characters of one part of a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of a text that the template writes as it is, except for blanks around it."""
+    """A stretch of text that the template writes unchanged, except for blanks around it."""
 
     text: str
     start: int
@@ -68,7 +68,7 @@ class Outline:
     """A conversation with placeholders for its long stretches.
 
     Args:
-        model: the model. Words that its template searches in texts stay.
+        model: the model. Words that its template searches for are kept.
         most: most characters of the outline.
     """
 
@@ -102,7 +102,7 @@ class Outline:
             yield replace(self._stretches[place], is_json=is_json)
 
     def _turn(self, turn: Turn, place: int) -> Turn:
-        # Two fields may have the same text, which then needs one placeholder.
+        # Two fields with the same text need only one placeholder.
         outline_of = dict[int, str]()
         outlined = dict(turn)
         for name in TEXTS:
@@ -157,7 +157,7 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches that the template certainly writes; it may write more.
+    """Return long stretches that the template certainly writes, possibly among others.
 
     Args:
         size: characters of the conversation.
@@ -168,7 +168,7 @@ def written(
     outline = Outline(model, max(LARGEST, size // 4))
     try:
         text = model.write(outline.turns(turns), use.tools, arguments)
-    except (_TooLarge, PromptError):  # rendering the conversation itself gives the same error
+    except (_TooLarge, PromptError):  # rendering the conversation itself raises the same error
         return []
     return list(outline.written(text))
 

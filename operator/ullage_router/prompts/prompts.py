@@ -36,10 +36,10 @@ MAX_CHARACTERS_PER_TOKEN = 64
 MAX_CONTEXTS = 16
 """Contexts that a conversation may fill before turns are dropped."""
 COUNTED_CONTEXTS = 4
-"""Contexts up to which the tokens of a text that does not fit are counted, for the error."""
+"""Contexts up to which the tokens of a too long text are counted for the error."""
 USUAL_CHARACTERS_PER_TOKEN = 8
-"""Twice the usual number. Turns with more characters for each token of the context are counted
-before they are rendered."""
+"""Twice the usual number. Turns with more characters per token of the context are counted before
+they are rendered."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Prompt(msgspec.Struct, frozen=True):
     model: Model
     token_ids: Sequence[int]
     turns: tuple[Turn, ...] = ()
-    """Turns of the conversation; empty for other inputs, and where no turn is ever dropped."""
+    """Turns of the conversation. Empty for other inputs, and if turns are never dropped."""
     degraded: tuple[str, ...] = ()
     """Changes to the conversation before admission, such as `cleansed_chars=12`."""
     is_spent: bool = False
@@ -57,7 +57,7 @@ class Prompt(msgspec.Struct, frozen=True):
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
     weight: int = 0
-    """Characters of the turns as they came (`turns.weight`), also after they were shortened."""
+    """Characters of the original turns (`turns.weight`), even after they are shortened."""
 
     @property
     def memory_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
-        """Return whether turns may be dropped and that was not tried before."""
+        """Return whether turns may be dropped, unless that was already tried."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
@@ -75,17 +75,17 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptBuilder:
-    """Turns the input of requests into prompts: cleansed, summed up if long, and tokenised.
+    """Converts requests' input to prompts: cleansed, summarised if long, and tokenised.
 
     Args:
         section: rules of cleansing.
-        summarizer: sums up long conversations; None where they stay as they are.
+        summarizer: summarises long conversations. None leaves them unchanged.
         engines: knows the longest context.
         threads: threads that tokenise long texts.
         intake: thread that reads conversations with many or long turns.
         is_cascade: whether other models may answer too, so that each takes the template arguments
             that it knows.
-        drops_turns: whether turns of too long conversations may be dropped.
+        drops_turns: whether turns of conversations that are too long may be dropped.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PromptBuilder:
         tenant: str,
         path: Sequence[str] = (),
     ) -> Prompt:
-        """Build the prompt of an input of any form.
+        """Build the prompt from an input of any form.
 
         Args:
             tenant: tenant of the request.
@@ -163,7 +163,7 @@ class PromptBuilder:
             try:
                 raise ids
             finally:
-                del ids  # breaks the cycle of the error, its traceback and this frame
+                del ids  # breaks the reference cycle of the error, its traceback and this frame
         check_prompt_tokens(ids, model.vocab_size)
         return Prompt(model, ids)
 
@@ -182,7 +182,7 @@ class PromptBuilder:
         most = self._max_contexts * context
 
         def rendered() -> "TokenIds | ServiceError":
-            # A returned error has no traceback, whose frames would keep all forms of the text.
+            # A returned error has no traceback, whose frames would keep every form of the text.
             try:
                 if size > USUAL_CHARACTERS_PER_TOKEN * context:
                     stretches = written(model, turns, use, arguments, size)
@@ -205,7 +205,7 @@ class PromptBuilder:
             try:
                 raise ids
             finally:
-                del ids  # breaks the cycle of the error, its traceback and this frame
+                del ids  # breaks the reference cycle of the error, its traceback and this frame
         check_prompt_tokens(ids, model.vocab_size, "messages")
         kept = turns if self._keeps_turns else ()
         prompt = Prompt(model, ids, kept, degraded, tool_use=use, arguments=arguments, weight=size)
@@ -271,7 +271,7 @@ class PromptBuilder:
             raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
-        """Refuse more tokens than any engine takes, before they are copied."""
+        """Refuse more tokens than any engine takes before they are copied."""
         context = self._engines.max_model_len
         if num_tokens > context:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
@@ -304,7 +304,7 @@ def _check_calls(messages: inference_pb2.Messages) -> None:
 
 
 def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:
-    """Return the variables for the chat template; none for a model without a template."""
+    """Return the variables for the chat template, or none for a model without a template."""
     if not text or model.template is None:
         return {}
     return read_arguments(text, model.template, "chat_template_kwargs", is_cascade)

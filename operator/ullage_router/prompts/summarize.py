@@ -1,4 +1,4 @@
-"""Replaces the oldest turns of a conversation that fills most of the context by a summary.
+"""Replaces the oldest turns of a conversation that fills most of the context with a summary.
 
 The summary is a labelled turn of the user, followed by one word of the assistant, so that roles
 alternate as strict templates require. It consists of the turns' own sentences (`extract.py`). If it
@@ -36,11 +36,11 @@ class SummarizedHistory:
     turns: tuple[Turn, ...]
     token_ids: Sequence[int]
     num_turns: int
-    """Number of turns that the summary stands for."""
+    """Number of turns that the summary replaces."""
 
 
 def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
-    """Return the indices of the oldest turns to sum up, about this share of all.
+    """Return the indices of the oldest turns to summarise, about this share of all.
 
     The cut is before a user's turn, so calls stay with their results and roles alternate.
     """
@@ -68,12 +68,12 @@ def with_summary(turns: Sequence[Turn], places: Sequence[int], summary: str) -> 
 
 
 class HistorySummarizer:
-    """Replaces the oldest turns of long conversations by a summary.
+    """Replaces the oldest turns of long conversations with a summary.
 
     The latest summaries are cached, since clients send all turns each time.
 
     Args:
-        section: the threshold, the share to sum up, and the share of facts to keep.
+        section: the threshold, the share to summarise, and the share of facts to keep.
         threads: threads that process long texts.
         on_done: called with the outcome and the prompt tokens that were saved. The outcome is
             extractive, or refused if facts were lost or nothing was gained.
@@ -106,7 +106,7 @@ class HistorySummarizer:
         tenant: str,
         size: int,
     ) -> SummarizedHistory | None:
-        """Return a shorter conversation; None if it is short enough or cannot be summed up.
+        """Return a shorter conversation, or None if it is short enough or cannot be summarised.
 
         Args:
             num_tokens: tokens of the whole prompt.
@@ -133,7 +133,7 @@ class HistorySummarizer:
         return SummarizedHistory(*result, len(places))
 
     def _oldest(self, turns: Sequence[Turn]) -> tuple[list[int], list[Turn]]:
-        """Return the indices of the turns to sum up, and those turns as plain text."""
+        """Return the indices of the turns to summarise, and those turns as plain text."""
         places = oldest(turns, self._section.share, self._section.keep_turns)
         return places, [_plain(turns[i]) for i in places]
 
@@ -154,12 +154,12 @@ class HistorySummarizer:
         shorter = with_summary(turns, places, summary)
         try:
             ids = await self._threads.run(size, lambda: render(shorter), tenant)
-        except PromptError:  # the template takes the conversation, but not with the summary
+        except PromptError:  # the template accepts the conversation, but not with the summary
             return None
         return shorter, ids
 
     async def _summary(self, turns: Sequence[Turn], tenant: str, size: int) -> str:
-        """Return the summary; empty if facts would be lost."""
+        """Return the summary, or empty if facts would be lost."""
         key = await self._threads.run(size, lambda: _digest(turns, tenant), tenant)
         summary = self._cache.get(key)
         if summary is None:

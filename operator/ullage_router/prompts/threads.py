@@ -1,9 +1,8 @@
 """Threads that process long texts, shared evenly by the tenants.
 
-The order is that of start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants have equal
-shares, and a tenant's own texts are processed in the order of arrival. Long texts are processed one
-at a time. So one thread is always free for short ones, and the memory of long texts is not needed
-twice.
+The order is start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants have equal shares, and a
+tenant's own texts are processed in order of arrival. Long texts are processed one at a time, so one
+thread is always free for short texts, and memory for long texts is needed only once.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from ullage_router.errors import texts_full
 INLINE_CHARACTERS = 4096
 """Size up to which a text is processed on the event loop, in about a millisecond."""
 LONG_CHARACTERS = 256 << 10
-"""Size from which on a text is long. It may take a second."""
+"""Size from which a text counts as long. Processing it may take a second."""
 MAX_WAITING_CHARACTERS = 64 << 20
 """Most characters of waiting texts. A single tenant may have half of them."""
 
@@ -47,7 +46,7 @@ class TokenizerThreads:
         self._short: list[_Job] = []
         """Heap of jobs, including some that no longer wait."""
         self._long: list[_Job] = []
-        """The same for jobs with long texts."""
+        """Heap of jobs with long texts, likewise."""
         self._numbers = itertools.count()
 
         self._sizes = Counter[str]()
@@ -70,11 +69,11 @@ class TokenizerThreads:
         return self._total_size
 
     async def run(self, num_characters: int, work: Callable[[], T], tenant: str = "") -> T:
-        """Return the result of `work`, which runs on the event loop if it is short.
+        """Return the result of `work`, which runs on the event loop if the text is short.
 
         Args:
-            num_characters: number of characters that it processes, roughly.
-            tenant: the tenant whose share it uses.
+            num_characters: approximate number of characters that the work processes.
+            tenant: the tenant whose share the work uses.
 
         Raises:
             ServiceError: too many texts wait.
@@ -161,7 +160,7 @@ class TokenizerThreads:
 
 
 def _do_nothing() -> None:
-    """Do nothing, in place of a job that nobody waits for."""
+    """Do nothing, in place of a cancelled job."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

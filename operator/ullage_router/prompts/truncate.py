@@ -1,7 +1,7 @@
 """Shortens a conversation to a budget of tokens: by cleansing, then by dropping its oldest turns.
 
-System prompts and the last turn always stay. Unlike here, the conversations of `summarize.py` would
-fit as they are.
+System prompts and the last turn always stay. In contrast, the conversations of `summarize.py` would
+fit unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ class Truncated:
 def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
     """Return the indices of the turns that may be dropped, oldest first.
 
-    They are before the user's last question, since calls and results after it are part of the work
-    on its answer.
+    These turns are before the user's last question, since later calls and results belong to its
+    answer.
 
     Args:
-        keep: number of newest turns that stay in any case.
+        keep: number of newest turns that always stay.
     """
     end = min(_last_question(turns), len(turns) - keep)
     return [i for i in range(end) if turns[i]["role"] not in KEPT_ROLES]
@@ -74,7 +74,7 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Find the fewest turns to drop by bisection: every dropped turn makes the prompt shorter."""
+    """Find the fewest turns to drop by bisection, since every drop shortens the prompt."""
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
     low = 0

@@ -1,4 +1,4 @@
 """Text to token ids, with the tokenizer that the engines publish.
 
-This room knows no requests: prompts are rendered above it.
+The package does not know requests. Prompts are rendered in the packages above it.
 """

@@ -1,6 +1,6 @@
-"""The served model as the router knows it: its tokenizer, chat template and special tokens.
+"""The served model in the router: its tokenizer, chat template and special tokens.
 
-Engines publish the tokenizer, and the router converts a text to token ids once a request.
+Engines publish the tokenizer, and the router tokenises a text once a request.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from ullage_router.tokenizer.segments import EDGE_TOKENS, MAX_TOKENS, SegmentEnc
 
 
 class PromptError(Exception):
-    """The prompt cannot become tokens; the message is one line."""
+    """The prompt cannot be tokenised. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Model:
     affixes: Affixes
     """Special tokens around raw prompts."""
     chat_prefix: tuple[int, ...]
-    """Tokens at the beginning of every conversation, also where the template omits them."""
+    """Tokens at the beginning of every conversation, even if the template omits them."""
     vocab_size: int
     bound: TokenBound
     """Lower bound of a text's tokens."""
     guard: SpecialTokenGuard | None
-    """Keeps clients' texts from becoming special tokens; None where they may."""
+    """Prevents clients' texts from becoming special tokens. None if that is allowed."""
     description: inference_pb2.GetModelResponse
 
     @property
@@ -116,7 +116,7 @@ class Model:
             text = self.template.render(
                 marked.turns, tools=marked.tools, arguments=marked.arguments
             )
-            # The marked turns are as large as the text, so they are released here.
+            # The marked turns are as large as the text, so they are freed here.
             return text, marked.marks
         except (ChatTemplateError, SpecialTokenError) as error:
             raise PromptError(str(error)) from error
@@ -124,8 +124,8 @@ class Model:
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a raw prompt.
 
-        Special tokens that the text spells are special tokens, since the prompt is the whole input
-        of the model.
+        Special tokens that the text spells become special tokens, since the prompt is the whole
+        input of the model.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -141,7 +141,7 @@ class Model:
         """Return the token ids of a text between the tokenizer's own affixes.
 
         Models for embeddings are trained with these affixes. Special tokens that the text spells
-        are text.
+        remain text.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -163,7 +163,7 @@ class Model:
     def count_tokens(self, text: str, most: int) -> int:
         """Return a lower bound of the tokens of a part of a prompt, or a number above `most`.
 
-        Counting takes little memory, as no token id is kept.
+        Counting takes little memory, since no token id is kept.
 
         Raises:
             PromptError: no prompt with this part can be tokenised.
@@ -182,13 +182,13 @@ class Model:
 
 
 def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
-    """Return ids between those of the affixes that they lack."""
+    """Return ids with the affixes added that they lack."""
     prefix, suffix = affixes.missing(ids)
     return array("I", prefix) + ids + array("I", suffix) if prefix or suffix else ids
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:
-    """Return a digest of all that determines a text's token ids, and of the model's task."""
+    """Return a digest of everything that determines token ids, and of the model's task."""
     digest = hashlib.sha256(response.tokenizer_json)
     for part in (response.chat_template, response.bos_token, response.eos_token):
         digest.update(b"\0" + part.encode())
@@ -262,7 +262,7 @@ def load_model(
 
 
 def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
-    """Return texts of special tokens by name; engines of earlier versions name only two."""
+    """Return texts of special tokens by name. Earlier engine versions name only two."""
     two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
     return dict(response.special_tokens) or {name: text for name, text in two.items() if text}
 
@@ -270,8 +270,7 @@ def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
 def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> Affixes:
     """Return the special tokens around raw text.
 
-    Engines of earlier versions report the tokens that tokenizers of GGUF files add by `add_bos`
-    alone.
+    Earlier engine versions report the tokens that tokenizers of GGUF files add only as `add_bos`.
     """
     affixes = affixes_of(tokenizer)
     if affixes == Affixes() and response.add_bos:

@@ -1,11 +1,11 @@
-"""Token ids of texts, made in segments; those of segments that are likely to come again are kept.
+"""Tokenises texts in segments, and caches the token ids of segments that are likely to recur.
 
-A conversation comes back with every turn, and all conversations begin with the same instructions.
-Tokenizers first cut a text at its special tokens, and then tokenise each segment between two of
-them by itself. So a segment has the same ids in every text: they are kept, and only new segments
-are tokenised. The key of a segment is its digest; no text is kept.
+A conversation is sent again with every turn, and all conversations begin with the same
+instructions. Tokenizers first split a text at its special tokens, and then tokenise each segment
+separately. So a segment has the same ids in every text. The ids are cached, and only new segments
+are tokenised. The key of a segment is its digest. No text is kept.
 
-A long text is tokenised in pieces, up to the number of tokens that are of use.
+A long text is tokenised in pieces, up to the useful number of tokens.
 """
 
 import threading
@@ -39,29 +39,29 @@ ENTRY_BYTES = 250
 MAX_TOKENS = 1 << 30
 """More tokens than any text has."""
 EDGE_TOKENS = 8
-"""Tokens by which a part of a text may have fewer when its neighbours join it."""
+"""Tokens that a part of a text may lose when it is joined with its neighbours."""
 
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
-"""Pre-tokenizers whose result for a segment depends on nothing before it. `Metaspace`, for one,
-depends on whether the segment is the first of the text."""
+"""Pre-tokenizers whose result for a segment does not depend on earlier segments. `Metaspace`, for
+example, depends on whether the segment is the first of the text."""
 
 Tokenise = Callable[[str], list[int]]
 TokenIds: TypeAlias = "array[int]"
-"""Token ids at four bytes each; a list takes nine times as much."""
+"""Token ids at four bytes each. A list takes nine times as much."""
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than are of use; some of them were not made."""
+    """A text has more tokens than useful. It was tokenised only in part."""
 
 
 class SegmentEncoder:
-    """Encodes texts as the tokenizer does, segment by segment and with a cache.
+    """Encodes texts like the tokenizer, segment by segment and with a cache.
 
-    A tokenizer whose special tokens are no boundaries of segments encodes each text whole. Several
-    threads may use the encoder.
+    If special tokens are not segment boundaries in a tokenizer, each text is encoded whole. The
+    encoder is thread-safe.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         max_bytes: bytes of token ids that may be kept.
         guarded: texts of special tokens that text never becomes.
     """
@@ -76,7 +76,7 @@ class SegmentEncoder:
         self._special_ids = _special_ids(tokenizer)
         self._boundaries = finder(self._special_ids)
         self._kept: OrderedDict[bytes, TokenIds] = OrderedDict()
-        """Token ids by the segment's digest; the last used one is last."""
+        """Token ids by the segment's digest, in LRU order."""
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -87,7 +87,7 @@ class SegmentEncoder:
 
     @property
     def pattern(self) -> str:
-        """Return the pattern of the boundaries of segments; empty where there are none."""
+        """Return the pattern of segment boundaries, or empty if there are none."""
         return self._boundaries.pattern if self._boundaries else ""
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
@@ -176,14 +176,14 @@ class SegmentEncoder:
         return map(tokenise, self._cutter.pieces(text, is_part))
 
     def _encode(self, text: str) -> list[int]:
-        # The fast call makes no offsets, which would take a fifth of the time.
+        # The fast call computes no offsets, which would take a fifth of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
 
 def _counted(parts: Iterable[Iterable[int]], most: int) -> TokenIds:
-    """Join token ids; raise TooManyTokens where there are more than `most`."""
+    """Join token ids. Raise TooManyTokens if there are more than `most`."""
     ids = array("I")
     for part in parts:
         ids.extend(part)
@@ -197,7 +197,7 @@ def _size(ids: TokenIds) -> int:
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return special tokens and their ids; empty where they are no boundaries of segments."""
+    """Return special tokens and their ids, or none if they are not segment boundaries."""
     added = tokenizer.get_added_tokens_decoder()
     is_cut = isinstance(tokenizer.model, BPE) and not tokenizer.model.dropout
     if not is_cut or any(map(_looks_around, added.values())):

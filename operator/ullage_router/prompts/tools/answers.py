@@ -1,4 +1,4 @@
-"""Reads tool calls and reasoning out of the events of answers."""
+"""Reads tool calls and reasoning from the events of answers."""
 
 import contextlib
 import uuid
@@ -19,8 +19,8 @@ async def read_calls(
     """Yield the events with tool calls and reasoning separated from the text.
 
     Args:
-        events: Delta and SampleFinished any number of times, then Finished.
-        use: has the reader of the answers.
+        events: any number of Delta and SampleFinished, then Finished.
+        use: creates the reader of each answer.
         num_samples: number of answers.
     """
     answers = [_Answer(use, sample) for sample in range(num_samples)]
@@ -54,7 +54,7 @@ class _Answer:
         self._is_over = False
 
     def read(self, delta: Delta) -> None:
-        """Replace the delta's text by the pieces that the reader makes of it."""
+        """Replace the delta's text with the pieces from the reader."""
         pieces = self._reader.push(delta.text)
         delta.text = ""
         self._fill(delta, pieces)

@@ -1,4 +1,4 @@
-"""Parses calls that are complete: JSON objects, or calls in Python's syntax.
+"""Parses complete calls: JSON objects, or calls in Python's syntax.
 
 Python is parsed and never evaluated. Only names, calls and literals are allowed.
 """
@@ -24,11 +24,11 @@ class ParsedCall:
 
 
 ParseCalls = Callable[[str], list[ParsedCall] | None]
-"""Return the calls of a text; None where it has anything but calls."""
+"""Returns the calls of a text, or None if the text has anything else."""
 
 
 def parse_json_calls(text: str) -> list[ParsedCall] | None:
-    """Parse one or several objects, perhaps in a list: {"name", "arguments" or "parameters"}."""
+    """Parse one or more objects, possibly in a list: {"name", "arguments" or "parameters"}."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if text.startswith("```"):
         text = text.removeprefix("```").removeprefix("json").removesuffix("```").strip()
@@ -39,7 +39,7 @@ def parse_json_calls(text: str) -> list[ParsedCall] | None:
 
 
 def parse_python_calls(text: str) -> list[ParsedCall] | None:
-    """Parse `[name(argument=literal, ...), ...]`, or JSON, which such models write at times."""
+    """Parse `[name(argument=literal, ...), ...]`, or JSON, which these models sometimes write."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # escapes such as \d are valid with a warning

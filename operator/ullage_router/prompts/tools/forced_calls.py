@@ -1,8 +1,8 @@
 """Forces a model to call a function.
 
 The prompt begins the call in the model's own format, and a grammar enforces the rest. With one
-function, the prompt goes on up to its arguments, and the grammar is their schema. With several, the
-answer begins with the choice of one. Nothing may follow the arguments, so the answer ends there.
+function, the prompt continues up to the arguments, and the grammar is their schema. With several,
+the answer begins with the choice of a function. The answer ends after the arguments.
 """
 
 import json
@@ -21,7 +21,7 @@ _CALL = {
     ToolFormat.PLAIN: ('{"name": "', '", "arguments": '),
     ToolFormat.HARMONY: ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
 }
-# With free white space a model may write white space without end. Unknown keywords are refused.
+# With free whitespace, a model may write whitespace forever. Unknown keywords are refused.
 _COMPACT = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -43,12 +43,12 @@ class Forced:
     opening: str
     """Text that is appended to the prompt."""
     json_schema: str
-    """Grammar of the answer; empty where the grammar is `lark`."""
+    """Grammar of the answer, or empty if the grammar is `lark`."""
     lark: str
     openings: Mapping[str, str]
-    """Text before the arguments in the answer, by function; empty where `name` is set."""
+    """Text before the arguments in the answer, by function. Empty if `name` is set."""
     name: str
-    """Function that the opening names; empty for none."""
+    """Function that the opening names, or empty for none."""
 
     def reader(self) -> ForcedReader:
         """Return a reader of one answer."""
@@ -61,7 +61,7 @@ def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
     schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
     if len(schemas) == 1:
         ((name, schema),) = schemas.items()
-        # A prompt that ends with a blank would rule out tokens that begin with one.
+        # A prompt that ends with a blank would rule out tokens that begin with a blank.
         opening = (begin + name + between).rstrip()
         return Forced(opening, json.dumps(schema), "", {}, name)
     openings = {name: name + between for name in schemas}
@@ -69,7 +69,7 @@ def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
 
 
 def _closed(schema: Schema) -> Schema:
-    """Return the schema with unnamed properties forbidden, if it names all others itself."""
+    """Return the schema without unnamed properties, if it names all properties itself."""
     if "properties" not in schema or _COMPOSED & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}
@@ -89,7 +89,7 @@ def _compact(schema: Schema) -> str:
 
 
 def _terminals(text: str) -> str:
-    """Return a text as terminals of the grammar, in which special tokens are no text."""
+    """Return a text as terminals of the grammar, in which special tokens are not text."""
     for mark in _HARMONY_MARKS:
         text = text.replace(mark, f"\0{mark}\0")
     parts = [part for part in text.split("\0") if part]

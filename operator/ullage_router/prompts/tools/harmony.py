@@ -26,7 +26,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
 _ROLE = "assistant"
 _HEADS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
-"""Beginnings of a header, possibly after the role. An answer that begins otherwise is only text."""
+"""Beginnings of a header, possibly after the role. Any other answer is only text."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _ADDRESSED = re.compile(r"to=\S")
@@ -44,10 +44,10 @@ class HarmonyReader:
         self._names = names
         self._buffer = ""
         self._make: MakePiece | None = None
-        """Makes pieces of the body; None within a header."""
+        """Makes pieces of the body, or None within a header."""
 
     def push(self, text: str) -> list[Piece]:
-        """Take text; return the pieces that are certain now."""
+        """Add text, and return the pieces that are now certain."""
         self._buffer += text
         pieces: list[Piece] = []
         while self._step(pieces):
@@ -55,7 +55,7 @@ class HarmonyReader:
         return pieces
 
     def close(self) -> list[Piece]:
-        """Return the rest of the answer, without a truncated header; `assistant` alone is text."""
+        """Return the rest of the answer without a truncated header. `assistant` alone is text."""
         rest = self._buffer
         self._buffer = ""
         if self._make is None and not any(head in rest for head in _HEADS):
@@ -63,7 +63,7 @@ class HarmonyReader:
         return [self._make(rest)] if rest and self._make else []
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read up to the next mark; return False where more text is needed."""
+        """Read up to the next mark. Return False if more text is needed."""
         return self._header(pieces) if self._make is None else self._body(pieces, self._make)
 
     def _header(self, pieces: list[Piece]) -> bool:
@@ -102,7 +102,7 @@ class HarmonyReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text begins as a header does, or may do so once more of it arrives."""
+    """Return whether a text begins like a header, or may do so once more text arrives."""
     if _ROLE.startswith(text):
         return True
     rest = text.removeprefix(_ROLE)

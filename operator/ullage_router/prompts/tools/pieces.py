@@ -41,10 +41,10 @@ Piece = Text | Thought | CallStart | Arguments
 
 
 class Reader(Protocol):
-    """Reads one answer. The pieces as a whole do not depend on how the text is cut into pushes."""
+    """Reads one answer. All pieces together do not depend on how the text is split into pushes."""
 
     def push(self, text: str) -> list[Piece]:
-        """Take text; return the pieces that are certain now."""
+        """Add text, and return the pieces that are now certain."""
 
     def close(self) -> list[Piece]:
         """Return the text that was held back, at the end of the answer."""
@@ -60,7 +60,7 @@ class Found:
 
 
 def find_mark(text: str, marks: Sequence[str]) -> Found | None:
-    """Return the mark that begins first; of two at the same place, the one named first."""
+    """Return the mark that begins first. At the same place, the earlier of `marks` wins."""
     places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     if not places:
         return None

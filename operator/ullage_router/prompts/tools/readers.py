@@ -16,23 +16,23 @@ from ullage_router.prompts.tools.pieces import (
     held_back,
 )
 
-# Beginnings of answers that may consist of calls, without blank space.
+# Beginnings of answers that may consist of calls, without whitespace.
 CALL_OPENINGS = ('{"', '[{"', "```json", "<|python_tag|>")
 
 
 class Trimmer:
-    """Removes blank space around calls. Text without a call stays as it is."""
+    """Removes whitespace around calls. Text without a call is not changed."""
 
     def __init__(self) -> None:
         self._blank = ""
         self._has_calls = False
 
     def push(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces so far. Blanks at the end are held back, since a call may follow."""
+        """Return the pieces so far. Trailing whitespace is held back, since a call may follow."""
         return [part for piece in pieces for part in self._take(piece)]
 
     def close(self) -> list[Piece]:
-        """Return the blanks at the end of an answer without calls."""
+        """Return the trailing whitespace of an answer without calls."""
         return [Text(self._blank)] if self._blank and not self._has_calls else []
 
     def _take(self, piece: Piece) -> list[Piece]:
@@ -93,7 +93,7 @@ class TaggedReader:
 
 
 class WholeReader:
-    """Reads an answer that consists of calls or is text.
+    """Reads an answer that consists either of calls or of text.
 
     Args:
         names: the known functions. Calls of any other function are text.
@@ -103,7 +103,7 @@ class WholeReader:
         self._names = names
         self._buffer = ""
         self._may_be_calls: bool | None = None
-        """None until enough of the answer has come to tell."""
+        """None until enough of the answer has arrived to decide."""
 
     def push(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -130,7 +130,7 @@ class ForcedReader:
 
     Args:
         openings: the text before the arguments, by function. None is a prefix of another.
-        name: the function whose opening is in the prompt; empty for none.
+        name: the function whose opening is in the prompt, or empty for none.
     """
 
     def __init__(self, openings: Mapping[str, str], name: str = "") -> None:
@@ -165,7 +165,7 @@ class ForcedReader:
 
 
 def known_calls(calls: list[ParsedCall] | None, names: Collection[str]) -> list[Piece]:
-    """Return calls as pieces; none of them if one is of an unknown function."""
+    """Return calls as pieces, or none if any call has an unknown function."""
     if not calls or any(call.name not in names for call in calls):
         return []
     return [piece for call in calls for piece in (CallStart(call.name), Arguments(call.arguments))]

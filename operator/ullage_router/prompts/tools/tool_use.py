@@ -1,4 +1,4 @@
-"""Fits the tools of a conversation to the format of the model: prompt, grammar and reader."""
+"""Adapts the tools of a conversation to the model's format: prompt, grammar and reader."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ullage_router.prompts.tools.pieces import Reader
 from ullage_router.prompts.tools.readers import TaggedReader, WholeReader
 from ullage_router.prompts.tools.toolbox import Toolbox, open_toolbox
 
-# Formats whose marks are special tokens, which engines leave out of text unless asked.
+# Formats whose marks are special tokens, which engines omit from text by default.
 _SPECIAL = frozenset({ToolFormat.LFM2, ToolFormat.HARMONY})
 
 
@@ -27,13 +27,13 @@ class ToolUse:
     num_characters: int = 0
     """Number of characters of the tools."""
     forced: Forced | None = None
-    """The call that must be made, if one must."""
+    """The call that must be made, if any."""
     new_reader: Callable[[], Reader] | None = None
-    """Creates the reader of an answer; None where all of it is text."""
+    """Creates the reader of an answer. None if the whole answer is text."""
     special_tokens: bool = False
     """Whether the reader needs special tokens in the text."""
     single_call: bool = False
-    """Whether calls after the first are left out."""
+    """Whether calls after the first are dropped."""
 
     @property
     def opening(self) -> str:
@@ -49,7 +49,7 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Return an engine's error in terms of the request, whose tools made the grammar."""
+        """Return an engine's error in terms of the request, whose tools determine the grammar."""
         if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
             return error
         text = f"a forced function's parameters cannot be followed: {error.message}"
@@ -71,7 +71,7 @@ def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUs
 
 
 def _without_tools(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Return a reader only for harmony, which has marks in answers without tools too."""
+    """Return a reader only for harmony, which also has marks in answers without tools."""
     if form is not ToolFormat.HARMONY or request.output.echo:
         return ToolUse()
     return ToolUse(new_reader=lambda: HarmonyReader(()), special_tokens=True)

@@ -23,15 +23,15 @@ class Toolbox:
     tools: Sequence[Mapping[str, Any]]
     """Tools in OpenAI's form, for the chat template."""
     parameters: Mapping[str, Schema]
-    """JSON schema of the arguments, an object's, by function."""
+    """JSON schema of the arguments object, by function."""
     forced: Sequence[str]
-    """Functions of which one must be called; empty where no call is required."""
+    """Functions among which the model must call one. Empty if no call is required."""
     single_call: bool
     """Whether at most one function may be called."""
 
 
 def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
-    """Return the functions of a request; None where the model may call none.
+    """Return the functions of a request, or None if the model may call none.
 
     Raises:
         ServiceError: a field is invalid.
