@@ -1,5 +1,5 @@
-"""Tenants: the sender of a request, a tenant's rights and quota, and its use since the start.
+"""Tenants: their keys, their rights and quota, and their usage since the start.
 
-Without `tenants` in the configuration all requests belong to one unlimited tenant without a name.
-This room knows neither prompts nor engines.
+Without `tenants` in the configuration, all requests belong to one unlimited tenant without a name.
+The package knows neither prompts nor engines.
 """

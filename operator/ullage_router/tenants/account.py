@@ -29,7 +29,7 @@ class Account:
     """Refusals by the limit that was reached."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Make one step of the quota; return a shortage, which changes nothing."""
+        """Apply one step to the quota. On a shortage, change nothing and return it."""
         result = step(self.quota)
         if isinstance(result, Shortage):
             return result
@@ -37,7 +37,7 @@ class Account:
         return None
 
     def as_json(self, now: float) -> dict[str, object]:
-        """Return the account for /stats; `now` is on the monotonic clock."""
+        """Return the account for /stats. `now` is on the monotonic clock."""
         quota = self.quota
         remaining = {
             name: bucket and math.floor(bucket.refilled(now).level)

@@ -1,8 +1,8 @@
-"""How requests of a tenant are paid: in advance, or at their end unless an earlier ticket paid.
+"""How a tenant's requests are paid: in advance, or at their end unless a ticket has paid.
 
-A request takes its tenant's quota in steps. It enters, which takes a place among the concurrent
-requests. It is charged the tokens that it is expected to use. At its end it is settled: the tokens
-that it used replace the charge.
+A request uses its tenant's quota in steps. When it enters, it takes a place among the concurrent
+requests. Then it is charged its expected tokens. When it is settled at its end, the tokens that it
+used replace the charge.
 """
 
 import time
@@ -18,17 +18,17 @@ class Billing(Protocol):
 
     @property
     def num_active(self) -> int:
-        """Return the number of requests that began and have not ended."""
+        """Return the number of requests that have begun but not ended."""
 
     @property
     def needs_charge(self) -> bool:
         """Return whether active requests have not been charged in advance and should be."""
 
     def enter(self, count: int) -> Shortage | None:
-        """Begin requests; return a shortage, which begins none."""
+        """Begin requests. On a shortage, begin none and return it."""
 
     def charge(self, tokens: float) -> Shortage | None:
-        """Charge these tokens to each active request; return a shortage, which charges none."""
+        """Charge tokens to each active request. On a shortage, charge none and return it."""
 
     def give_back(self, count: int) -> None:
         """Take active requests, or all of them for 0, out of the requests of this minute."""
@@ -98,13 +98,13 @@ class AdvanceBilling:
 
 
 class DeferredBilling:
-    """The bill of a request that goes on with the answer of an earlier ticket.
+    """The bill of a request that continues the answer of an earlier ticket.
 
-    The earlier ticket pays for it if that ticket's engine was lost, which only the end of the
-    request shows. Until then it takes a place among the concurrent requests and nothing else.
+    The earlier ticket pays for the request if the ticket's engine was lost, which is known only at
+    the request's end. Until then the request only takes a place among the concurrent requests.
 
     Args:
-        was_paid: says at the end whether the first ticket paid.
+        was_paid: returns at the end whether the first ticket paid.
     """
 
     needs_charge = False

@@ -1,4 +1,4 @@
-"""The keys of tenants, read from a folder, and the search for a key's tenant.
+"""The keys of tenants, read from a folder, and the look-up of a key's tenant.
 
 The folder has one file a tenant. Each line of a file is one key or one entry
 (`ullage_common.process.api_keys`), so that a new key works before the old one is removed. Only
@@ -27,14 +27,15 @@ class TenantKeys:
     digests: Mapping[str, Digests] = field(default_factory=lambda: MappingProxyType({}))
     """Digests of keys by tenant."""
     problems: tuple[str, ...] = ()
-    """Files that could not be read, with the reason; their tenants keep their last keys."""
+    """Files that could not be read, with the reason. Their tenants keep their last keys."""
 
 
 class KeyRing:
-    """Finds a key's tenant in a time that says nothing about other keys.
+    """Finds a key's tenant in a time that reveals nothing about other keys.
 
-    An index by a keyed hash finds the digest, and a comparison in constant time confirms it. The
-    hash's secret belongs to this object, so clients cannot steer the comparisons of the index.
+    An index by a keyed hash finds the digest, and a constant-time comparison confirms it. The
+    hash's secret belongs to this object, so clients cannot influence the comparisons of the
+    index.
     """
 
     def __init__(self, digests: Mapping[str, Digests]) -> None:
@@ -46,7 +47,7 @@ class KeyRing:
                 self._owners.setdefault(self._slot(entry), (entry, tenant))
 
     def owner(self, key: str) -> str | None:
-        """Return the tenant of a key; None for an unknown key."""
+        """Return the tenant of a key, or None for an unknown key."""
         given = digest(key[: MAX_KEY + 1])
         entry, tenant = self._owners.get(self._slot(given), (self._nobody, ""))
         return tenant if hmac.compare_digest(entry, given) else None
@@ -59,7 +60,7 @@ def load_keys(folder: Path, last: Mapping[str, Digests]) -> TenantKeys:
     """Read the folder.
 
     Args:
-        last: digests by tenant as they were read before. A tenant whose file is broken keeps them.
+        last: the previous digests by tenant. A tenant whose file is broken keeps them.
     """
     try:
         paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
@@ -82,7 +83,7 @@ def _read(path: Path) -> Digests:
     """Return the digests of a tenant's file.
 
     Raises:
-        ValueError: the file is broken; the message has the line and no key.
+        ValueError: the file is broken. The message has the line but no key.
     """
     if not TENANT_NAME.fullmatch(path.name):
         raise ValueError("not a tenant's name; use lower-case letters, digits, '-', '_' and '.'")
@@ -107,7 +108,7 @@ def _read(path: Path) -> Digests:
 
 
 def _duplicates(digests: Mapping[str, Digests]) -> list[str]:
-    """Return a message for each key of two tenants, which belongs to the first of them by name."""
+    """Return a message for each key of two tenants. The first tenant by name owns the key."""
     owners: dict[bytes, str] = {}
     problems = []
     for tenant in sorted(digests):

@@ -1,4 +1,4 @@
-"""The tenants of the router: their keys, which are read again when they change, and accounts."""
+"""The tenants of the router: their accounts, and their keys, which are reloaded on change."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ class Tenants:
     """Finds tenants by their keys and keeps their accounts.
 
     Args:
-        section: None where all clients may do everything.
+        section: the configured tenants. None if all clients may do everything.
         metrics: counts by tenant. Tenants that are not listed share one label.
     """
 
@@ -70,7 +70,7 @@ class Tenants:
             authorization: the request's header or metadata of that name.
 
         Raises:
-            ServiceError: UNAUTHENTICATED without a known key, PERMISSION_DENIED when the tenant is
+            ServiceError: UNAUTHENTICATED without a known key, PERMISSION_DENIED if the tenant is
                 disabled.
         """
         if self._section is None:
@@ -84,7 +84,7 @@ class Tenants:
         return TenantSession(account, self._metrics)
 
     def check_stats(self, authorization: str | None) -> None:
-        """Check the key where /stats is protected.
+        """Check the key if /stats is protected.
 
         Raises:
             ServiceError: UNAUTHENTICATED without a known key.
@@ -95,7 +95,7 @@ class Tenants:
                 raise errors.unauthenticated("/stats needs a key: Authorization: Bearer KEY")
 
     def snapshot(self) -> dict[str, object]:
-        """Return the part of /stats; empty where no tenants are configured."""
+        """Return the tenants for /stats, or nothing if no tenants are configured."""
         if self._section is None:
             return {}
         now = time.monotonic()
@@ -159,7 +159,7 @@ class Tenants:
             log.error("keys not read; those before stay valid", extra={"reason": problem})
 
     def _remove_stale_accounts(self) -> None:
-        """Remove accounts of tenants without a key, so that files of keys bound their number."""
+        """Remove accounts of tenants without a key, so that the key files bound their number."""
         for name, account in list(self._accounts.items()):
             is_known = name in self._keys.digests or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:

@@ -1,4 +1,4 @@
-"""A tenant's session: the rights of one or several equal requests, and their part of the quota."""
+"""A tenant's session: the rights of one or more equal requests, and their share of the quota."""
 
 import hashlib
 import math
@@ -18,13 +18,13 @@ from ullage_router.tenants.billing import AdvanceBilling, Billing, DeferredBilli
 
 
 class TenantSession:
-    """One request of a tenant, or several equal ones, from the check of its key to their end.
+    """One request of a tenant, or several equal ones, from the key's check to their end.
 
-    `open_request`, `charge` and `close_request` each do their part once; a session without an open
-    request needs no close.
+    Call `open_request`, `charge` and `close_request` once each. A session without an open request
+    need not be closed.
 
     limit_headers
-        the `x-ratelimit-*` headers: the rest of the tenant's quota
+        the `x-ratelimit-*` headers with the tenant's remaining quota
     """
 
     def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
@@ -38,16 +38,16 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the session's requests at their end only, and not if they were paid for then.
+        """Charge the session's requests only at their end, unless a ticket has paid for them.
 
         Args:
-            was_paid: says at their end whether they were.
+            was_paid: returns at their end whether a ticket has paid.
         """
         self._billing = DeferredBilling(self._account, was_paid)
 
     @property
     def name(self) -> str:
-        """Return the tenant's name; empty where no tenants are configured."""
+        """Return the tenant's name, or empty if no tenants are configured."""
         return self._account.name
 
     @property
@@ -63,7 +63,7 @@ class TenantSession:
     def cache_salt(self, salt: str = "") -> str:
         """Return the cache salt for engines.
 
-        Tenants share no cached KV: equal salts of different tenants differ for engines.
+        Tenants share no cached KV, so engines get different salts for equal salts of two tenants.
         """
         if not self.name:
             return salt
@@ -77,14 +77,14 @@ class TenantSession:
 
     @property
     def max_concurrency(self) -> int | None:
-        """Return how many requests the tenant may have at a time; None for any number."""
+        """Return how many requests the tenant may have at a time, or None for any number."""
         return self._account.quota.concurrency
 
     def check_many(self, count: int, tokens: int) -> None:
-        """Check that the tenant may send this many requests at once, and take nothing.
+        """Check that the tenant may send this many requests at once, without charging them.
 
         Args:
-            tokens: the fewest tokens that the requests have together.
+            tokens: the fewest tokens that the requests have in total.
 
         Raises:
             ServiceError: INVALID_ARGUMENT when a limit is lower than that, or RESOURCE_EXHAUSTED
@@ -107,7 +107,7 @@ class TenantSession:
         """Return how many of `count` equal requests the tenant may send now.
 
         Args:
-            tokens: of each request.
+            tokens: tokens of each request.
         """
         return self._account.quota.room(count, tokens, time.monotonic())
 
@@ -122,10 +122,10 @@ class TenantSession:
         """Check the tenant's rights, count the request and set its priority.
 
         Args:
-            served: model of a request that names none.
-            count: equal requests; at most as many as `num_allowed` returns, or one.
-            is_handed_on: whether another service's cascade sent the request. It does not know the
-                highest priority that the tenant may ask for here, so a higher one is lowered.
+            served: the model of a request that does not name a model.
+            count: number of equal requests, at most `num_allowed`, or one.
+            is_handed_on: whether another service's cascade sent the request. The cascade does not
+                know the tenant's highest priority here, so a higher one is lowered.
 
         Raises:
             ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED that names the limit.
@@ -159,7 +159,7 @@ class TenantSession:
         self.limit_headers = _limit_headers(self._account.quota)
 
     def close_request(self, record: RequestRecord) -> None:
-        """End the request; the tokens that it used replace those that it was charged."""
+        """End the request, and replace its charge by the tokens that it used."""
         if _was_served(record):
             self.settle(record.decision.prompt_tokens, record.output_tokens, record.status)
         else:
@@ -183,7 +183,7 @@ class TenantSession:
     def give_back(self, count: int) -> None:
         """Take open requests, or all of them for 0, out of the requests of this minute.
 
-        They are refused, and the client sends them again in another way.
+        These requests are refused, and the client sends them again in another way.
         """
         self._billing.give_back(count)
 
@@ -210,7 +210,7 @@ class TenantSession:
             )
 
     def _priority(self, asked: int, *, is_lowered: bool) -> int:
-        """Return the request's priority; 0 asks for the tenant's own.
+        """Return the request's priority, where 0 asks for the tenant's own.
 
         Args:
             is_lowered: whether a priority that is too high is lowered rather than refused.
@@ -236,7 +236,7 @@ class TenantSession:
 
 
 def _was_served(record: RequestRecord) -> bool:
-    """Return whether tokens came, or an engine worked for the request when it was cancelled."""
+    """Return whether tokens arrived, or an engine was working on the cancelled request."""
     is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
     return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
 

@@ -1,4 +1,4 @@
 """Tickets with which clients stream straight from engines: placing, signing, and open tickets.
 
-The folder places by admission's rules and never carries tokens.
+The package places requests by the rules of admission. It never carries tokens.
 """

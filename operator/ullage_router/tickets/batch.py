@@ -1,9 +1,9 @@
 """Place a batch of picked requests over one view of the engines.
 
-The batch decides by the rules of every other request: over a few drawn engines where a request
-fits at home as it is, otherwise over all. Requests that the batch has placed already count for the
-rest of it. Equal requests are placed several at once, where the same decisions, made one by one,
-could have placed each of them.
+The batch follows the rules of all other requests. It samples a few engines if a request fits its
+home pool unchanged, and otherwise considers all engines. Requests that the batch has placed count
+for the rest of the batch. Several equal requests are placed at once if decisions one by one could
+have placed each of them the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +37,8 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""Returns the number of equal requests that may be reserved on an engine, from the engine and the
-bytes and prompt tokens of each request."""
+"""Returns the number of equal requests that may be reserved on an engine. Its arguments are the
+engine, and the bytes and prompt tokens of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,28 @@ class Ask:
 
     prompt_tokens: int
     max_tokens: int
-    """Largest number of output tokens of each answer; 0: the service's limit."""
+    """Largest number of output tokens of each answer, or 0 for the service's limit."""
     samples: int = 1
     preferred: str = ""
     """Key of the engine that has the request's prefix in its caches."""
     refused_by: frozenset[str] = frozenset()
     """Keys of engines that may not get the request."""
     limit: int = 0
-    """Largest number of output tokens that the tenant may have; 0: the service's limit."""
+    """Largest number of output tokens that the tenant may have, or 0 for the service's limit."""
     comes_at_end: bool = False
-    """Whether the whole answer comes at its end, such as the best of several."""
+    """Whether the whole answer arrives at its end, such as the best of several."""
 
 
 class PickBatch:
-    """Decide requests one after another, each over what those before it have left.
+    """Decide requests one after another, each over the resources left by earlier ones.
 
     Args:
         views: The engines at this moment.
         policy: The policy of the ladder.
         ahead: Bytes for which queued requests wait, by pool.
         max_output_tokens: The service's limit of output tokens.
-        limits: Times that each request must keep. An answer that comes at its end has the limit of
-            the end for its first token, too.
+        limits: Time limits of each request. An answer that arrives at its end has the end's limit
+            also for its first token.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of `count` equal requests to place at once to spread all over engines."""
+        """Return how many of `count` equal requests to place at once, to spread them out."""
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
         return -(-count // min(len(home) or usable or 1, MAX_SHARES))
@@ -110,9 +110,9 @@ class PickBatch:
 
         Args:
             ask: Each of the requests.
-            draw: A random number, by which engines are drawn.
-            most: Most requests to place; 1 or more.
-            room: Bounds the requests that the caller may reserve on an engine; None: all that fit.
+            draw: A random number for the draw of engines.
+            most: Most requests to place, at least 1.
+            room: Bounds the caller's requests on an engine. None allows all that fit.
 
         Returns:
             The decision, and the number of requests for which it holds.
@@ -174,7 +174,7 @@ class PickBatch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return the engines for `decide_among`: drawn ones and the preferred one."""
+        """Return the engines for `decide_among`: drawn engines and the preferred one."""
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)
@@ -182,7 +182,7 @@ class PickBatch:
             if preferred and preferred.pool == pool and preferred.id not in drawn:
                 drawn += [preferred.id] if preferred.standing is EngineState.USABLE else []
             views = [self._views[name] for name in drawn]
-            # The rules must see that there is a large pool, even when none of it is usable.
+            # The rules must see that there is a large pool, even if none of its engines is usable.
             if not views and pool == self._policy.large_pool:
                 views = [next(view for view in self._views.values() if view.pool == pool)]
             sample += views
@@ -191,7 +191,7 @@ class PickBatch:
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
         """Return how many equal requests fit on an engine, the first of which is known to fit.
 
-        Memory is divided. Time is not linear, so halves are tried until the last request of a half
+        Memory is simply divided. Time is not linear, so the number is halved until the last request
         would still be on time.
         """
         size = demand.kv_bytes

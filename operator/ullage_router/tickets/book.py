@@ -4,7 +4,7 @@ A use of a ticket is *unused* until the client reports that the engine accepted 
 then on. A client's reports return credit early. Without reports, credit returns after a time:
 
     unused    when engines no longer accept the ticket
-    used      at the same time; where the tenant's concurrency is limited, the request counts until
+    used      at the same time. If the tenant's concurrency is limited, the request counts until
               it must have ended
 
 A tenant pays for every use, reported or not, since an engine could still accept an unused ticket.
@@ -50,7 +50,7 @@ class _OpenTicket:
     until: float
     """Time at which the ticket's remaining uses expire."""
     holder: str = ""
-    """The caller that pays nothing for the ticket; empty if a tenant pays."""
+    """The caller that pays nothing for the ticket, or empty if a tenant pays."""
     used: list[Credit] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class OpenTickets:
     Args:
         ticket_s: Seconds after which engines no longer accept a ticket and have reported the
             requests that came with it.
-        request_s: Longest seconds that a request runs.
+        request_s: Longest duration of a request, in seconds.
         clock: Monotonic clock, in seconds.
     """
 
@@ -76,10 +76,10 @@ class OpenTickets:
         """Uses that have neither ended nor expired."""
         self._open_by_holder: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        """Uses that were placed, ended or expired, by these words."""
+        """Numbers of uses that were placed, ended or expired, by these words."""
 
     def open_of(self, holder: str) -> int:
-        """Return the open uses of one holder that pays nothing."""
+        """Return the number of open uses of one holder that pays nothing."""
         return self._open_by_holder[holder]
 
     def add(
@@ -93,7 +93,7 @@ class OpenTickets:
         """Add a ticket with as many uses as there are credits.
 
         Args:
-            holder: the caller that pays nothing; empty if the caller pays.
+            holder: the caller that pays nothing, or empty if the caller pays.
         """
         until = self._clock() + self._ticket_s
         self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)
@@ -103,9 +103,9 @@ class OpenTickets:
         self.counts["placed"] += len(credits)
 
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
-        """Take a client's report of tickets, each listed once for every use.
+        """Record a client's report of tickets, each listed once for every use.
 
-        Unknown tickets are ignored: they have expired, or are another router's.
+        Unknown tickets are ignored. They have expired, or belong to another router.
         """
         for number, count in Counter(accepted).items():
             if ticket := self._find(number):
@@ -118,7 +118,7 @@ class OpenTickets:
         self._settle(freed, "ended")
 
     def sweep(self) -> None:
-        """Free expired uses: by now the engine's own report counts the request, or never will."""
+        """Free expired uses. By now the engine's report counts the request, or never will."""
         now = self._clock()
         freed = _Freed()
         for number, ticket in _due(self._fresh, now):
@@ -140,7 +140,7 @@ class OpenTickets:
         return self._fresh.get(number) or self._running.get(number)
 
     def _end(self, number: int, ticket: _OpenTicket, count: int) -> list[Credit]:
-        """End uses; those that were accepted end first."""
+        """End uses, accepted ones first."""
         ended = _cut(ticket.used, count)
         ended += _cut(ticket.unused, count - len(ended))
         if not (ticket.used or ticket.unused):
@@ -192,7 +192,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
 
 
 def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
-    """Yield expired entries; the caller must remove each one before it asks for the next."""
+    """Yield expired entries. The caller must remove each one before it asks for the next."""
     while tickets:
         number = next(iter(tickets))
         if tickets[number].until > now:

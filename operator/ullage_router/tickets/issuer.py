@@ -34,17 +34,17 @@ from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer.model import Model
 
 MAX_BATCH = 1024
-"""Requests of one Pick call, each with its count."""
+"""Most requests of one Pick call, including their counts."""
 MAX_OPEN = 200_000
-"""Picks of this router that have neither ended nor expired."""
+"""Most picks of this router that have neither ended nor expired."""
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
 MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
 REPORT_LAG_S = 1.0
-"""Seconds after which an engine's reports include a request that was sent with the ticket's last
-moment."""
+"""Seconds after which an engine's reports include a request that was sent just before its ticket
+expired."""
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
 NO_NAME = "unknown"
@@ -58,7 +58,7 @@ class _Call:
     batch: PickBatch
     response: pb.PickResponse
     full: set[str] = field(default_factory=set)
-    """Keys of engines on which the caller holds as much as it may."""
+    """Keys of engines on which the caller holds as much as it is allowed."""
     addresses: dict[str, int] = field(default_factory=dict)
     """Index of each engine in the response's list."""
 
@@ -97,17 +97,17 @@ class _PendingPick:
     remaining: int
     """Number of requests that are neither placed nor refused."""
     session: TenantSession | None
-    """The tenant's session of the requests that were let in; None: there are no tenants."""
+    """The tenant's session of the requests that entered, or None if there are no tenants."""
     entered: int = 0
-    """Number of the remaining requests that were let in."""
+    """Number of the remaining requests that entered."""
     priority: int = 0
     paid_by: Claims | None = None
     """Claims of the ticket that paid for the answer which the request continues."""
     unpaid: Unpaid | None = None
-    """Bounds of the caller's unused tickets; None: the caller pays for its tickets."""
+    """Bounds of the caller's unused tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
-        """Return the price of each use of the ticket; None: there are no tenants."""
+        """Return the price of each use of the ticket, or None if there are no tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
@@ -128,11 +128,11 @@ class TicketIssuer:
     Args:
         config: The limits and the model's name.
         engines: The engines on which requests may be placed.
-        queue: The queued requests, which go first.
+        queue: The queued requests, which take precedence.
         policy: The policy of the ladder.
-        balancer: Knows which engine has a request's prefix in its caches.
-        signer: Signs tickets; None: Pick is off.
-        on_no_engine: Called when a request finds no engine at all.
+        balancer: Finds the engine with a request's prefix in its caches.
+        signer: Signs tickets, or None if Pick is off.
+        on_no_engine: Called when there is no engine at all for a request.
         clock: Monotonic clock, in seconds.
     """
 
@@ -164,10 +164,10 @@ class TicketIssuer:
         self.counts = self._book.counts
         """Picks that were placed, refused, ended or expired, by these words."""
         self.refusal: ServiceError | None = None
-        """The answer to all requests while the service is stopped; None while it is not."""
+        """The answer to all requests while the service is stopped, or None while it is not."""
 
     def start(self) -> None:
-        """Start to watch the keys and to sweep expired picks."""
+        """Start watching the keys and sweeping expired picks."""
         if self._signer:
             self._signer.keys.start()
             self._task = asyncio.create_task(self._keep_sweeping(), name="sweep picks")
@@ -193,11 +193,11 @@ class TicketIssuer:
     def pick(
         self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
     ) -> pb.PickResponse:
-        """Take the client's reports and place its requests, without waiting.
+        """Record the client's reports and place its requests, without waiting.
 
         Args:
             request: The reports and the requests.
-            session: The tenant's session; None where there are no tenants.
+            session: The tenant's session, or None if there are no tenants.
             peer: The caller's address, as gRPC writes it.
 
         Raises:
@@ -209,7 +209,7 @@ class TicketIssuer:
         if request.requests and self.refusal:
             raise self.refusal
         if request.requests and model is None:
-            # Before the reports are taken: the client sends them again after UNAVAILABLE.
+            # Before the reports are recorded, since the client sends them again after UNAVAILABLE.
             raise errors.no_engine()
 
         self._book.sweep()
@@ -230,14 +230,14 @@ class TicketIssuer:
         return call.finish()
 
     def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
-        """Return the bounds of a caller whose tickets cost it nothing; None: the caller pays."""
+        """Return the bounds of a caller whose tickets are free, or None if the caller pays."""
         if session and session.is_limited:
             return None
         holder = session.name if session else caller_of(peer)
         return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
 
     def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
-        """Return whether an engine has no room left for a caller, for a request of any size."""
+        """Return whether an engine has no room left for any request of a caller."""
         view = engine.view(time.monotonic())
         return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
@@ -248,12 +248,12 @@ class TicketIssuer:
 
         Args:
             request: The request, with the prompt and the tokens of the answer so far.
-            ticket: The first ticket of the answer; None where the request came with none.
+            ticket: The first ticket of the answer, or None if the request has none.
             session: The tenant's session of the request.
 
         Returns:
-            The claims for `on_resumed` once the request has begun; None: the request is charged
-            like any other.
+            The claims for `on_resumed` once the request has begun, or None if the request is
+            charged like any other.
         """
         num_prompt = len(request.token_ids.ids)
         if not (self.paid and ticket and num_prompt):
@@ -276,7 +276,7 @@ class TicketIssuer:
             raise ServiceError(
                 grpc.StatusCode.UNIMPLEMENTED,
                 "PICK_OFF",
-                "this service gives no tickets (spec.tickets); use Generate",
+                "this service issues no tickets (spec.tickets); use Generate",
             )
         return self._signer
 
@@ -289,7 +289,7 @@ class TicketIssuer:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_PICKS",
-                f"{self.open} picks are open; report those that ended, and come back",
+                f"{self.open} picks are open; report those that ended, and retry",
                 retry_after_s=1.0,
             )
         if unpaid and self._book.open_of(unpaid.holder) + count > MAX_OPEN // 2:
@@ -314,7 +314,7 @@ class TicketIssuer:
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
-        """Place the requests that the quota allows and that fit; refuse the rest."""
+        """Place the requests that the quota allows and that fit, and refuse the rest."""
         share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
         session = pick.session
         try:
@@ -358,7 +358,7 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Grant one ticket for as many requests as fit on the engine that the first one gets."""
+        """Grant one ticket for as many requests as fit on the engine of the first one."""
         number = next(self._ids)
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
@@ -371,7 +371,7 @@ class TicketIssuer:
         step_limit_s = run.step_limit_s
         if pick.unpaid:
             holder = pick.unpaid.holder
-            # A ticket that costs nothing must not shorten the engine's steps for its caller alone.
+            # A free ticket must not shorten the engine's steps for its caller alone.
             step_limit_s = math.inf
         credits = [engine.reserve(size, prompt_tokens, step_limit_s, holder) for _ in range(count)]
         if pick.unpaid and self._is_full(engine, pick.unpaid):
@@ -404,7 +404,7 @@ class TicketIssuer:
         """Return the place of some of the requests, and their number.
 
         Raises:
-            ServiceError: None of the requests runs now as it is.
+            ServiceError: None of the requests can run now unchanged.
         """
         priced = pick.priced
         balancer = self._balancer
@@ -441,7 +441,7 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return the bound of a caller's reservations on an engine; None: the caller pays."""
+        """Return the bound of a caller's reservations on an engine, or None if the caller pays."""
         if unpaid is None:
             return None
 

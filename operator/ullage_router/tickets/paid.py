@@ -1,7 +1,7 @@
 """Recognise the tickets that paid for answers which resume on another engine.
 
-A client whose engine is lost continues its answer elsewhere: with a new ticket, or through the
-router. It shows the answer's first ticket, so that the tenant does not pay twice.
+A client whose engine is lost continues its answer with a new ticket, or through the router. It
+presents the answer's first ticket, so that the tenant does not pay twice.
 """
 
 import functools
@@ -21,21 +21,21 @@ from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.signing import TicketSigner
 
 RESUMES_A_USE = 4
-"""Times that an answer is resumed for one payment; after that it is charged like a new one."""
+"""Times that an answer is resumed for one payment. After that, it is charged like a new answer."""
 MAX_RESUMED = 100_000
-"""Tickets that are remembered because their answers were resumed."""
+"""Most tickets that are remembered because their answers were resumed."""
 
 
 class PaidTickets:
     """The tickets that may have paid for answers.
 
     The ticket itself carries the tenant and the size that were paid for, so every router with its
-    key can read them. Each process counts the resumptions that it has seen itself.
+    key can read them. Each process counts only its own resumptions.
 
     Args:
         signer: Knows the keys, the tags of engines and the lifetime of tickets.
         engines: The engines, some of which may have been lost.
-        request_s: Longest seconds that a request runs.
+        request_s: Longest duration of a request, in seconds.
         clock: Unix time, in seconds.
     """
 
@@ -55,7 +55,7 @@ class PaidTickets:
     def prepay(
         self, ticket: str, session: TenantSession, size: tuple[int, int, int]
     ) -> Claims | None:
-        """Return the claims of the ticket that paid for a request; None: it did not.
+        """Return the claims of the ticket that paid for a request, or None if it did not.
 
         The session of a paid request is charged at the request's end, unless the ticket's engine
         was lost.

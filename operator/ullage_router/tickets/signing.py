@@ -1,4 +1,4 @@
-"""Sign the tickets with which clients stream straight from engines."""
+"""Sign the tickets with which clients stream directly from engines."""
 
 import os
 import struct
@@ -17,13 +17,13 @@ from ullage_common.tickets.tickets import (
 )
 
 MAX_TAGS = 10_000
-"""Tags of engines that are kept; engines' names come and go with their pods."""
+"""Most tags of engines that are cached. Engines' names come and go with their pods."""
 
 _BLOCK = struct.Struct("64Q")
 
 
 def new_ids() -> Iterator[int]:
-    """Yield ticket ids of 64 random bits, never 0, so that nobody guesses another's."""
+    """Yield ticket ids of 64 random bits, never 0, so that nobody can guess them."""
     while True:
         yield from filter(None, _BLOCK.unpack(os.urandom(_BLOCK.size)))
 
@@ -68,7 +68,7 @@ class TicketSigner:
             samples: Most answers to each request.
             priority: Priority of the requests.
             count: Number of requests.
-            tenant: The tenant that sends the requests; None where there are no tenants.
+            tenant: The tenant that sends the requests, or None if there are no tenants.
         """
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self.tag(engine_id)

@@ -1,9 +1,9 @@
-"""Bounds of tickets that cost their caller nothing.
+"""Bounds of tickets that are free for their caller.
 
-Tickets cost nothing where there are no tenants, or where the tenant has no limit. A caller could
-then pick without end and use none of its tickets. So its unused tickets take no more than a share
-of an engine: of its memory, of the sequences in a step, and of the prefill time within which other
-requests keep their TTFT objective. The rest is left for `Generate` and for other callers.
+Tickets are free if there are no tenants, or if the tenant has no limit. A caller could then pick
+endlessly without using its tickets. So its unused tickets take at most a share of an engine: of its
+memory, of the sequences in a step, and of the prefill time within which other requests meet their
+TTFT objective. The rest is left for `Generate` and for other callers.
 """
 
 import ipaddress
