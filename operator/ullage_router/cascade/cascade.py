@@ -26,7 +26,7 @@ from ullage_router.policy.cascade import HELD_SHARE, Confidence, Plan, ServiceLo
 from ullage_router.policy.decision import Attempt, Decision, Outcome
 
 REFUSALS = frozenset({400, 401, 403, 404, 413, 429, 503})
-"""HTTP statuses that count as a refusal of a step; all others count as its failure."""
+"""HTTP statuses that count as a refusal of a step. All others count as a failure."""
 
 
 class Cascade:
@@ -34,7 +34,7 @@ class Cascade:
 
     Args:
         policy: The steps, and when a request goes on to the next.
-        load: Returns the present load of this service's engines.
+        load: Returns the current load of this service's engines.
         on_attempt: Called with each attempt when it is over, or when its answer is released.
         grace_s: Seconds that answers of other services have to end when certificates change.
     """
@@ -68,7 +68,7 @@ class Cascade:
 
     @property
     def certificates(self) -> dict[str, Certificates]:
-        """The certificates of the steps that have some, by `cascade.` and the step's name."""
+        """The certificates of steps that have any, by `cascade.` and the step's name."""
         steps = self.policy.steps
         named = {f"cascade.{steps[i].name}": peer.certificates for i, peer in self._peers.items()}
         return {name: certificates for name, certificates in named.items() if certificates}
@@ -85,11 +85,11 @@ class Cascade:
             proceed: Begins an answer of this service's own engines.
 
         Raises:
-            ServiceError: The last step refused or failed, or cascades form a circle.
+            ServiceError: The last step refused or failed, or cascades form a loop.
         """
         _check_path(call.path, self.policy.name)
 
-        # No other model can continue an answer, has this model's adapters or makes its embeddings.
+        # No other model can continue an answer, has this model's adapters or its embeddings.
         request = call.request
         if request.HasField("continuation") or call.adapter or request.embed:
             return await proceed(call)
@@ -133,11 +133,11 @@ class Cascade:
 
 
 class BufferedAnswer:
-    """A step's answer whose first tokens wait until they are judged.
+    """A step's answer whose first tokens are held back until they are judged.
 
     Args:
         stream: The answer as the step began it.
-        with_logprobs: Whether the client asked for log probabilities; otherwise they serve the
+        with_logprobs: Whether the client asked for log probabilities. Otherwise they serve the
             judgement only, and the client does not get them.
     """
 
@@ -155,7 +155,7 @@ class BufferedAnswer:
         return self._stream.output_tokens
 
     async def judge(self, confidence: Confidence) -> None:
-        """Hold back the tokens that are judged, or the whole answer if that is shorter.
+        """Read and hold back the judged tokens, or the whole answer if that is shorter.
 
         Args:
             confidence: Counts the tokens and their log probabilities.
@@ -236,7 +236,7 @@ class _Run:
 
     async def drop_rest(self) -> None:
         """End every step that was started and is not the answer, even if the task is cancelled."""
-        # First all of them, without a pause in which a cancellation could leave one running.
+        # First end all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
 
@@ -269,7 +269,7 @@ class _Run:
         return BufferedAnswer(stream, with_logprobs)
 
     async def _try(self, step: int) -> BufferedAnswer | None:
-        """Return the step's answer if it is good enough; otherwise record the attempt."""
+        """Return the step's answer if it is good enough, or record the attempt."""
         confidence = Confidence(self._cascade.policy.confidence.tokens)
         answer: BufferedAnswer | None = None
         outcome: Outcome = "escalated"

@@ -1,7 +1,7 @@
 """The router of another service as a step of a cascade.
 
-A cascade calls the other router over gRPC as any client does: in plaintext or over TLS, with the
-client's key or with a key of this service.
+A cascade calls the other router over gRPC like any client: in plaintext or over TLS, with the
+client's key or with this service's key.
 """
 
 import asyncio
@@ -175,7 +175,7 @@ class PeerRouter:
         try:
             first = await _read(stream)
             if first is None:
-                raise errors.broken_stream("the service ended it before its first token")
+                raise errors.broken_stream("the service ended the stream before the first token")
         except BaseException:
             stream.cancel()
             raise
@@ -203,7 +203,7 @@ class _PeerStream:
         self._stream = stream
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the other router's events; a deadline ends the answer with a timeout event."""
+        """Yield the other router's events. A deadline ends the answer with a timeout event."""
         while (event := await self._next()) is not None:
             self.output_tokens += event.delta.num_tokens
             if event.HasField("finished"):
@@ -212,7 +212,7 @@ class _PeerStream:
                 await self._end()
                 return
             yield event
-        raise errors.broken_stream("the service ended it without a last word")
+        raise errors.broken_stream("the service ended the stream without a final event")
 
     def close(self) -> None:
         """Cancel the call."""
@@ -238,8 +238,8 @@ class _PeerStream:
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
     """Return the request without the name of this service's model and without a high priority.
 
-    A high priority would overtake the other service's own clients, or would be refused where the
-    key's tenant may not ask for it. A low priority stays: such work gives way everywhere.
+    A high priority would overtake the other service's own clients, or would be refused if the key's
+    tenant may not ask for it. A low priority is kept, since low-priority work yields everywhere.
     """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)
@@ -250,7 +250,7 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
 
 
 async def _read(stream: EventStream) -> Event | None:
-    """Return the next message; None at the end of the stream.
+    """Return the next message, or None at the end of the stream.
 
     Raises:
         ServiceError: The call failed.

@@ -1,4 +1,4 @@
-"""The file that names the present canary, and the draw of a side for each request.
+"""The file that names the current canary, and the draw of a side for each request.
 
 The operator writes a small file with the canary's engines, its percentage of requests, and the
 adapters of the stable engines, since engines of a pool that sleeps cannot report theirs. The router
@@ -33,7 +33,7 @@ class CanarySection(Strict, frozen=True, kw_only=True):
     weight: Annotated[int, msgspec.Meta(ge=0, le=100)]
     """Percentage of new requests that the canary gets."""
     step: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The rollout's step; outcomes start from zero with each."""
+    """The rollout's step. Outcomes start from zero with each step."""
     pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
     """The canary's pools, each named like the configured pool that it belongs to."""
 
@@ -42,9 +42,9 @@ class RolloutFile(Strict, frozen=True, kw_only=True):
     """The file that the operator writes and the router follows."""
 
     revision: str = ""
-    """Revision of the stable engines; empty when it is not known."""
+    """Revision of the stable engines, or empty when it is not known."""
     adapters: tuple[Text, ...] | None = None
-    """Adapters of engines that are woken; None where only the engines name them."""
+    """Adapters of engines that are woken, or None where only the engines name them."""
     canary: CanarySection | None = None
     stopped: bool = False
     """Whether the service has no engines on purpose."""
@@ -53,7 +53,7 @@ class RolloutFile(Strict, frozen=True, kw_only=True):
 class SideDraw:
     """Draws a side for each request.
 
-    Sessions are drawn by a hash of their name. All routers draw the same side, and a session of the
+    Sessions are drawn by a hash of their name. All routers draw the same side, and a session on the
     canary stays there while the weight grows.
 
     Other requests follow a low-discrepancy sequence, the fractional parts of multiples of the
@@ -72,7 +72,7 @@ class SideDraw:
 
         Args:
             weight: percentage of requests that the canary gets.
-            session: the request's session; empty for none.
+            session: the request's session, or empty for none.
             salt: another salt draws other sessions for the canary.
         """
         if session:
@@ -84,10 +84,10 @@ class SideDraw:
 
 
 class Canary:
-    """The canary that the file names at present.
+    """The canary that the file currently names.
 
     Args:
-        path: the file; None where there never is a canary.
+        path: the file, or None if there is never a canary.
         on_change: called with the file's content when it changes.
     """
 
@@ -99,7 +99,7 @@ class Canary:
         self._task: asyncio.Task[None] | None = None
 
         self.problem = ""
-        """The reason why the file cannot be used; its last content holds."""
+        """The reason why the file cannot be used. Its last valid content remains in use."""
 
     async def start(self) -> None:
         if self._path is None:
@@ -121,7 +121,7 @@ class Canary:
         return self._split.draw(canary.weight, session, canary.revision)
 
     def revision(self, side: Side) -> str:
-        """Return the revision of a side; empty when it is not known."""
+        """Return the revision of a side, or empty when it is not known."""
         if side is Side.STABLE:
             return self._file.revision
         return self._file.canary.revision if self._file.canary else ""
@@ -169,7 +169,7 @@ class Canary:
 
 
 def trial(canary: CanarySection | None) -> str:
-    """Return the name of the present trial; empty while the canary gets no requests.
+    """Return the name of the current trial, or empty while the canary gets no requests.
 
     The name does not contain the weight, which follows the pools' sizes and may change during a
     step.

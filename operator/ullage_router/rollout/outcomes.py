@@ -26,7 +26,7 @@ BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Counts of durations by bucket; the last bucket has no upper end."""
+    """Counts of durations by bucket. The last bucket has no upper end."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
@@ -40,12 +40,12 @@ class SideCounts:
 
     succeeded: int = 0
     failed: int = 0
-    """Requests that failed because of the engine, and requests that the canary refused and stable
+    """Requests that failed because of the engine, and requests that the canary refused but stable
     engines served."""
     declined: int = 0
-    """Requests drawn for the canary, which had no room for them at once."""
+    """Requests drawn for the canary while it had no immediate room."""
     ttft: DurationHistogram = field(default_factory=DurationHistogram)
-    """Times from sending to the first token. The wait before depends on the pool and not on the
+    """Times from sending to the first token. The earlier wait depends on the pool, not on the
     revision."""
     e2e: DurationHistogram = field(default_factory=DurationHistogram)
     """Times from sending to the last token."""
@@ -67,16 +67,16 @@ class Observation:
         self._tally.e2e.add(time.monotonic() - self._sent)
 
     def on_failure(self, error: ServiceError) -> None:
-        """Count the request as failed where the engine is at fault."""
+        """Count the request as failed if the engine is at fault."""
         self._tally.failed += is_failure(error)
 
     def on_timeout(self) -> None:
-        """Count the request as failed: no token came for too long."""
+        """Count the request as failed, since no token arrived for too long."""
         self._tally.failed += 1
 
 
 class Outcomes:
-    """The counts of both sides of the present trial.
+    """The counts of both sides of the current trial.
 
     Args:
         falls: returns how often engines of a side lost their worker or process.
@@ -91,14 +91,14 @@ class Outcomes:
         self._canary = self.trial = ""
 
     def follow(self, trial: str, canary: str) -> None:
-        """Reset the counts if the trial is another one.
+        """Reset the counts if the trial has changed.
 
         Falls are counted from the canary's beginning, over all its steps. A router learns of a step
         up to a minute late, and the falls of that minute would belong to no step.
 
         Args:
-            trial: a step of a canary; empty while the canary gets no requests.
-            canary: the canary's revision; empty without a canary.
+            trial: a step of a canary, or empty while the canary gets no requests.
+            canary: the canary's revision, or empty without a canary.
         """
         if canary != self._canary:
             self._canary = canary
@@ -113,17 +113,17 @@ class Outcomes:
             self._tallies = {side: SideCounts() for side in Side}
 
     def observe(self, side: Side) -> "Observation":
-        """Begin to observe a request that is sent now."""
+        """Begin observing a request that is sent now."""
         return Observation(self._tallies[side])
 
     def on_declined(self) -> None:
-        """Count a request for which the canary had no room at once."""
+        """Count a request for which the canary had no immediate room."""
         self._tallies[Side.CANARY].declined += 1
 
     def on_contradicted(self, error: ServiceError) -> None:
-        """Count a request that the canary answered with an error and stable engines served.
+        """Count a request that the canary answered with an error, and stable engines served.
 
-        Failures of the canary's engines are counted already.
+        Failures of the canary's engines are already counted.
         """
         tally = self._tallies[Side.CANARY]
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -163,7 +163,7 @@ class Outcomes:
 
 
 class TrialCollector(Collector):
-    """Exports the present trial to Prometheus, where the operator reads it."""
+    """Exports the current trial to Prometheus, where the operator reads it."""
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
@@ -181,7 +181,7 @@ class TrialCollector(Collector):
 
 
 class ObservedStream:
-    """The part of an answer that one engine generates; its end is counted."""
+    """The part of an answer that one engine generates. Its end is counted."""
 
     def __init__(self, stream: EngineStream, observation: Observation) -> None:
         self.accepted = stream.accepted

@@ -1,4 +1,4 @@
-"""The stages of a rollout on the way of a request."""
+"""The stages of a request that belong to a rollout."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ class Rollout:
     """Draws sides for requests, tries canaries, and counts the outcomes of each side.
 
     Args:
-        path: the file that names the canary's engines; None where there never is a canary.
+        path: the file that names the canary's engines, or None if there is never a canary.
         engines: follows the canary's engines.
         model: the service's model, which refusals name.
         prompts: renders a request again for the stable engines' model.
@@ -63,14 +63,14 @@ class Rollout:
             raise stopped(self._model)
 
     def draw_side(self, call: Call) -> Side:
-        """Draw the request's side; return the other side where only that has a ready engine."""
+        """Draw the request's side. Return the other side if only that has a ready engine."""
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
         return other if not is_ready(drawn) and is_ready(other) else drawn
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
-        """Give the canary one immediate try, after which stable engines serve the request.
+        """Try the canary once without waiting, then let stable engines serve the request.
 
         Args:
             proceed: tries one engine after another.

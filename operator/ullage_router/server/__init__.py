@@ -1,4 +1,4 @@
-"""The router as a process: its parts put together, its certificates, and its load report.
+"""The router as a process: its assembled parts, its certificates, and its load report.
 
-This room alone builds the others, and none of them knows it.
+Only this package creates the parts in the others, and no other package imports it.
 """

@@ -1,7 +1,7 @@
 """The load report by which the operator scales pools: memory, queues, and late first tokens.
 
-Each router reports for itself, and the operator adds up the reports of all routers. Of the numbers
-that engines report to every router alike, it takes those of the router that sees most engines.
+Each router reports for itself, and the operator adds up the reports of all routers. For numbers
+that engines report equally to every router, it uses the router that sees the most engines.
 """
 
 import time
@@ -75,7 +75,7 @@ class LoadReporter:
         if pool not in self._tokens:
             return
         now = self._used[pool] = self._clock()
-        # A held request was late because its pool woke, and not because engines are too few.
+        # A held request was late because its pool had to wake, not because engines are too few.
         if record.ttft_s is not None and not record.held_s:
             self._tokens[pool].count(record.ttft_s > self._objective_s, now)
 
@@ -85,7 +85,7 @@ class LoadReporter:
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Return when a request wants a sleeping pool, or the time is over."""
+        """Wait until a request wants a sleeping pool, or the time has passed."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:

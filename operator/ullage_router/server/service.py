@@ -1,4 +1,4 @@
-"""The router's parts, put together, and their state."""
+"""The router's assembled parts, and their state."""
 
 import asyncio
 import logging
@@ -182,23 +182,23 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether this router can answer requests and does not end.
+        """Return whether this router can answer requests and is not stopping.
 
-        A router can answer once an engine took requests, if a pool can be woken, or if the service
-        is stopped. A router that has lost its engines stays ready: requests wait for engines, go on
-        to other steps of a cascade, or get an error with Retry-After. Without a ready router they
-        would get no answer at all.
+        A router can answer once an engine has taken requests, if a pool can be woken, or if the
+        service is stopped. A router that has lost its engines stays ready: requests wait for
+        engines, move on in a cascade, or get an error with Retry-After. Without a ready router,
+        they would get no answer at all.
         """
         answers = self._has_served or self.rollout.canary.is_stopped
         return (answers or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the router ends soon, so that no new client should come."""
+        """Return whether the router stops soon, so that no new client should connect."""
         return self._is_leaving or self.pipeline.is_draining
 
     def leave(self) -> None:
-        """Make the router not ready; requests that still come are served."""
+        """Make the router unready. Requests that still arrive are served."""
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The router's certificates: its own, and those towards engines."""
+"""The router's certificates: its own, and those for connections to engines."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +11,10 @@ from ullage_common.wire.tls import Certificates
 
 
 class RouterTLS:
-    """The certificates that are configured, and the state of all that the router uses.
+    """The configured certificates, and the state of all certificates that the router uses.
 
     Args:
-        on_engines_change: called when channels to engines must be opened again.
+        on_engines_change: called when channels to engines must be reopened.
     """
 
     def __init__(self, section: TLSSection, on_engines_change: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class RouterTLS:
             self.engines = Certificates(folder, folder, on_engines_change)
 
     def add(self, certificates: Mapping[str, Certificates]) -> None:
-        """Add certificates, by name, to the state; their owner starts and closes them."""
+        """Add certificates to the state, by name. Their owner starts and closes them."""
         self._others.update(certificates)
 
     async def start(self) -> None:
@@ -50,7 +50,7 @@ class RouterTLS:
 
     @property
     def dialer(self) -> Callable[[str], grpc.aio.Channel] | None:
-        """Return the function that opens channels to engines; None for plaintext."""
+        """Return the function that opens channels to engines, or None for plaintext."""
         return self._dial if self.engines else None
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -64,12 +64,12 @@ class RouterTLS:
 
     @property
     def expiry(self) -> float:
-        """Return the Unix time at which the first certificate expires; 0 without certificates."""
+        """Return the Unix time at which the first certificate expires, or 0 if there is none."""
         ends = [c.material.expires.timestamp() for c in self._all().values()]
         return min(ends, default=0.0)
 
     def snapshot(self) -> dict[str, object]:
-        """Return the part of /stats; empty without TLS."""
+        """Return the certificates for /stats, or nothing without TLS."""
         states = {name: certificates.state() for name, certificates in self._all().items()}
         return {"tls": states} if states else {}
 
