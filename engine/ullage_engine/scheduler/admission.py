@@ -109,7 +109,7 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """List when sequences are expected to release how many bytes; see `soonest_releases`.
+        """List the expected releases of memory, with times and bytes. See `soonest_releases`.
 
         With many sequences the list may be a moment old.
         """
@@ -157,7 +157,7 @@ class AdmissionControl:
         return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
-        """Return the bytes that a session's requests leave of its bound; None without a bound."""
+        """Return the bytes left of a session's bound, or None without a bound."""
         limit = self._profile.session_kv_bytes if session else 0
         if not limit:
             return None
@@ -173,7 +173,7 @@ class AdmissionControl:
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the free slots of the waiting queue; an empty one takes any number of requests."""
+        """Return the free slots of the waiting queue. An empty queue takes any number."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
@@ -188,7 +188,7 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Make sequences of one arrival; the first is the parent if they have a common prefix."""
+        """Create the sequences of one arrival. The first is the parent if they share a prefix."""
         rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
         parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):

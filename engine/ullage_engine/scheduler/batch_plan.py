@@ -24,14 +24,14 @@ _last_step_of = operator.attrgetter("last_step")
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """The cost of prompt tokens; the unit is a token at a prompt's beginning.
+    """The cost of prompt tokens. The unit is a token at a prompt's beginning.
 
     A token costs 1, and 1 more for every `even_context` tokens of context that it attends to.
     """
 
     even_context: float = math.inf
-    """Tokens of context whose attention costs as much as the rest of a token's computation; inf:
-    context costs nothing."""
+    """Tokens of context whose attention costs as much as the rest of a token's computation. With
+    infinity, context costs nothing."""
     step_budget: float = math.inf
     """Cost of all prompt tokens of one step. One token is always computed."""
 
@@ -70,14 +70,14 @@ class SchedulerLimits:
     always decode."""
     replay_tokens: int = 0
     """Tokens that rebuild a convolution state from zero, over all layers of the whole model on all
-    ranks; 0: the model has no convolutions."""
+    ranks, or 0 if the model has no convolutions."""
     max_decodes: int = 1 << 30
     """Most sequences that one step decodes."""
     max_in_flight: int = 1
     """Plans that may be computed at the same time: as many as the pipeline has stages."""
     num_speculative_tokens: int = 0
-    """Most draft tokens of a sequence that one step checks; 0: none. Only with one plan in flight,
-    and for models without states and windows."""
+    """Most draft tokens of a sequence that one step checks, or 0 for none. They require one plan in
+    flight, and a model without states and windows."""
     prompt_cost: PromptCost = PromptCost()
     """Cost of the prompt tokens of one step by their position, and its budget."""
 
@@ -178,7 +178,7 @@ def make_chunk(
     slots: tuple[int | None, int] = (None, 0),
     draft: list[int] | None = None,
 ) -> Chunk:
-    """Make the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
+    """Make the chunk of `count` tokens from `start`, for which the sequence has the blocks.
 
     Args:
         sequence: the sequence to compute.

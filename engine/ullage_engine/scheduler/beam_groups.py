@@ -80,7 +80,7 @@ class _BeamGroup:
         )
 
     def add_output(self, output: TokenOutput) -> bool:
-        """Take the output of a beam's sequence; return whether the search can advance."""
+        """Add the output of a beam's sequence, and return whether the search can advance."""
         if output.request_id in self.candidates or output.logprobs is None:
             return False
 
@@ -158,7 +158,7 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Keep the outputs of beams; return the others and those of searches that are over."""
+        """Keep the outputs of beams. Return the other outputs, and those of finished searches."""
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
@@ -169,7 +169,7 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request of a search, which ends with its last one; False for other requests."""
+        """Cancel a request of a search, which ends with its last. Return False for other requests."""
         group = self._groups.get(request_id)
         if group is None:
             return False
@@ -179,7 +179,7 @@ class BeamSearches:
         return True
 
     def on_failed(self, failed: RequestFailed) -> list[RequestFailed]:
-        """Fail all requests of a search whose beam failed; return other failures unchanged."""
+        """Fail all requests of a search whose beam failed. Return other failures unchanged."""
         group = self._by_member.get(failed.request_id)
         if group is None:
             return [failed]

@@ -79,10 +79,10 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """State between two steps; a new search has one empty beam."""
+    """State between two steps. A new search has one empty beam."""
 
     beams: tuple[Beam, ...] = (Beam(),)
-    """Beams, likeliest first; none when the search is over."""
+    """Beams, likeliest first. None when the search is over."""
     finished: tuple[Hypothesis, ...] = ()
     """Hypotheses, best first, at most `width`."""
 
@@ -152,7 +152,7 @@ class _Extension(NamedTuple):
 def _extensions(
     beams: Sequence[Beam], candidates: Sequence[Sequence[Candidate]]
 ) -> list[_Extension]:
-    """List every beam with every candidate, likeliest first; ties by beam, then by candidate."""
+    """List every beam with every candidate, likeliest first, then by beam and candidate."""
     extended = [
         _Extension(beam.logprob + token.report.logprob, parent, beam, token)
         for parent, (beam, some) in enumerate(zip(beams, candidates, strict=True))

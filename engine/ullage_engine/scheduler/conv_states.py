@@ -17,7 +17,7 @@ from ullage_engine.scheduler.sequence_table import SequenceTable
 
 
 class ConvStatePool:
-    """Assigns state slots to all sequences; without `replay_tokens` there are none."""
+    """Assigns state slots to all sequences. Without `replay_tokens`, there are no slots."""
 
     def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
         self.replay_tokens = replay_tokens

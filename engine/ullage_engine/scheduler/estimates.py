@@ -10,7 +10,7 @@ _RESCALE_AT = 1e12
 _SPEED_WEIGHT = 0.2
 """Share of the newest measurement in the average decode speed."""
 _DEFAULT_DECODE_SPEED = 20.0
-"""Decode tokens a second of one sequence before any was measured; only shapes a Retry-After."""
+"""Assumed decode tokens a second of one sequence until measured. Only affects Retry-After."""
 _STEP_WEIGHT = 0.05
 """Share of the newest step in the average of its batch size: steps with prompts are far longer."""
 _PREFILL_HALF_LIFE = 4096
@@ -81,7 +81,7 @@ def _bucket_bounds(max_tokens: int) -> list[int]:
 
 
 class ThroughputEstimator:
-    """Moving averages of decode and prefill speed, tokens a second; 0 until measured.
+    """Moving averages of decode and prefill speed, tokens a second, or 0 until measured.
 
     The prefill speed is fitted to the seconds of steps by least squares, so a step weighs as the
     square of its prompt tokens. That gives the speed of large chunks, which most prompt tokens come
@@ -162,7 +162,7 @@ class _SecondsBySize:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        """By bit length less one; 0 where no step was observed."""
+        """By bit length minus one, or 0 if no step was observed."""
 
     def has(self, num_decodes: int) -> bool:
         """Whether a step with about so many decodes was observed."""
@@ -178,7 +178,7 @@ class _SecondsBySize:
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def predict(self, num_decodes: int) -> float:
-        """Return the seconds of a step with so many decodes; 0 where no step was observed.
+        """Return the seconds of a step with this many decodes, or 0 if no step was observed.
 
         A step larger than all observed ones counts as the largest of them.
         """

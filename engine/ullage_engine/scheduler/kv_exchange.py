@@ -63,7 +63,7 @@ class BlockOffers(Generic[Place]):
         return bool(self._granted)
 
     def add(self, block: KvBlock, place: Place) -> bool:
-        """Offer a block with the next message; return False if too many are unanswered."""
+        """Offer a block with the next message. Return False if too many offers are unanswered."""
         if self._num_offered >= _MAX_OFFERED:
             return False
         if block.key not in self._new_blocks:
@@ -72,14 +72,14 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Take the blocks of these chains out of the next message; None: all blocks."""
+        """Remove the blocks of these chains from the next message. None removes all blocks."""
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
         self._num_offered -= len(keys)
 
     def take_message(self) -> KvOffer | None:
-        """Return the offer of the blocks added since the last call; None: there are none."""
+        """Return the offer of the blocks added since the last call, or None if there are none."""
         if not self._new_blocks:
             return None
 
@@ -95,7 +95,7 @@ class BlockOffers(Generic[Place]):
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Return the slots of blocks to copy with one step; each slot is returned once.
+        """Return the slots of blocks to copy with one step. Each slot is returned once.
 
         `is_there`: whether a place still has the offered block.
         """
@@ -147,7 +147,7 @@ class KvExchange(Generic[Place]):
     # from the device -----------------------------------------------------------------------------
 
     def offer(self, block: KvBlock, place: Place) -> bool:
-        """Offer a block; return False if too many offers are unanswered."""
+        """Offer a block. Return False if too many offers are unanswered."""
         return self._offers.add(block, place)
 
     def on_granted(self, slots: list[KvSlot]) -> None:
@@ -155,7 +155,7 @@ class KvExchange(Generic[Place]):
         self._offers.on_granted(slots)
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> list[tuple[KvSlot, Place]]:
-        """Return slots and the places of the blocks to copy there; each slot is returned once.
+        """Return slots and the places of the blocks to copy there. Each slot is returned once.
 
         Slots of blocks that are gone go back to the server.
 
@@ -168,7 +168,7 @@ class KvExchange(Generic[Place]):
         return granted.stored
 
     def discard(self, chains: list[bytes] | None) -> None:
-        """Discard the stored KV of chains of blocks, as it may be damaged; None: of all."""
+        """Discard the stored KV of chains of blocks, which may be damaged. None means all."""
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
@@ -199,7 +199,7 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the answer to a query; give back the slots if nobody waits for them."""
+        """Process the answer to a query. Give back the slots if nobody waits for them."""
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)
@@ -213,7 +213,7 @@ class KvExchange(Generic[Place]):
             self.give_back(query.number)
 
     def settle(self, query: KvQuery) -> None:
-        """End a query whose copies are planned; `report` follows when they are done."""
+        """End a query whose copies are planned. `report` follows when they are done."""
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:

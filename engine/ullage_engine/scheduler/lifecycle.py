@@ -47,7 +47,7 @@ class Lifecycle:
         self._sequences.start(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's memory; it waits until it can have all it needs at once."""
+        """Free a running sequence's memory. The sequence waits until all it needs fits at once."""
         # Before the blocks are freed, because the copy to the host reads them.
         if not (self._tiers and self._tiers.forget(sequence)):
             self._swap.swap_out(sequence)

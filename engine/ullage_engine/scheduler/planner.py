@@ -34,7 +34,7 @@ class BatchPlanner:
         self._max_read_bytes = state.limits.decode_tokens * self._read_bytes(1)
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
-        """Plan a step of the running sequences; it is in flight if it has chunks.
+        """Plan a step of the running sequences. A plan with chunks is in flight.
 
         Args:
             prompt_tokens: most prompt tokens that the step computes.
@@ -117,7 +117,7 @@ class BatchPlanner:
     def _chunk(
         self, sequence: Sequence, start: int, count: int, draft: list[int] | None = None
     ) -> Chunk | None:
-        """Make the chunk of `count` tokens; None where there are none, or no blocks for them."""
+        """Make the chunk of `count` tokens, or None if there are no tokens or no blocks."""
         end = start + count + len(draft or ())
         if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
             return None
@@ -125,14 +125,14 @@ class BatchPlanner:
         return make_chunk(sequence, start, count, slots, draft)
 
     def _decode(self, sequence: Sequence) -> Chunk | None:
-        """Make the chunk of a decode; None where there is no block for it."""
+        """Make the chunk of a decode, or None if there is no block for it."""
         start = sequence.num_computed
         if start < sequence.num_writable and self._is_plain:
             return make_decode(sequence)
         return self._chunk(sequence, start, 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Whether computing one token gives the next; replayed tokens count as prompt tokens."""
+        """Whether computing one token gives the next. Replayed tokens count as prompt tokens."""
         start = self._conv_states.next_position(sequence)
         return sequence.is_decoding and start == sequence.num_computed
 

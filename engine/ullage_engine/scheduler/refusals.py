@@ -31,7 +31,7 @@ def refuse_never_fits(
         needed_bytes: KV bytes that the requests need in an empty engine.
 
     Returns:
-        The refusal; None where they fit.
+        The refusal, or None if they fit.
     """
     session_bytes = profile.session_kv_bytes if requests[0].session_id else 0
     length = max(len(request.token_ids) for request in requests)
@@ -73,12 +73,12 @@ def refuse_now(
         requests: samples of one prompt.
         needed_bytes: KV bytes to reserve for the requests.
         available_bytes: KV bytes that no request holds or has reserved.
-        session_bytes: KV bytes that the session may still take; None without a bound.
+        session_bytes: KV bytes that the session may still take, or None without a bound.
         queue_slots: requests that may still be admitted to wait for a slot in the batch.
         releases: (seconds from now, bytes) of expected releases.
 
     Returns:
-        The refusal; None where they fit.
+        The refusal, or None if they fit.
     """
     if needed_bytes > available_bytes:
         reason = f"KV memory: {mib(needed_bytes)} needed, {mib(available_bytes)} available"
@@ -116,7 +116,7 @@ def refuse_duplicates(
 
 
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """List expected releases, soonest first; the last of at most 32 entries sums up the rest."""
+    """List at most 32 expected releases, soonest first. The last entry sums up the rest."""
     ordered = sorted(releases)
     head = ordered[: _MAX_RELEASES - 1]
     rest = ordered[_MAX_RELEASES - 1 :]

@@ -78,7 +78,7 @@ class BlockReservations:
         )
 
     def defer(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks and reservation; `grant_deferred` reserves again."""
+        """Release the sequence's blocks and reservation. `grant_deferred` reserves again."""
         self.release(sequence)
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
@@ -186,7 +186,7 @@ class BlockReservations:
         return num_merged
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
-        """Allocate `count` blocks for the sequence; None where another must be preempted first."""
+        """Allocate `count` blocks for the sequence, or None if another must be preempted first."""
         if count == 0:
             return []
         if count > sequence.num_reserved:
@@ -258,7 +258,7 @@ class BlockReservations:
         return min(self._cache.num_blocks, blocks)
 
     def _grant(self, sequence: Sequence) -> bool:
-        """Grant a deferred reservation if it fits; return whether it does."""
+        """Grant a deferred reservation if it fits, and return whether it does."""
         if sequence.is_running:
             num_deferred = self._deferred[sequence.request_id]
             if num_deferred > self.num_unreserved:
@@ -281,7 +281,7 @@ class BlockReservations:
         return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        """Share the cached blocks of a prefix; the sequence may hold the first of them."""
+        """Share the cached blocks of a prefix. The sequence may hold the first of them."""
         windows = self._cache.window_blocks(hits)
         self._cache.share(hits[len(sequence.blocks.ids) :] + windows)
         sequence.blocks.ids = hits

@@ -69,7 +69,7 @@ class Scheduler:
         self._max_running = limits.max_sequences
 
         self.tiers = state.tiers
-        """KV outside the device; None: there is none."""
+        """KV outside the device, or None if there is none."""
         self.speculation = state.speculation
         self.events = RequestEvents()
         self._statistics = SchedulerStatistics(profile, state)
@@ -97,11 +97,11 @@ class Scheduler:
         return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
-        """Collect the statistics; see `SchedulerStatistics.collect`."""
+        """Collect the statistics. See `SchedulerStatistics.collect`."""
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
-        """List predicted releases of memory, soonest first; the last sums up all the rest."""
+        """List predicted releases of memory, soonest first. The last sums up all the rest."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
                 memory but is not refused for lack of it.
 
         Returns:
-            The refusal, or the output of a request that has nothing left to produce; else None.
+            The refusal, the output of a request that has nothing left to produce, or None.
         """
         answer = self.submit_group([request], resumed=resumed)
         if isinstance(answer, Rejected):
@@ -184,7 +184,7 @@ class Scheduler:
             self._reservations.defer(child)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request and free its memory; an unknown id is no error.
+        """Drop a request and free its memory. An unknown id is not an error.
 
         `is_answered`: a stop string ended the answer, whose length is observed like any other.
         """
@@ -213,7 +213,7 @@ class Scheduler:
             self._evict_branch(sequence, path)
 
     def fail_newest(self) -> str | None:
-        """Drop the least important running sequence; return its request id.
+        """Drop the least important running sequence, and return its request id.
 
         This, `preempt_newest` and `replan` are for the only plan in flight.
         """
@@ -222,7 +222,7 @@ class Scheduler:
         return victim.request_id if victim else None
 
     def preempt_newest(self) -> bool:
-        """Preempt the least important running sequence; return False where none runs."""
+        """Preempt the least important running sequence. Return False if none runs."""
         if victim := self._sequences.newest_running:
             self._lifecycle.preempt(victim)
         return victim is not None
@@ -237,7 +237,7 @@ class Scheduler:
         self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
 
     def withhold(self, num_bytes: int) -> None:
-        """Withhold available KV from new requests; those admitted keep theirs.
+        """Withhold available KV from new requests. Admitted requests keep their KV.
 
         `num_bytes`: KV bytes to withhold, in place of those withheld before.
         """
@@ -273,7 +273,7 @@ class Scheduler:
         return self._with_moves(chunks, Transfers())
 
     def replan(self, prompt_tokens: int) -> StepPlan:
-        """Plan the same step again with smaller prompt chunks; no waiting sequence starts.
+        """Plan the same step again with smaller prompt chunks. No waiting sequence starts.
 
         The moves of the previous plan are done. The new plan has only those requested since.
         """
@@ -386,7 +386,7 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Append a token to its sequence; `before` are accepted ones, which it has already."""
+        """Append a token to its sequence, which already has the accepted tokens `before`."""
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id

@@ -56,7 +56,7 @@ class ConvSlots:
 
 @dataclass(slots=True, eq=False)
 class Fork:
-    """A sequence's place in a fork group; see `ForkGroups`."""
+    """A sequence's place in a fork group. See `ForkGroups`."""
 
     parent: "Sequence | None" = None
     """Sample of the same prompt that computes the shared tokens for this one."""
@@ -124,7 +124,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output so far."""
     num_computed: int = 0
-    """Tokens whose KV is stored in `blocks`; see `set_computed`."""
+    """Tokens whose KV is stored in `blocks`. See `set_computed`."""
     is_decoding: bool = False
     """Whether all tokens but the last one are computed, so that computing it gives the next."""
 
@@ -150,7 +150,7 @@ class Sequence:
     """Number of the step in which it was last computed."""
     num_preemptions: int = 0
     cached_prompt_tokens: int | None = None
-    """Prompt tokens found in the prefix cache; None before it first starts."""
+    """Prompt tokens found in the prefix cache, or None before the sequence first starts."""
     backlog: Backlog | None = None
     """Counter of the table that the sequence is in."""
     request_id: str = field(init=False)
@@ -175,7 +175,7 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Tokens to compute before it decodes; 0 while it does."""
+        """Tokens to compute before the sequence decodes, or 0 while it decodes."""
         return 0 if self.is_decoding else self.num_remaining
 
     @property

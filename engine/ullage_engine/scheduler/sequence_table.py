@@ -10,7 +10,7 @@ _rank_of = operator.attrgetter("rank")
 
 
 class SequenceTable:
-    """All admitted sequences, running and waiting, by id; iterates from the most important on.
+    """All admitted sequences, running and waiting, by id. Iteration begins with the most important.
 
     The figures that every report and step reads are counted as they change, so that they cost the
     same however many sequences wait.
@@ -35,7 +35,7 @@ class SequenceTable:
         return self._by_id[request_id]
 
     def get(self, request_id: str) -> Sequence | None:
-        """Return the sequence of a request; None: there is none."""
+        """Return the sequence of a request, or None if there is none."""
         return self._by_id.get(request_id)
 
     @property

@@ -30,9 +30,9 @@ class SchedulerState:
     swap: SwapManager
     conv_states: ConvStatePool
     tiers: TierTransfers | None
-    """KV outside the device; None: there is none."""
+    """KV outside the device, or None if there is none."""
     speculation: Speculation | None
-    """Draft tokens; None: there are none."""
+    """Draft tokens, or None if there are none."""
     throughput: ThroughputEstimator
     output_lengths: OutputLengthEstimator
     clock: Callable[[], float]
@@ -77,7 +77,7 @@ class SchedulerState:
         policy: KvPolicy,
         clock: Callable[[], float],
     ) -> "SchedulerState":
-        """Create the state of an engine without requests; `clock` in seconds."""
+        """Create the state of an engine without requests. `clock` is in seconds."""
         num_blocks = profile.kv_pool_bytes // profile.block_bytes
         window = profile.window_tokens
         cache = PrefixCache(num_blocks, profile.block_tokens, policy, clock, window)

@@ -53,7 +53,7 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Copy a shared block of a table to `block` on the device; return the new table."""
+        """Copy a shared block of a table to `block` on the device, and return the new table."""
         shared = table[index]
         self._copies.append((shared, block))
         self._cache.free([shared])
@@ -134,7 +134,7 @@ class SwapManager:
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Return the moves of the plan that computes these chunks; each move is returned once."""
+        """Return the moves of the plan that computes these chunks, each move once."""
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
 

@@ -137,7 +137,7 @@ class TierTransfers:
         """Discard the stored KV of all texts that begin with a sequence's first block.
 
         Args:
-            sequence: the sequence; None discards all texts.
+            sequence: the sequence. None discards all texts.
             path: the sequence's cached blocks.
         """
         self._cache.take_keys(None if sequence is None else path)
@@ -183,7 +183,7 @@ class TierTransfers:
         self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
-        """Take the answer to a query; return its slots to the server if no sequence waits."""
+        """Process the answer to a query. Return its slots to the server if no sequence waits."""
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
@@ -252,7 +252,7 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Return the copies of the plan that computes these chunks; each is returned once.
+        """Return the copies of the plan that computes these chunks, each copy once.
 
         Returns:
             The moves, and the transfers to report when the plan is computed.
