@@ -24,7 +24,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
 
     def enter(self, manager: contextlib.AbstractAsyncContextManager[T]) -> T:
-        """Return what is entered; it is left when the loop ends."""
+        """Enter a context manager and return its value. The context ends with the loop."""
         return self.run(self._stack.enter_async_context(manager))
 
     @contextlib.contextmanager

@@ -137,7 +137,7 @@ class _Exchange:
         return bool(part)
 
     def end_if_quiet(self) -> None:
-        """Send the end where nothing happened for a while; the server must then close.
+        """Send the end where nothing happened for a while. The server must then close.
 
         Raises:
             TimeoutError: it does not.
@@ -154,7 +154,7 @@ class _Exchange:
 def exchanged(
     port: int, messages: Iterable[bytes], rng: random.Random
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Send each message on a connection of its own, in pieces of any size, a few at a time; yield
+    """Send each message on a connection of its own, in pieces of any size, a few at a time. Yield
     each with what came back.
 
     Raises:

@@ -51,7 +51,7 @@ class Container:
         return int(counts["oom_kill"])
 
     def take(self, pid: int) -> None:
-        """Move a process into it; memory that the process has already is not moved."""
+        """Move a process into the cgroup. Memory that the process already has is not moved."""
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def leave_free(self, num_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Container:
     def hog(self, victims: Iterable[int]) -> Iterator[None]:
         """Have another process in it take memory until the kernel kills one of the victims.
 
-        The process keeps what it has for the block; it takes no more after the first kill. It is
+        The process keeps what it has for the block. It takes no more after the first kill. It is
         the next victim, as the kernel may want one before the first has returned its memory.
         """
         for pid in victims:
@@ -87,7 +87,7 @@ class Container:
 
 @contextlib.contextmanager
 def make_container() -> Iterator[Container]:
-    """Make a cgroup for the block; skip the test where that is not allowed."""
+    """Create a cgroup for the block. Skip the test if that is not allowed."""
     parent = _parent()
     folder = parent / f"ullage-test-{os.getpid()}"
     try:

@@ -6,14 +6,14 @@ _MESSAGES = {2: "out of memory", 712: "part or all of the requested memory range
 
 
 class FakeCudart:
-    """Memory registered by address; a failed call leaves its error, as CUDA does."""
+    """Memory registered by address. A failed call leaves its error, as CUDA does."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         """Registered bytes by address."""
         self.calls: list[str] = []
         self.refuses_with = 0
-        """Error of every registration; 0: it succeeds."""
+        """Error of every registration, or 0 if registrations succeed."""
         self.last_error = 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:

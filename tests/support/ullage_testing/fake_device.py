@@ -47,7 +47,7 @@ def choose_repetitively(entries: list[int], seed: int) -> int:
 
 
 class Device:
-    """Runs plans on blocks of entries; refuses what a real device could not do right."""
+    """Runs plans on blocks of entries, and refuses plans that a real device could not run."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         self.blocks = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
@@ -331,15 +331,15 @@ class ConvDevice(Device):
 
 
 class Rig:
-    """Scheduler and device together; the clock is a number.
+    """Scheduler and device together. The clock is a number.
 
-    `session_blocks`: bound of one session, in blocks; 0: none.
+    `session_blocks`: bound of one session, in blocks, or 0 for none.
     `window`: some layers see so many tokens, and have blocks of their own.
     `conv_layers`: the model has so many convolutions, each with attention behind it.
     `in_flight`: plans that are computed before the first of them is committed.
-    `speculative`: most tokens of a sequence that a step tries; its text repeats itself then.
+    `speculative`: most tokens of a sequence that a step tries. Its text repeats itself then.
     `tier_slots`: slots of a host tier, whose answers come when `exchange` is called, as every step
-    does; `lower_tiers` are below it.
+    does. `lower_tiers` are below it.
     """
 
     block_bytes = BLOCK_BYTES
@@ -439,7 +439,7 @@ class Rig:
             )
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.heard: list[TokenOutput] = []
-        """New outputs, in their order; a reader takes them away."""
+        """New outputs, in order. A reader removes them."""
 
     def request(
         self,
@@ -481,7 +481,7 @@ class Rig:
                     tiers.on_found(found)
 
     def lose_worker(self) -> None:
-        """Replaces scheduler and device, as another worker does; slots of the host tier stay."""
+        """Replace scheduler and device, like a new worker. Slots of the host tier stay."""
         assert self.broker is not None
         self.broker.worker_lost()
         self.answers.clear()
@@ -503,14 +503,14 @@ class Rig:
         return None
 
     def step(self) -> list[TokenOutput]:
-        """Begins as many plans as may be in flight; commits the oldest."""
+        """Begin as many plans as may be in flight, and commit the oldest."""
         self.exchange()
         while len(self.computed) < self._in_flight and self.begin(self.scheduler.schedule()):
             pass
         return self.end()
 
     def begin(self, plan: StepPlan) -> bool:
-        """Computes a plan; returns whether it is in flight now, until `end`."""
+        """Compute a plan. Return whether the plan is now in flight, until `end`."""
         assert plan.num_tokens <= self.max_step_tokens, "more rows than the arena has"
         self.device.move(plan.moves)
         tokens = self.device.execute(plan)
@@ -539,7 +539,7 @@ class Rig:
         return [SampledToken(chunk.request_id, self.invented, -0.5, [], []) for chunk in sampled]
 
     def run(self, max_steps: int = 20_000) -> dict[str, list[int]]:
-        """Steps until nothing is left; the tokens of every request so far."""
+        """Step until nothing is left. Return the tokens of every request so far."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return {name: self.tokens(name) for name in self.outputs}

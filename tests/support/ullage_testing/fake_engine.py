@@ -45,10 +45,10 @@ TOKENIZER = tiny_tokenizer()
 
 @dataclass
 class Script:
-    """What a fake engine does with requests; tests change it while it runs."""
+    """The behaviour of a fake engine. Tests change it while the engine runs."""
 
     words: tuple[str, ...] = ("Hello", " big", " world")
-    """Texts of the tokens; that of a token which ends the answer is empty."""
+    """Texts of the tokens. A token that ends the answer has an empty text."""
     refuse: ServiceError | None = None
     """Answered instead of Accepted."""
     fail_after: int | None = None
@@ -66,7 +66,7 @@ class Script:
     logprob: float = -0.5
     """Of every token."""
     max_tokens: int = 0
-    """Output limit that Accepted names; 0: none."""
+    """Output limit that Accepted names, or 0 for none."""
     dims: int = 3
     """Numbers of an embedding, at least 3."""
     cached: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
@@ -103,7 +103,7 @@ class FakeEngine(
         self.heartbeat_s = 0.2
         self.is_mute = False
         self.lost_reports = 0
-        """Sequence numbers that its streams skip; negative: repeat."""
+        """Sequence numbers that its streams skip. Negative: repeat."""
         self.headroom = headroom_pb2.Headroom(
             engine=name,
             epoch=1,
@@ -149,7 +149,7 @@ class FakeEngine(
         await self.start(port)
 
     def set_facts(self, **facts: str) -> None:
-        """Changes what decides its bits, and reports it; none: it tells no fingerprint."""
+        """Change the facts of the numerics, and report them. Without facts, report no fingerprint."""
         self.headroom.fingerprint = fingerprint_of(facts).digest if facts else ""
         self.headroom.fingerprint_facts.clear()
         self.headroom.fingerprint_facts.update(facts)

@@ -15,7 +15,7 @@ def compile_library(folder: Path) -> None:
 
 
 class FakeNvml:
-    """The state of the GPUs, which the library reads at every call; see fake_nvml.c."""
+    """The state of the GPUs, which the library reads at every call. See fake_nvml.c."""
 
     def __init__(self, library_dir: Path, state: Path) -> None:
         self._state = state

@@ -1,8 +1,8 @@
 """A stand-in for vLLM's engine behind `ullage_engine.vllm_worker.interface`.
 
 It allocates blocks by the rules that tests/vllm finds vLLM to follow: whole blocks of a prompt
-before its last token are shared, also within one step; a request holds the blocks of all tokens but
-the newest; blocks of windows are given back as they are slid past; what is freed stays cached until
+before its last token are shared, also within one step. A request holds the blocks of all tokens but
+the newest. Blocks of windows are given back as they are slid past. What is freed stays cached until
 it is needed. Where vLLM would preempt it fails.
 """
 
@@ -36,7 +36,7 @@ class Block:
 
     ref_count: int = 0
     content: object = None
-    """What it caches: the group and all tokens up to its end; None: nothing."""
+    """The cached content: the group and all tokens up to its end, or None for nothing."""
 
 
 class FakePrefix:
@@ -77,7 +77,7 @@ class Running:
     num_computed: int = 0
     num_cached: int = 0
     tables: list[list[Block | None]] = field(default_factory=list)
-    """Blocks of each group; None where a window has slid past."""
+    """Blocks of each group, or None where the window has moved past them."""
 
 
 class FakeVllm:

@@ -1,6 +1,6 @@
 """A hand-made worker: no model, the real protocol, tokens that are a function of position.
 
-The first prompt token chooses a behaviour; see `Script`. Run as a process:
+The first prompt token chooses a behaviour. See `Script`. Run as a process:
 `python fake_worker.py '{"step_s": 0.01}' --endpoint PATH`
 """
 
@@ -84,24 +84,24 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     unproven_restarts: bool = False
     """All starts but the first fail their proof."""
     exit_code: int | None = None
-    """Exits with it before saying anything."""
+    """Exit status with which the worker exits before it reports anything."""
     ends_with: int | None = None
-    """What it exits with for `Script.KILLS_WORKER`; None: it is killed."""
+    """Exit status of the worker for `Script.KILLS_WORKER`, or None if it is killed."""
     standby_hangs: bool = False
-    """One that stands by imports its libraries for ever."""
+    """Whether a standby worker hangs while it imports its libraries."""
     crashes: int = 0
-    """Workers of this server that die while loading, before one does not."""
+    """Number of this server's workers that die while loading, before one succeeds."""
     trace: str = ""
     """File that gets a line for every request and cancel taken."""
     task: str = "generate"
     longest_step_s: float = 0.0
     has_kv: bool = True
-    """Whether the model has KV, as an encoder has not."""
+    """Whether the model has KV, which an encoder does not."""
     device: str = "cpu"
     weights: str = ""
-    """Digest of its weights, which is a fact of its fingerprint; empty: it has none."""
+    """Digest of the weights, which is a fact of the fingerprint, or empty for no digest."""
     later_weights: str = ""
-    """That of later workers of this server; empty: the same."""
+    """Digest for later workers of this server, or empty for the same digest."""
     degrade: DegradeSection = DegradeSection()
     """Each sequence takes 2 % of the pool's headroom."""
 
@@ -129,7 +129,7 @@ class Sequence:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     def step(self) -> TokenOutput | None:
-        """One token; of a beam search nothing before its end."""
+        """Generate one token. A beam search has no output before its end."""
         self.has_stepped = True
         output = self._next()
         if self.request.beam is None:

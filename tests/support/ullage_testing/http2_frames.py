@@ -23,7 +23,7 @@ HAS_PRIORITY = 32
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame; its length may be other than that of its payload."""
+    """A frame. Its length may differ from the length of its payload."""
 
     kind: int
     flags: int
@@ -139,7 +139,7 @@ class FrameMutator:
         )
 
     def connections(self, count: int) -> Iterator[bytes]:
-        """Yield the bytes of wrong connections; of a fifth the bytes are wrong, not the frames."""
+        """Yield the bytes of wrong connections. Of a fifth the bytes are wrong, not the frames."""
         for _ in range(count):
             if self._rng.random() < 0.2:
                 yield self._mutator.mutated()

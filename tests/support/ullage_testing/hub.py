@@ -1,7 +1,7 @@
 """A hub of models with one repository, org/name, as `huggingface_hub` asks for it.
 
 usage: python3 hub.py FOLDER PORT BYTES_PER_S
-Serves the files of a folder to everybody; needs nothing but Python.
+Serves the files of a folder to everybody. Needs nothing but Python.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """An engine's KV store as its peers see it: served over gRPC in a thread, or in a process.
 
 As a program, `serve NUM_BLOCKS BLOCK_BYTES` serves blocks whose bytes follow from their keys, says
-its address, and answers each line of its input with its figures; with PAUSE_AFTER it stops in a
+its address, and answers each line of its input with its figures. With PAUSE_AFTER it stops in a
 read after so many chunks. `use ADDRESS BLOCK_BYTES STATE` is a client that stops in a state.
 """
 
@@ -100,7 +100,7 @@ class KvPeer:
         assert all(result.is_usable for result in self.store.put_batch(keys, blocks))
 
     def stop(self) -> None:
-        """Ends the server; the store stays."""
+        """Stop the server. The store is kept."""
         self._loop.run(self._server.stop(None))
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ MOST_S = 0.05
 """Longest time that the loop's own thread may compute for clients at a time."""
 MOST_HELD_S = 0.25
 """Longest that threads may seem to keep the lock. It is 0.05 where the machine has nothing else to
-do; the loop may wait for a core as well while a thread computes, which looks the same."""
+do. The loop may wait for a core as well while a thread computes, which looks the same."""
 TICK_S = 0.001
 
 
@@ -22,7 +22,7 @@ class LoopWatch:
     turn_s
         CPU seconds of the loop's own thread
     stall_s
-        CPU seconds of all threads of the process; never more than passed on the clock
+        CPU seconds of all threads of the process. Never more than passed on the clock
     """
 
     def check(self) -> None:

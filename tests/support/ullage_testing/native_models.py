@@ -130,7 +130,7 @@ STATES = dict.fromkeys(range(16), 0)
 
 
 def chunk(slot: int, tokens: list[int], start: int, end: int, replayed: int = 0) -> Chunk:
-    """Tokens start to end of a sequence, in blocks that lie apart; `replayed` of them before that
+    """Tokens start to end of a sequence, in blocks that lie apart. `replayed` of them before that
     rebuild the states of convolutions."""
     state_slot = 2 * slot + STATES[slot]
     STATES[slot] = 1 - STATES[slot]

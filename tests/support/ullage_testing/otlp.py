@@ -72,7 +72,7 @@ class OtlpReceiver(rpc.TraceServiceServicer):
             self._has_more.notify_all()
 
     def wait(self, is_enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
-        """Returns all spans as soon as they are enough; fails when they never are."""
+        """Return all spans as soon as there are enough. Fail if there never are."""
         until = time.monotonic() + WITHIN_S
         with self._has_more:
             while not is_enough(self._spans):

@@ -7,7 +7,7 @@ class PeakMemory:
     """Measures from its making on.
 
     Args:
-        pid: of the process; this one if it is absent.
+        pid: of the process. This one if it is absent.
     """
 
     def __init__(self, pid: int | None = None) -> None:

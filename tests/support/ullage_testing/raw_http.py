@@ -1,10 +1,10 @@
-"""Bytes to a server of this machine, and its whole answer."""
+"""Sends bytes to a local server, and reads its whole response."""
 
 import socket
 
 
 def exchange(port: int, data: bytes) -> bytes:
-    """Send bytes and return all that comes back; leaves the lock while it waits."""
+    """Send bytes and return the whole response. Release the GIL while waiting."""
     answer = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(data)

@@ -35,7 +35,7 @@ _SIGNED = (
     "AWS4-HMAC-SHA256 Credential=OWNER/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
     "Signature=0"
 )
-"""Makes an upload the owner's, who may replace objects; moto compares no signature."""
+"""Makes an upload the owner's, who may replace objects. Moto does not check signatures."""
 Answer = tuple[int, list[tuple[str, str]], bytes]
 
 
@@ -89,7 +89,7 @@ class S3Peer:
 
 @contextlib.contextmanager
 def s3_store(log: Path) -> Iterator[str]:
-    """Run moto's server; gives its host and port."""
+    """Run moto's server, and yield its host and port."""
     assert MOTO.exists(), f"{MOTO} is missing: make install-dev makes it"
     with log.open("wb") as file:
         server = subprocess.Popen(

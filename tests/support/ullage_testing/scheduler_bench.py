@@ -85,7 +85,7 @@ class Bench:
 
     @staticmethod
     def run(scheduler: Scheduler, max_steps: int = 5000) -> dict[str, list[int]]:
-        """Steps until nothing is left; the tokens of each request."""
+        """Step until nothing is left, and return the tokens of each request."""
         tokens: dict[str, list[int]] = {}
         for _ in range(max_steps):
             if not scheduler.has_work:

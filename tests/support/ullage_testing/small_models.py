@@ -127,7 +127,7 @@ def run_all(
     params: list[SamplingParams] | None = None,
     start: int = 0,
 ) -> list[list[int]]:
-    """Generates for all prompts at once; one prompt chunk a step, beside every decode.
+    """Generates for all prompts at once. One prompt chunk a step, beside every decode.
 
     The KV of the first `start` tokens of each is taken to be there already.
     """
@@ -193,7 +193,7 @@ def load_smollm2_reference() -> Any:
 
 
 def make_llama(folder: Path, **overrides: Any) -> tuple[Any, Path]:
-    """Writes a small random Llama as safetensors; returns transformers' model and the folder."""
+    """Write a small random Llama as safetensors. Return transformers' model and the folder."""
     with foreign_warnings_allowed():
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -214,7 +214,7 @@ def make_llama(folder: Path, **overrides: Any) -> tuple[Any, Path]:
 
 
 def make_family(family: str, seed: int, **overrides: Any) -> Any:
-    """transformers' model of a family, small, with weights of a seed; sizes can be overridden."""
+    """Return a small transformers model of a family, seeded. Sizes can be overridden."""
     with foreign_warnings_allowed():
         from transformers import CONFIG_MAPPING
 
@@ -223,7 +223,7 @@ def make_family(family: str, seed: int, **overrides: Any) -> Any:
 
 
 def random_model_of(config: Any, seed: int, encoder: bool = False) -> Any:
-    """transformers' model of a configuration, with weights of a seed; an encoder has no head."""
+    """Return a seeded transformers model of a configuration. An encoder has no head."""
     with foreign_warnings_allowed():
         from transformers import AutoModel, AutoModelForCausalLM
 
@@ -247,7 +247,7 @@ Mxfp4 = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def save_packed(model: Any, folder: Path, seed: int) -> Mxfp4:
-    """Gives a gpt-oss new experts of a seed and saves it as its checkpoints are; returns the
+    """Gives a gpt-oss new experts of a seed and saves it as its checkpoints are. Returns the
     experts' blocks and scales by name."""
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
@@ -274,7 +274,7 @@ def save_packed(model: Any, folder: Path, seed: int) -> Mxfp4:
 
 
 def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Any:
-    """Writes a LoRA adapter of a Llama as PEFT does; returns a model with it merged."""
+    """Write a LoRA adapter of a Llama as PEFT does, and return a model with it merged."""
     generator = torch.Generator().manual_seed(seed)
     merged = type(model)(model.config).eval()
     merged.load_state_dict(model.state_dict())

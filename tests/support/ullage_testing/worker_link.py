@@ -81,7 +81,7 @@ class WorkerProcess:
         return message
 
     def receive_within(self, timeout_s: float) -> ToServer | None:
-        """Returns the next message; None if none came in time."""
+        """Return the next message, or None if none arrived in time."""
         try:
             received = self._connected().receive(timeout_s)
         except OSError as error:
@@ -197,7 +197,7 @@ Launch = Callable[[Sequence[str], Path, Mapping[str, str]], WorkerProcess]
 @contextmanager
 def launcher() -> Iterator[Launch]:
     """Launches workers by a command, the folder with their engine.yaml, and what to add to their
-    environment; ends them with itself."""
+    environment. Ends them with itself."""
     with ExitStack() as stack:
 
         def launch(
