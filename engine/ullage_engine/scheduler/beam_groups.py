@@ -169,7 +169,7 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request of a search, which ends with its last. Return False for other requests."""
+        """Cancel a request of a search, which ends with its last. Return False for others."""
         group = self._groups.get(request_id)
         if group is None:
             return False

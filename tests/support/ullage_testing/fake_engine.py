@@ -149,7 +149,7 @@ class FakeEngine(
         await self.start(port)
 
     def set_facts(self, **facts: str) -> None:
-        """Change the facts of the numerics, and report them. Without facts, report no fingerprint."""
+        """Change the facts of the numerics, and report them. Without any, report no fingerprint."""
         self.headroom.fingerprint = fingerprint_of(facts).digest if facts else ""
         self.headroom.fingerprint_facts.clear()
         self.headroom.fingerprint_facts.update(facts)
