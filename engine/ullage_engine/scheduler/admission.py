@@ -39,7 +39,7 @@ class AdmissionControl:
         self._num_submitted = 0
         self._walks = WalkLimiter(state.clock)
         self._releases: list[ReleaseState] = []
-        """Expected releases when all sequences were last looked at."""
+        """Expected releases at the last walk over all sequences."""
 
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
         """Admit samples of one prompt together, or refuse all and keep nothing.
@@ -83,7 +83,7 @@ class AdmissionControl:
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence with a rank's priority and arrival, last among those of both."""
+        """Create a sequence with a rank's priority and arrival, last among its equals."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -100,7 +100,7 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return the longest that one of so many samples of a request may become, tokens."""
+        """Return the longest that one of `num_samples` samples of a request may become, tokens."""
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
@@ -139,7 +139,7 @@ class AdmissionControl:
     def _refusal(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
         size = self._profile.block_bytes
         has_output = any(len(each.token_ids) > each.num_prompt_tokens for each in requests)
-        # Samples whose outputs differ already may run one after another.
+        # Samples whose outputs already differ may run one after another.
         min_blocks = (max if has_output else sum)(map(self._min_blocks, group))
         min_bytes = min_blocks * size
         max_model_len = self._limits.max_model_len

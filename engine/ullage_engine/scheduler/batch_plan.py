@@ -1,4 +1,4 @@
-"""What one step computes: its limits, its budget of prompt tokens, and its chunks.
+"""The contents of one step: its limits, its budget of prompt tokens, and its chunks.
 
 Pure functions of sequences and limits, without the blocks and slots that chunks need.
 """
@@ -16,8 +16,8 @@ from ullage_engine.protocol.step_plan import Chunk
 from ullage_engine.scheduler.sequence import Sequence
 
 MIN_DECODES = 8
-"""Decodes that a step always computes, however long their contexts are. So few take about as long
-as a single one, because every step reads all weights."""
+"""Decodes that a step always computes, however long their contexts are. So few decodes take about
+as long as one, because every step reads all weights."""
 
 _last_step_of = operator.attrgetter("last_step")
 
@@ -46,7 +46,7 @@ class PromptCost:
         if budget <= 0.0:
             return 0
 
-        # The cost is a quadratic function of the count, whose positive root this is.
+        # The cost is quadratic in the count. Solve for the positive root.
         per_token = 1.0 + start / self.even_context
         fitting = (
             2.0 * budget / (per_token + math.sqrt(per_token**2 + 2.0 * budget / self.even_context))
@@ -126,11 +126,11 @@ class Planned(NamedTuple):
     """A plan that is not committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
-    """Its sequences by request id, each with the chunk that the plan computes."""
+    """The plan's sequences by request id, each with the chunk that the plan computes."""
     cancelled: list[Sequence]
-    """Sequences that it computes and that were dropped since."""
+    """Sequences that the plan computes and that were dropped since."""
     transfers: Transfers = Transfers()
-    """Its copies to and from tiers outside the device."""
+    """The plan's copies to and from tiers outside the device."""
 
 
 def postponed_decodes(
@@ -139,7 +139,7 @@ def postponed_decodes(
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """List the decodes that have no place in a step, which takes the longest unserved first.
+    """List the decodes without a place in a step, which takes the longest unserved first.
 
     Args:
         ready: sequences that can decode.

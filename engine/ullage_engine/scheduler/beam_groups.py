@@ -3,7 +3,7 @@
 A search is admitted like `width` samples of its prompt and begins with one of them. A sequence is
 then one beam for one step: it computes its last token and reports the likeliest next ones. When all
 beams of a search have reported, the search advances: the next beams fork from those they extend,
-and the old ones end. A beam that waits for memory holds up its search. The other beams meanwhile
+and the old ones end. A beam that waits for memory delays its search. Meanwhile the other beams
 compute at most one token too many, whose reports are ignored.
 """
 
@@ -22,8 +22,8 @@ from ullage_engine.scheduler.beam_search import BeamRules, Candidate, Hypothesis
 from ullage_engine.scheduler.scheduler import Scheduler
 
 _TOKENS_OF_A_SEQUENCE = 2
-"""Output tokens of a beam's sequence: that of its own step and one more, so that it still exists
-when others fork from it."""
+"""Output tokens of a beam's sequence: the token of its own step and one more, so that the sequence
+still exists when others fork from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build as many samples of the prompt as there may be beams."""
+        """Build a sample of the prompt for each possible beam."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
@@ -150,7 +150,7 @@ class BeamSearches:
             ids = [request.request_id for request in requests]
             return [msgspec.structs.replace(answer[0], request_id=each) for each in ids]
 
-        # All beams were admitted, so that memory is there for them. The search begins with one.
+        # All beams were admitted, so that their memory is reserved. The search begins with one.
         for other in others:
             self._scheduler.cancel(other.request_id)
         self._groups |= dict.fromkeys(group.open_ids, group)

@@ -3,7 +3,7 @@
 The search is that of `transformers.generate(num_beams=width, do_sample=False,
 early_stopping=False)`. In a step every beam is extended by every token. Among the `width` likeliest
 extensions, those that end are finished hypotheses, ranked by score and kept up to `width`. The
-`width` likeliest extensions that do not end go on. The score of a hypothesis is
+`width` likeliest extensions that do not end continue. The score of a hypothesis is
 
     sum of its tokens' log-probabilities / (number of its tokens ^ length penalty)
 
@@ -57,7 +57,7 @@ class Beam:
     logprob: float = 0.0
     """Sum of the log-probabilities of its tokens."""
     parent: int = 0
-    """Index of the beam of the step before that it extends."""
+    """Index of the previous step's beam that this beam extends."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,7 +101,7 @@ def advance(
     """Advance a search that is not over by one step.
 
     Args:
-        search: the state before.
+        search: the state before the step.
         candidates: for each beam its `rules.num_candidates` likeliest next tokens, or all there
             are, likeliest first.
         rules: the search's parameters.

@@ -1,7 +1,7 @@
 """Slots of convolution states.
 
-A state is a value: a step reads it in one slot and writes its successor to another. So a failed
-step can be computed again, and sequences that branch share a state. A running sequence needs at
+A state is immutable: a step reads it in one slot and writes its successor to another. So a failed
+step can be recomputed, and sequences that branch share a state. A running sequence needs at
 most two slots, and there are two for each sequence that may run. Waiting sequences keep their state
 until its slot is needed.
 
@@ -28,8 +28,8 @@ class ConvStatePool:
     def next_position(self, sequence: Sequence) -> int:
         """Return the position of the first token to compute.
 
-        It lies before `num_computed` where the state is missing and tokens are replayed to rebuild
-        it.
+        The position is before `num_computed` if the state is missing and tokens are replayed to
+        rebuild it.
         """
         if not self.replay_tokens:
             return sequence.num_computed
@@ -56,7 +56,7 @@ class ConvStatePool:
         return conv.state.slot if conv.state and is_usable else None, conv.next_slot
 
     def commit(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Make the state that a computed chunk has written the sequence's own."""
+        """Make the state that a computed chunk has written the sequence's current state."""
         slot = sequence.conv.next_slot
         if slot is None:
             return
@@ -69,7 +69,7 @@ class ConvStatePool:
         sequence.conv.state = ConvState(slot, chunk.end, since)
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Give a child that shares the parent's first `num_computed` tokens its state, too.
+        """Share the parent's state with a child that shares its first `num_computed` tokens.
 
         A state that covers later tokens is not shared.
         """

@@ -16,8 +16,8 @@ _STEP_WEIGHT = 0.05
 _PREFILL_HALF_LIFE = 4096
 """Prompt tokens after which a step counts half as much in the prefill speed."""
 _LEAST_PROMPT_SHARE = 0.1
-"""Least share of a step with decodes that its prompt tokens are taken to need. Times of steps vary,
-and without it a fast step would make prompts look free."""
+"""Lower bound of the prompt tokens' share in the time of a step with decodes. Step times vary, and
+without the bound a fast step would make prompts look free."""
 
 
 class OutputLengthEstimator:
@@ -165,7 +165,7 @@ class _SecondsBySize:
         """By bit length minus one, or 0 if no step was observed."""
 
     def has(self, num_decodes: int) -> bool:
-        """Whether a step with about so many decodes was observed."""
+        """Whether a step with about this many decodes was observed."""
         bucket = num_decodes.bit_length() - 1
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 

@@ -1,7 +1,7 @@
 """A worker's conversation with its server about KV outside the device.
 
-The native scheduler and the vLLM worker plan the copies. Here are the offers, queries and reports
-that both exchange with the server.
+The native scheduler and the vLLM worker plan the copies. This module has the offers, queries and
+reports that both exchange with the server.
 """
 
 import itertools
@@ -89,7 +89,7 @@ class BlockOffers(Generic[Place]):
         return message
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Take the answer to the oldest offer."""
+        """Process the answer to the oldest offer."""
         places = self._unanswered.popleft()
         self._num_offered -= len(places)
         self._granted += [(slot, places[slot.key]) for slot in slots]
@@ -111,7 +111,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A question for the KV of a sequence's blocks."""
+    """A query for the KV of a sequence's blocks."""
 
     number: int
     first: int

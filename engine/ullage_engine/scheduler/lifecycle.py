@@ -1,4 +1,4 @@
-"""A sequence's way from waiting to running and out again, with all that it holds.
+"""The transitions of a sequence: start, preemption, fork and removal, with its resources.
 
 Each transition changes blocks, reservations, slots and tables together. Their order matters:
 copies are planned before the blocks that they read are freed.
@@ -59,7 +59,7 @@ class Lifecycle:
         is_swapped = bool(sequence.swapped)
         self._events.on_preempted(sequence.request, sequence.num_preemptions, is_swapped)
 
-        # It outlived its estimate: reserve for its output so far and for a usual one more.
+        # The sequence outlived its estimate: reserve for its output so far and another usual one.
         sequence.expected_output = sequence.num_output + self._state.output_lengths.estimate
         self._reservations.defer(sequence)
         # Children cannot start before their parent, and their reservations might take the blocks

@@ -1,4 +1,4 @@
-"""Which tokens of the running sequences the next step computes, and who is preempted for them."""
+"""Plans the tokens that the next step computes, and the preemptions that they need."""
 
 from itertools import compress
 
@@ -102,7 +102,7 @@ class BatchPlanner:
         return self._present(running), max_decodes
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Leave out sequences whose KV is still to come from outside the device."""
+        """Leave out sequences whose KV is still to be copied from outside the device."""
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
 

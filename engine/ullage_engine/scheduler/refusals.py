@@ -89,7 +89,7 @@ def refuse_now(
             f"{mib(needed_bytes)} are needed"
         )
     elif queue_slots < len(requests):
-        reason = "the waiting room is full"
+        reason = "the waiting queue is full"
     else:
         return None
 

@@ -1,4 +1,4 @@
-"""Who may take which blocks: reservations over the blocks of a prefix cache.
+"""Reservations over the blocks of a prefix cache.
 
 An admitted sequence reserves the blocks of its prompt and expected output, less the cached blocks
 of its prompt, which it holds from then on. It allocates the rest as it grows. At every moment, in
@@ -88,7 +88,7 @@ class BlockReservations:
             return
         for sequence in by_rank:
             if not self.is_granted(sequence) and not self._grant(sequence):
-                # None overtakes it, or small reservations would starve a large one.
+                # No other reservation overtakes it, or small ones would starve a large one.
                 return
 
     def add_cached(self, sequence: Sequence) -> None:

@@ -1,6 +1,6 @@
 """The scheduler: which tokens of which sequences are computed next, and which are preempted.
 
-It counts blocks and tokens and knows neither device nor model.
+The scheduler counts blocks and tokens, and knows neither device nor model.
 """
 
 import time
@@ -159,11 +159,11 @@ class Scheduler:
     def fork(self, parent_id: str, child_request: EngineRequest) -> None:
         """Admit a request that shares the KV its tokens have in common with those of a parent.
 
-        Searches branch by this. The child ranks right behind its parent and is never refused: if
-        memory is short it waits like a preempted sequence. The parent goes on unchanged. A caller
-        that no longer needs it should `cancel` it before others fork, so that its blocks are free
-        for them. From a parent that has ended the child gets the KV that the prefix cache still
-        stores.
+        Beam searches branch with it. The child ranks right behind its parent and is never refused:
+        if memory is short, it waits like a preempted sequence. The parent continues unchanged. A
+        caller that no longer needs the parent should `cancel` it before others fork, so that its
+        blocks are free for them. From a parent that has ended, the child gets the KV that the
+        prefix cache still stores.
         """
         assert child_request.request_id not in self._sequences, "the child's id is in use"
         parent = self._sequences.get(parent_id)

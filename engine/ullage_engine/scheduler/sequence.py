@@ -67,7 +67,7 @@ class Fork:
 
 @dataclass(slots=True, eq=False)
 class PrefixLookup:
-    """What is known of a sequence's leading blocks outside its own block table."""
+    """The known state of a sequence's leading blocks outside its own block table."""
 
     content_keys: list[bytes] = field(default_factory=list)
     """Content keys of the first blocks, as many as were needed so far."""
@@ -158,7 +158,7 @@ class Sequence:
     """Length in tokens at which it ends, known when it is in a table."""
 
     def __post_init__(self) -> None:
-        # Read for every sequence of every step, so not by way of the request.
+        # Read for every sequence of every step, so not through the request.
         self.request_id = self.request.request_id
 
     def set_computed(self, num_tokens: int) -> None:

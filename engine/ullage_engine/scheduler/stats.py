@@ -1,4 +1,4 @@
-"""What the scheduler reports: counts of its work, and of the memory that is held.
+"""The scheduler's statistics: counts of its work, and of the memory that is held.
 
 Some figures need a walk over all sequences. A `WalkLimiter` bounds the time that walks take.
 """
@@ -33,7 +33,7 @@ class WalkLimiter:
         return self._clock() - self._walked_at
 
     def is_due(self, num_sequences: int) -> bool:
-        """Whether to look at so many sequences now, which then counts as a walk."""
+        """Whether to walk over this many sequences now, which then counts as a walk."""
         now = self._clock()
         interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
         if now - self._walked_at < interval_s:

@@ -130,7 +130,7 @@ class TierTransfers:
                 self._exchange.offer(part, _Place(window_block, key, is_window=True))
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Take the answer to the oldest offer."""
+        """Process the answer to the oldest offer."""
         self._exchange.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:

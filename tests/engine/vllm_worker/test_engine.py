@@ -576,7 +576,7 @@ def test_a_queue_is_bounded_in_batches() -> None:
         assert client.submit(make_request(str(index), 10, 2)) is None
     refusal = client.submit(make_request("more", 10, 2))
     assert refusal is not None
-    assert "waiting room" in refusal.message
+    assert "waiting queue" in refusal.message
 
 
 def test_output_ended_by_a_stop_string_says_how_long_outputs_are() -> None:
