@@ -1,5 +1,5 @@
-"""The Kubernetes operator of Ullage: plans what a service needs and applies it.
+"""The Kubernetes operator of Ullage, which plans what a service needs and applies the plan.
 
-Its rooms stand one above the other (`docs/reasons/code-map.md`); it meets routers and engines
-only on the wire.
+`docs/reasons/code-map.md` shows the order of its rooms. The operator speaks to routers and engines
+only over the network.
 """

@@ -1,4 +1,4 @@
-"""`ullage-operator`: keeps every LLMService of a cluster as it is declared."""
+"""`ullage-operator` keeps every LLMService of a cluster in its declared state."""
 
 import argparse
 import asyncio
@@ -32,12 +32,12 @@ examples:
   ullage-operator --namespace a --namespace b      serve two, with rights in these only
   KUBECONFIG=~/.kube/config ullage-operator        run outside the cluster, for development
 
-Images and names for pods come from the environment: ULLAGE_ENGINE_IMAGE,
-ULLAGE_VLLM_ENGINE_IMAGE (for engines that run vLLM; unset: the same), ULLAGE_ROUTER_IMAGE,
+These environment variables set images and other defaults: ULLAGE_ENGINE_IMAGE,
+ULLAGE_VLLM_ENGINE_IMAGE (for engines that run vLLM, by default the same), ULLAGE_ROUTER_IMAGE,
 ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL, ULLAGE_MAX_ROLLOUTS (services
-that try a new engine image at once; 3), ULLAGE_DNS_LAG (seconds for which the cluster's DNS may
-return an outdated answer; 30), ULLAGE_TRACING_ENDPOINT and ULLAGE_TRACING_PROTOCOL (the collector
-of the spans of reconciliations, by grpc or http; unset: none).
+that try a new engine image at once, by default 3), ULLAGE_DNS_LAG (seconds for which DNS may
+return an outdated answer, by default 30), ULLAGE_TRACING_ENDPOINT and ULLAGE_TRACING_PROTOCOL (the
+collector of reconciliation spans, by grpc or http, by default none).
 """
 
 
@@ -54,10 +54,10 @@ def arguments_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="serve this namespace only; may be given several times (default: all)",
+        help="serve this namespace only (repeat for several; default: all)",
     )
     parser.add_argument(
-        "--host", help="address of probes and metrics (default: all, of IPv4 and IPv6)"
+        "--host", help="address of probes and metrics (default: all IPv4 and IPv6 addresses)"
     )
     parser.add_argument(
         "--probes-port", type=int, default=PROBES_PORT, help="port of /healthz (%(default)s)"
@@ -83,23 +83,23 @@ def add_election(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-leader-election",
         action="store_true",
-        help="act without a lease: for clusters in which no second operator can be running",
+        help="act without a lease, in a cluster where no second operator can run",
     )
     parser.add_argument(
-        "--lease-namespace", metavar="NAME", help="where the lease is (default: the pod's own)"
+        "--lease-namespace", metavar="NAME", help="namespace of the lease (default: the pod's own)"
     )
     parser.add_argument(
         "--lease-name",
         default="ullage-operator",
         metavar="NAME",
-        help="operators of one lease stand by for one another (%(default)s)",
+        help="name of the lease: one operator per lease acts, the others stand by (%(default)s)",
     )
     parser.add_argument(
         "--lease-duration",
         type=duration,
         default=Times(),
         metavar="SECONDS",
-        help="another operator takes over this long after the last renewal, 1 to 300 (15)",
+        help="time after the last renewal until another operator takes over, 1 to 300 (15)",
     )
 
 
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
     """Run the operator until a signal ends it.
 
     Args:
-        arguments: the command line; by default the process's own.
+        arguments: the command line (by default that of the process).
         defaults: values of options that no argument sets.
 
     Returns:

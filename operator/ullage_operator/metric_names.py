@@ -18,7 +18,7 @@ LEADER = GaugeName(
 )
 WATCH_RESTARTS = CounterName(
     "ullage_operator_watch_restarts",
-    "Watches begun again, by reason: ended, forgotten, absent, denied, unavailable, refused or bug",
+    "Watches restarted, by reason: ended, forgotten, absent, denied, unavailable, refused or bug",
     ("kind", "reason"),
 )
 OBJECTS = GaugeName("ullage_operator_objects", "Objects that the operator watches", ("kind",))

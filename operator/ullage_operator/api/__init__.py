@@ -1,5 +1,4 @@
-"""The `LLMService` object: its specification with the defaults of its schema, quantities, names and
-settings.
+"""The API of `LLMService`: the spec with its defaults, checks, quantities, names and settings.
 
-It is data and validation; it knows no cluster and no clock.
+This room holds data and validation. It knows no cluster and no clock.
 """

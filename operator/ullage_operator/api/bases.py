@@ -38,14 +38,14 @@ class Bases:
     specs: Mapping[str, Spec] = field(default_factory=dict)
     """Specs by the names of the bases."""
     remedy: str = "create it, or leave it out"
-    """Remedy for a base that is missing."""
+    """Remedy in the error about a missing base."""
 
 
 NO_BASES = Bases()
 
 
 def base_names(spec: Any) -> list[str]:
-    """Return the readable names of the bases that a spec refers to."""
+    """Return the names of the bases that a spec refers to, without those that cannot be read."""
     refs = spec.get(FIELD) if isinstance(spec, Mapping) else None
     names = [ref.get("name") for ref in refs or () if isinstance(ref, Mapping)]
     return [name for name in names if isinstance(name, str)]
@@ -111,7 +111,7 @@ def _optional(node: Schema, is_item: bool = False) -> dict[str, Any]:
     kept = {name: value for name, value in node.items() if name != "default"}
     if "properties" in node or node.get("type") in ("object", "array"):
         kept.pop(_RULES, None)
-    if not is_item:  # items of lists keep their keys, which distinguish them
+    if not is_item:  # list items still need the keys that distinguish them
         kept.pop("required", None)
     kept.pop("minProperties", None)
     if "properties" in node:
@@ -150,7 +150,7 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:
         return problem
-    text = f"{problem.message} (spec.{section} is also of {BASE.name} {', '.join(saying)})"
+    text = f"{problem.message} (spec.{section} also comes from {BASE.name} {', '.join(saying)})"
     return replace(problem, message=text)
 
 

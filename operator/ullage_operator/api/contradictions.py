@@ -1,4 +1,4 @@
-"""Checks for contradictions between fields of a spec that the CRD allows."""
+"""Checks a spec for contradictions between fields that the CRD cannot detect."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,16 +11,16 @@ from ullage_operator.api.quantities import amount, parse_bytes
 from ullage_operator.api.spec import claim_of
 
 MIN_BYTES = 2**20
-"""The least memory with which a model runs."""
+"""Smallest amount of memory that can hold a request or a block."""
 MAX_BYTES = 2**46
-"""The most memory that a machine may have: 64 TiB."""
+"""Largest amount of memory that a machine may have: 64 TiB."""
 _MIG_SLICE = "/mig-"
 """Part of the resource names of MIG slices in NVIDIA's device plugin."""
 _HOST_SIZE = "tiers.host.size"
 
 
 def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
-    """Return the contradictions between fields of a complete spec that the definition allows."""
+    """Return the contradictions between fields of a complete spec that passed the CRD."""
     if unreadable := [*unreadable_amounts(spec), *shared_roles(spec)]:
         return unreadable
 
@@ -42,7 +42,7 @@ def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
     if _MIG_SLICE in resource and gpus > 1 and device_of(spec) != "cpu":
         yield Problem(
             f"spec.pools.{name}.gpus",
-            f"{gpus} of {resource} is no group of GPUs, since NCCL connects no slices of a GPU; "
+            f"{gpus} of {resource} cannot form a group, because NCCL does not connect MIG slices; "
             "set gpus: 1 and more replicas, or take whole GPUs",
         )
 
@@ -62,7 +62,7 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
     if slots and spec["engine"] == "Native":
         yield Problem(
             "spec.memory.maxLoras",
-            f"{slots} is for LoRA adapters, which the native engine serves none of; set engine to "
+            f"{slots} is for LoRA adapters, which the native engine cannot serve; set engine to "
             "VLLM, or leave it out",
         )
 
@@ -71,7 +71,7 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
         if adapter["rank"] > rank:
             yield Problem(
                 f"spec.adapters[{index}].rank",
-                f"{adapter['rank']} is above memory.maxLoraRank {rank}, for which slots have room; "
+                f"{adapter['rank']} exceeds memory.maxLoraRank {rank}, the size of a slot; "
                 "raise maxLoraRank",
             )
         claim = claim_of(adapter["source"])
@@ -87,7 +87,7 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the roles that leave open which pool serves a request.
+    """Yield problems with roles that leave open which pool serves a request.
 
     The definition has rules for this, but objects that were stored under an older one may break
     them.
@@ -107,7 +107,7 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield amounts of memory that no machine has, or with which no engine of a pool starts.
+    """Yield memory sizes that exceed any machine, or that are too small for an engine to start.
 
     Args:
         spec: the spec as written.
@@ -126,7 +126,7 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
         yield Problem(path("maxKV"), f"{memory['maxKV']} holds no request; give at least 1Mi")
 
     tiers = memory.get("tiers", {})
-    # A host tier by default takes the room that there is, and contradicts nothing.
+    # A default host tier takes the memory that is free, so it cannot contradict other fields.
     default = f"{DEFAULT_HOST_TIER >> 20}Mi" if "remote" in tiers or "file" in tiers else 0
     host = tiers.get("host", {}).get("size", default)
     yield from (replace(each, path=path(each.path)) for each in _tiers(tiers, host))
@@ -187,7 +187,7 @@ def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
-    """Yield tiers of KV that could not hold a single block, with paths below `memory`.
+    """Yield KV tiers that could not hold a single block, with paths below `memory`.
 
     Args:
         tiers: the tiers of the spec.
@@ -208,10 +208,10 @@ def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
 
 
 def excesses(spec: Mapping[str, Any]) -> list[Problem]:
-    """Return resource requests above their limits, which Kubernetes accepts in no pod.
+    """Return resource requests that exceed their limits, which Kubernetes refuses in pods.
 
     The definition has no rule for this. API servers before 1.34 assume that every quantity is
-    megabytes of text, so that the comparison of two exceeds the cost limit of rules.
+    megabytes of text, so that comparing two of them exceeds the cost limit of rules.
     """
     places = {"router": spec["router"]} | {f"pools.{n}": pool for n, pool in spec["pools"].items()}
     return [

@@ -1,16 +1,16 @@
-"""Everything that the operator raises.
+"""The exceptions that the operator raises.
 
 OperatorError
 ├── Permanent             a retry cannot help until somebody changes something
-│   ├── InvalidManifest   an LLMService that the API would refuse; lists every problem
+│   ├── InvalidManifest   an LLMService that the API would refuse, with every problem
 │   ├── LocalFailure      a local run that cannot go on
-│   └── ClusterRefused    the API server says that a request is wrong
+│   └── ClusterRefused    the API server refuses a request as wrong
 └── Temporary             a retry after `delay_s` may help
     └── ClusterUnavailable  the API server did not answer, is busy, or refuses for now
         ├── ClusterDenied     the operator's account lacks a right
         ├── ClusterPostponed  a quota, admission or a failing webhook stops this request
         ├── ClusterConflict   somebody else wrote first
-        ├── ClusterForgets    the requested history has expired: list again
+        ├── ClusterForgets    the requested history has expired, so list again
         └── KindAbsent        the API server does not serve the kind
 """
 
@@ -39,7 +39,8 @@ class Problem:
     """One problem of a manifest."""
 
     path: str
-    """Path of the field, for example spec.memory.thresholdPercent; empty for the whole document."""
+    """Path of the field, for example spec.memory.thresholdPercent (empty for the whole document).
+    """
     message: str
     """The problem with its value, and the remedy."""
 
@@ -56,7 +57,7 @@ class InvalidManifest(Permanent):
 
 
 class LocalFailure(Permanent):
-    """A local run that cannot go on; the message says why in one line."""
+    """A local run that cannot go on. The message gives the reason in one line."""
 
 
 class ClusterRefused(Permanent):
@@ -84,7 +85,7 @@ class ClusterConflict(ClusterUnavailable):
 
 
 class ClusterForgets(ClusterUnavailable):
-    """The history that a watch or a page needs has expired: list again."""
+    """The history that a watch or a page needs has expired, so the caller lists again."""
 
 
 class KindAbsent(ClusterUnavailable):

@@ -16,9 +16,9 @@ FIELD_MANAGER = "ullage-operator"
 SCALE_MANAGER = "ullage-operator-scale"
 """Field manager of replicas that others set."""
 CONFIG_HASH = f"{GROUP}/config-hash"
-"""Pod annotation with a hash of the configuration, by which a change rolls the pods."""
+"""Pod annotation: a hash of the configuration. A changed hash replaces the pods."""
 ROLLOUT = f"{GROUP}/rollout"
-"""Annotation of an LLMService by which people steer its rollout."""
+"""Annotation of an LLMService with a command to its rollout."""
 REVISION = f"{GROUP}/revision"
 """Annotation of a StatefulSet: the revision that its pods should have."""
 TEMPLATE_HASH = f"{GROUP}/template-hash"
@@ -36,27 +36,27 @@ They are missing from its replicas, but still belong to the pool.
 STOPPED = f"{GROUP}/stopped"
 """Annotation of a StatefulSet that `spec.stop` has scaled to zero.
 
-Its number of pods does not tell how many engines the pool should have later.
+Its number of pods is therefore not the number of engines that the pool should have later.
 """
 GROUP_REVISION = f"{GROUP}/group-revision"
-"""Pod annotation: a hash of the templates of an engine's pods; only pods with equal hashes join."""
+"""Pod annotation: a hash of the templates of an engine's pods. Only pods with equal hashes join."""
 POOL_LABEL = f"{GROUP}/pool"
 FETCH_CLAIM = f"{GROUP}/fetch-claim"
 """Annotation of a Job: the claim that it fetches a model into."""
 FETCH_SOURCE = f"{GROUP}/fetch-source"
 """Annotation of a Job: the model that it fetches."""
 FETCH_STORE = f"{GROUP}/fetch-store"
-"""Annotation of a Job: a digest of the bucket's endpoint; absent if the source needs none."""
+"""Annotation of a Job: a digest of the bucket's endpoint (absent if the source needs none)."""
 STATEFUL_SET_REVISION = "controller-revision-hash"
-"""Label by which Kubernetes marks the pods of a StatefulSet with its revision."""
+"""Label of a StatefulSet's pods with the revision that Kubernetes created them from."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Label that every namespace has, with its name."""
+"""Label with the namespace's name, which every namespace has."""
 
 HTTP_PORT = 8000
 GRPC_PORT = 9000
 METRICS_PORT = 9090
 PROBE_PORT = 8081
-"""Port of health checks without TLS, for the kubelet; engines also report headroom there."""
+"""Port of the kubelet's health checks, without TLS. Engines also report headroom there."""
 
 RUN_DIR = "/run/ullage"
 CONFIG_DIR = "/etc/ullage"
@@ -73,7 +73,7 @@ KV_DIR = "/var/lib/ullage/kv"
 """Default folder of the KV file tier."""
 MODEL_IMAGE_DIR = "/model-image"
 CLAIM_ROOT = "/models"
-"""Folder at which the claim of a `pvc://` source is mounted; the engine looks there."""
+"""Folder where the claim of a `pvc://` source is mounted and the engine looks for the model."""
 
 ENGINE_CONFIG = "engine.yaml"
 ADAPTERS_FILE = "adapters.yaml"
@@ -86,7 +86,10 @@ KEPT_SPEC = "spec.json"
 """File next to the rollout's state, with the last valid spec."""
 
 _CANARY = "-next"
-"""Suffix of a canary's pool; short, because a StatefulSet's name with a hash has 63 characters."""
+"""Suffix of a canary's pool.
+
+It is short, because the name of a StatefulSet and a hash together may have 63 characters.
+"""
 
 _GROUP = "-group"
 """Suffix of the followers' pool, for engines that span several pods."""
@@ -130,7 +133,7 @@ def group_pool(pool: str) -> str:
 
 
 def stable_pool(pool: str) -> str:
-    """Return the pool of the spec that a pool, its followers or its canary's pods are of."""
+    """Return the pool of the spec to which a pool, its followers or its canary belong."""
     return pool.removesuffix(_GROUP).removesuffix(_CANARY)
 
 
@@ -139,7 +142,7 @@ def is_canary_pool(pool: str) -> bool:
 
 
 def leaders_name(group: str) -> str:
-    """Return the StatefulSet of the leaders of the followers in StatefulSet `group`."""
+    """Return the name of the StatefulSet of the leaders whose followers are in `group`."""
     return group.removesuffix(_GROUP)
 
 
@@ -168,12 +171,12 @@ def fetch_name(service: str, digest: str) -> str:
 
 
 def service_selector(service: str) -> dict[str, str]:
-    """Return the labels that select the pods of a service; they never change."""
+    """Return the labels that select the pods of a service. These labels never change."""
     return {"app.kubernetes.io/name": "ullage", "app.kubernetes.io/instance": service}
 
 
 def selector(service: str, component: str, pool: str | None = None) -> dict[str, str]:
-    """Return the labels that select the pods of a component; they never change."""
+    """Return the labels that select the pods of a component. These labels never change."""
     labels = service_selector(service) | {"app.kubernetes.io/component": component}
     return labels | ({POOL_LABEL: pool} if pool else {})
 
@@ -224,7 +227,7 @@ class Kind(NamedTuple):
     name: str
     plural: str
     selector: str = ""
-    """Label selector of the watched objects; empty for all."""
+    """Label selector of the watched objects (empty for all)."""
     optional: bool = False
     """Whether a cluster may lack the kind."""
 
@@ -281,5 +284,9 @@ _BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, EVENT, LE
 
 
 def kind_of(api_version: str, name: str) -> Kind:
-    """Return the kind of an object that the operator handles; any other kind is a bug."""
+    """Return the kind of an object that the operator handles.
+
+    Raises:
+        KeyError: the operator does not handle the kind, which is a bug.
+    """
     return _BY_NAME[api_version, name]

@@ -1,5 +1,6 @@
-"""Merges the operator's fields, and those of older specs, into pod templates by the list keys of
-server-side apply.
+"""Merges pod templates, as server-side apply merges lists of objects by their keys.
+
+The operator's fields, and those of older specs, are merged into the pod templates of a spec.
 """
 
 import posixpath
@@ -23,8 +24,10 @@ def laid_over(given: Mapping[str, Any], own: Manifest) -> Manifest:
 
 
 def _over(given: Any, own: Any, name: str = "") -> Any:
-    """Lays `own` over `given`. Containers are merged by name; of other lists' items that have a key
-    the operator's take the place of those of the same key, and lists without one are replaced.
+    """Merge `own` over `given`.
+
+    Containers with the same name are merged. In other lists with a key field, an item of `own`
+    replaces the item with the same key. A list without a key field is replaced as a whole.
     """
     if isinstance(given, Mapping) and isinstance(own, Mapping):
         both = {key: _over(given[key], own[key], key) for key in own.keys() & given.keys()}
@@ -53,7 +56,7 @@ _ELSEWHERE = {
     ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
-"""Fields of a spec by the end of a path in pod templates that the operator sets by them."""
+"""Spec fields by which the operator sets a pod field, by the end of that field's path."""
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
@@ -105,16 +108,16 @@ def _own(path: str) -> Problem:
     section = path.partition(".podTemplate")[0]
     said = (field for end, field in _ELSEWHERE.items() if path.endswith(end))
     elsewhere = next(said, "").format(section=section)
-    remedy = f"{elsewhere} says what it is" if elsewhere else "leave it out"
-    return Problem(path, f"is the operator's own; {remedy}")
+    remedy = f"set {elsewhere} instead" if elsewhere else "leave it out"
+    return Problem(path, f"is set by the operator; {remedy}")
 
 
 _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
-"""Actions of a probe or hook, of which Kubernetes accepts one at a time."""
+"""Actions of a probe or hook. Kubernetes accepts one of them at a time."""
 
 
 def overlap(path: str, mounts: Iterable[str]) -> str | None:
-    """Return how a container's path overlaps with a mount; None if it overlaps with none."""
+    """Return how a container's path overlaps with a mount, or None if it overlaps with none."""
     for each in mounts:
         if lies_in(path, each):
             return f"lies in {each}"
@@ -133,10 +136,10 @@ MERGE_KEYS = ("mountPath", "containerPort", "name")
 
 
 def merge_key(desired: list[Any], live: list[Any]) -> str | None:
-    """Return the field that identifies the items of a list, as in server-side apply.
+    """Return the field that identifies the items of a list, as in server-side apply, or None.
 
-    It is None for other lists. Items that others add to such a list, for example an injected
-    container, belong to them.
+    Items that others add to a list with such a field, for example an injected container, belong to
+    them.
     """
     items = [*desired, *live]
     if not desired or not all(isinstance(item, Mapping) for item in items):
@@ -153,7 +156,7 @@ def merge_key(desired: list[Any], live: list[Any]) -> str | None:
 def with_canonical_amounts(value: Any, name: str = "") -> Any:
     """Return a pod template with its quantities as the API server stores them.
 
-    The API server itself refuses text that is no quantity.
+    Text that is not a quantity stays unchanged, because the API server refuses it.
     """
     if isinstance(value, Mapping):
         return {key: with_canonical_amounts(item, key) for key, item in value.items()} | {

@@ -21,7 +21,7 @@ from ullage_operator.api.spec import Service, Spec, claim_of
 _read_spec = section_reader(Spec)
 _API_NAMES = {name: camel(name) for name in field_names(Spec)}
 _NAMES = re.compile(r"args\.\S+|(?<!\w)'[^']*'|\w+")
-"""A word of a message; quoted text and arguments of vLLM count as one word."""
+"""A word of a message. Quoted text and arguments of vLLM count as one word."""
 _OF_A_POOL = re.compile(r"spec\.pools\.(\w+)\.memory\.(\w+)")
 
 
@@ -51,7 +51,7 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
 def _over_bases(
     definition: schema.Schema, manifest: Mapping[str, Any], spec: Any, bases: Bases
 ) -> Any:
-    """Return a spec merged over its bases; a spec without bases stays unchanged."""
+    """Return a spec merged over its bases, and a spec without bases unchanged."""
     if not base_names(spec):
         return spec
     return with_bases(definition, manifest["metadata"]["name"], spec, bases)
@@ -60,8 +60,8 @@ def _over_bases(
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
     """Return a service that an API server has validated and stored with its defaults.
 
-    Unknown fields are ignored. They belong to a newer definition and are for the next operator, as
-    during an upgrade of both.
+    Unknown fields are ignored. They belong to a newer definition, whose operator does not run yet,
+    as during an upgrade of both.
 
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.

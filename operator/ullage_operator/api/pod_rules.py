@@ -2,7 +2,7 @@
 
 A field that Kubernetes adds later is refused until it is listed here. Pods keep to the restricted
 profile of Pod Security and get no ServiceAccount token. Users may set the fields that the profile
-leaves open, for example images, nodes, Secrets and claims.
+does not restrict, for example images, nodes, Secrets and claims.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,7 +210,7 @@ def template_problems(template: Mapping[str, Any], path: str) -> Iterator[Proble
     for name, value in spec.items():
         where = f"{at}.{name}"
         if name not in _POD_FIELDS:
-            yield Problem(where, f"is no field that pods of a service may have; {_LEAVE_OUT}")
+            yield Problem(where, f"is not allowed in the pods of a service; {_LEAVE_OUT}")
         elif name in _POD_VALUES and not _POD_VALUES[name](value):
             yield _too_much(where, value)
 
@@ -238,7 +238,7 @@ def _annotations(annotations: Mapping[str, Any], path: str) -> Iterator[Problem]
 def _container(container: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for name in container.keys() - _CONTAINER_FIELDS:
         where = f"{path}.{name}"
-        yield Problem(where, f"is no field that containers of a service may have; {_LEAVE_OUT}")
+        yield Problem(where, f"is not allowed in the containers of a service; {_LEAVE_OUT}")
     yield from _security(container, _CONTAINER_SECURITY, path)
     for kind in ("env", "envFrom", "volumeMounts"):
         yield from _objects(container, kind, path)[1]
@@ -265,8 +265,8 @@ def _volume(volume: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for kind in volume.keys() - _VOLUME_KINDS - {"name"}:
         remedy = _USE_CLAIM
         if kind == "hostPath":
-            remedy += ", or say modelCache.hostPath or memory.tiers.file.hostPath"
-        yield Problem(f"{path}.{kind}", f"is no volume that pods of a service may have; {remedy}")
+            remedy += ", or set modelCache.hostPath or memory.tiers.file.hostPath"
+        yield Problem(f"{path}.{kind}", f"is not allowed in the pods of a service; {remedy}")
 
     projected = volume.get("projected")
     sources, problems = _objects(projected or {}, "sources", f"{path}.projected")
@@ -309,4 +309,4 @@ def _are_distinct(keys: Sequence[Any]) -> bool:
 def _too_much(path: str, value: Any) -> Problem:
     text = repr(value)
     shown = text if len(text) <= 80 else f"{text[:80]}…"
-    return Problem(path, f"{shown} is more than pods of a service may have; {_LEAVE_OUT}")
+    return Problem(path, f"{shown} is not allowed in the pods of a service; {_LEAVE_OUT}")

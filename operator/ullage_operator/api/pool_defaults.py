@@ -28,7 +28,7 @@ def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
-    """Return the names of a spec's pools in order of preference; the first is the default pool."""
+    """Return the names of a spec's pools in order of preference. The first is the default pool."""
     pools = spec.get("pools", {})
     return sorted(pools, key=lambda name: (_ROLES.index(role_of(pools[name])), name))
 
@@ -42,7 +42,7 @@ def role_of(pool: Mapping[str, Any]) -> PoolRole:
 def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pool or router without the empty parts of its pod template.
 
-    So all spellings of a template yield the same release.
+    All spellings of a template therefore yield the same release.
     """
     given = section.get("podTemplate")
     if not given:
@@ -57,7 +57,7 @@ def device_of(spec: Mapping[str, Any]) -> str:
 
 
 def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
-    """Return the GPUs of a pool and its parallelism; each follows from the other.
+    """Return a pool's number of GPUs and its parallelism, each of which follows from the other.
 
     The definition has no default for them, because it has one schema for pools of every name.
     """

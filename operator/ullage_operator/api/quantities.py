@@ -15,12 +15,12 @@ _SECONDS = {
     "us": Decimal("0.000001"),
 }
 _MAX_SECONDS = 100 * 365 * 86400
-"""Longest duration in seconds; the definition accepts longer ones, which are cut to this one."""
+"""Longest duration, in seconds. The definition accepts longer ones, which are cut to this one."""
 _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return the bytes of `2Gi`, `500M`, `1.5Gi` or 1024; a fraction of a byte is rounded up.
+    """Return the bytes of `2Gi`, `500M`, `1.5Gi` or 1024, rounded up to whole bytes.
 
     Raises:
         ValueError: the text is not such a quantity.

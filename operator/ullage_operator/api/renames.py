@@ -1,4 +1,4 @@
-"""Fields of 0.1.0 that have another name or form today, and the conversion of its documents. Pure.
+"""Fields of 0.1.0 that were renamed or changed their form, and the conversion of documents. Pure.
 
 Manifests, the specs that operators keep and the releases that engines run all have the form of a
 spec, so one table converts all of them.
@@ -20,7 +20,7 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def _percent(value: Any) -> Any:
-    """Return 85 for 0.85; leave a share of another form to the checks."""
+    """Return 85 for 0.85, and any other value unchanged, for the checks to refuse."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if not math.isfinite(value):
@@ -46,7 +46,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Return the method of summaries that replaces the models of 0.1.0."""
+    """Return the summary method that replaces the models of 0.1.0."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -56,15 +56,15 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A field of 0.1.0, with its name and form of today."""
+    """A field of 0.1.0, with its present name and form."""
 
     old: str
-    """Path below spec; `*` is any key of a map, `[]` any item of a list."""
+    """Path below spec. `*` stands for any key of a map, `[]` for any item of a list."""
     new: str
-    """Path from the section that has the field; empty: there is no such field any more."""
+    """Path from the section that has the field (empty if the field was removed)."""
     convert: Callable[[Any], Any] = _same
     reason: str = "it has no effect any more"
-    """The reason why there is no such field any more."""
+    """Why the field was removed."""
 
 
 _SHARES = {
@@ -109,8 +109,11 @@ _DURATIONS = {
     "routing.rungs.reject.minRetryAfter": "minRetryDelay",
     "routing.rungs.reject.maxRetryAfter": "maxRetryDelay",
 }
-"""These have other names, for a stored number under the name of a text keeps the API server from
-applying anything to the object, its status included."""
+"""Durations that changed their names.
+
+A stored number under the name of a text field would keep the API server from writing anything to
+the object, its status included.
+"""
 _OF_PODS = {
     "podLabels": "podTemplate.metadata.labels",
     "podAnnotations": "podTemplate.metadata.annotations",
@@ -151,7 +154,7 @@ _MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTem
 
 
 def remedy(path: str, value: Any) -> str:
-    """Return the replacement for a field of 0.1.0; empty for all other fields.
+    """Return the replacement for a field of 0.1.0 (empty for all other fields).
 
     Args:
         path: the path of the field, from `spec` on.
@@ -169,22 +172,21 @@ def remedy(path: str, value: Any) -> str:
 
 
 def _whole(percent: float) -> int:
-    """Return the nearest whole percent; of two, the larger."""
+    """Return the nearest whole percent, rounding halves up."""
     return int(Decimal(str(percent)).to_integral_value(ROUND_HALF_UP))
 
 
 def _difference(percent: float) -> str:
-    """Say how far the nearest whole percent is from a percentage."""
+    """Describe how far the nearest whole percent is from a percentage."""
     more = Decimal(_whole(percent)) - Decimal(str(percent))
     side = "more" if more > 0 else "less"
     return f"{abs(more):f} percentage points {side}: shares are whole percentages"
 
 
 def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a spec of 0.1.0 whose shares are whole percentages, and what an upgrade of it changes.
+    """Return a spec of 0.1.0 with whole percentages, and the fields that an upgrade changes.
 
-    Fields that have another value afterwards, or none, are named with the old value and the new
-    one.
+    Each change names the old value and the new one, or says that the field is left out.
     """
     result = copy.deepcopy(dict(spec))
     changes: list[Problem] = []
@@ -197,7 +199,7 @@ def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
-    """Round a share to a whole percent; return what changes by it or by the rename."""
+    """Round a share to a whole percent, and describe the field's change (empty without one)."""
     value = section[name]
     if not rename.new:
         return f"{value!r} is left out; {rename.reason}"
@@ -227,11 +229,12 @@ def _is_kept(rename: Rename) -> bool:
 def upgraded(
     spec: Mapping[str, Any], definition: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a spec of 0.1.0 with today's names and forms; a spec of today stays unchanged.
+    """Return a spec of 0.1.0 with today's names and forms. A spec of today stays unchanged.
 
     Args:
-        definition: of a spec, for words and decimals of the API; None: they stay those of the
-            operator, as in the specs and releases that it keeps.
+        definition: the schema of a spec, to convert words and decimals to those of the API. None
+            leaves them as configuration files spell them, as in the specs and releases that the
+            operator keeps.
     """
     result = copy.deepcopy(dict(spec))
     for rename in RENAMES:
@@ -247,7 +250,7 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """Items of a list by their places, or by their keys where the places are not known."""
+    """Items of a list by their indices, or by their keys where the indices are not known."""
 
 
 def _sections(
@@ -299,7 +302,7 @@ def _is_among(item: Any, items: Sequence[Any]) -> bool:
 
 
 def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
-    """Return the object at a step of a path; create a missing one."""
+    """Return the object at a step of a path, and create a missing one."""
     containers = section.get("containers") if step == "engine" else None
     if step == "containers":
         section.setdefault("containers", [])
@@ -318,7 +321,7 @@ def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
 
 
 def _give_roles(pools: dict[str, Any]) -> None:
-    """Give pools the roles that 0.1.0 derived from their names, unless a pool has a role."""
+    """Give pools the roles that 0.1.0 derived from their names, unless any pool has a role."""
     objects = {name: pool for name, pool in pools.items() if isinstance(pool, dict)}
     if any("role" in pool for pool in objects.values()) or not {"single", "large"} & set(objects):
         return
@@ -328,7 +331,7 @@ def _give_roles(pools: dict[str, Any]) -> None:
 
 
 def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
-    """Replace the words of 0.1.0 by those of the API, in place."""
+    """Replace the words of 0.1.0 with those of the API, in place."""
     items: Any = ()
     if isinstance(value, dict):
         properties = schema.get("properties") or {}
@@ -351,10 +354,10 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
 def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of 0.1.0 that a client declared and the API server dropped.
 
-    The result maps paths to values, which are None where only the path is known.
+    The result maps paths to values. A value is None where only the path is known.
 
-    An API server drops fields that its definition does not have, also when it reads a stored
-    object. The annotation of `kubectl apply` still has them; for server-side apply, managedFields
+    An API server drops fields that its definition does not have, even when it reads a stored
+    object. The annotation of `kubectl apply` still has them. For server-side apply, managedFields
     has their paths without values.
     """
     metadata = manifest["metadata"]
@@ -382,7 +385,7 @@ def _plain(tree: Any, live: Any) -> Any:
     """Return the nested fields of a fieldsV1 tree, without its prefixes.
 
     Args:
-        live: the value in the object, for the places of items that the tree has by their keys.
+        live: the value in the object, to find the indices of items that the tree has by their keys.
     """
     if not isinstance(tree, Mapping):
         return {}
@@ -401,7 +404,7 @@ def _plain(tree: Any, live: Any) -> Any:
 
 
 def _place(kind: str, name: str, live: Any) -> int | str:
-    """Return the place of an item in a live list; return its key if no live item has it."""
+    """Return the index of an item in a live list, or its key if no live item has it."""
     items = live if isinstance(live, list) else []
     try:
         key = json.loads(name)

@@ -1,9 +1,8 @@
 """Applies the CRD like an API server, for `ullage plan` and `ullage up`, which have none.
 
-The CRD is the one source of the API.
-
-The steps run in this order: refuse unknown fields (as `kubectl apply` does), drop nulls, fill in
-defaults, check the structural schema, and then check the CEL rules.
+The CRD is the only source of the API. The steps run in this order: refuse unknown fields (as
+`kubectl apply` does), drop nulls, fill in defaults, check the structural schema, and then check the
+CEL rules.
 """
 
 import copy
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 Schema = Mapping[str, Any]
 CRD_FILE = "llmservices.serving.ullage.dev.yaml"
 
-# `metadata` belongs to Kubernetes; the CRD says no more of it than what a name is.
+# `metadata` belongs to Kubernetes. The CRD restricts only the name in it.
 _TOP_LEVEL = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _LISTED = 6
 _DECIMALS = {
@@ -43,8 +42,9 @@ _DECIMALS = {
 }
 """Patterns of decimals, in words.
 
-Bounds are in the pattern where 0.1.0 stored fractions under the same name: a rule that reads one
-cannot be evaluated, and the API server then refuses every write to the object.
+The pattern itself has the bounds where 0.1.0 stored fractions under the same name. A CEL rule
+cannot be evaluated on a stored fraction, and the API server would then refuse every write to the
+object.
 """
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 
@@ -58,7 +58,7 @@ def crd_path() -> Path:
 
 @functools.cache
 def load_schema() -> Schema:
-    """Return the openAPIV3Schema of the stored version; it is read once and must not change."""
+    """Return the openAPIV3Schema of the stored version. It is read once and must not be changed."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     crd = yaml.load(crd_path().read_text(encoding="utf-8"), Loader=loader)
     schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -107,7 +107,7 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     for name in value:
         where = join(path, str(name))
         if not path and name == "metadata":
-            continue  # Kubernetes' own, of which the CRD has but the name
+            continue  # it belongs to Kubernetes, and the CRD has only the name
         if name in allowed:
             yield from unknown_fields(allowed[name], value[name], where)
         elif (path or name not in _TOP_LEVEL) and not schema.get(_OPEN):
@@ -169,7 +169,7 @@ _TYPES: Mapping[str, type] = {
 
 
 def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Yield the values of a wrong type or outside the bounds of the schema.
+    """Yield the values that have a wrong type or exceed the bounds of the schema.
 
     An API server checks this and more. An older definition may have accepted other values, which
     must not stop the operator from carrying out the rest of the spec.
@@ -177,7 +177,7 @@ def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     kind = schema.get("type", "")
     is_amount = bool(schema.get("x-kubernetes-int-or-string"))
     wanted = (int, str) if is_amount else _TYPES.get(kind, object)
-    is_bool = isinstance(value, bool) and kind != "boolean"  # which Python takes for a number
+    is_bool = isinstance(value, bool) and kind != "boolean"  # a bool is an int in Python
 
     if kind or is_amount:
         if is_bool or not isinstance(value, wanted):
@@ -212,7 +212,7 @@ def _out_of_bounds(schema: Schema, value: float, path: str) -> Iterator[Problem]
 
 
 _SHOWN = 80
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
 def _short(value: Any) -> str:
@@ -222,7 +222,7 @@ def _short(value: Any) -> str:
 
 def structure(schema: Schema, value: Any) -> Iterator[Problem]:
     """Yield the violations of the structural schema."""
-    import jsonschema  # of the command line alone: the operator serves what an API server checked
+    import jsonschema  # only for the command line: an API server checks the operator's objects
 
     validator = jsonschema.Draft4Validator(standard(schema))
     for error in validator.iter_errors(value):
@@ -233,7 +233,7 @@ def structure(schema: Schema, value: Any) -> Iterator[Problem]:
 
 
 def standard(schema: Schema) -> dict[str, Any]:
-    """Return the schema in plain JSON Schema, which has no int-or-string."""
+    """Return the schema in plain JSON Schema, which has no int-or-string type."""
     result = dict(schema)
     if schema.get("x-kubernetes-int-or-string"):
         result["type"] = ["integer", "string"]
@@ -304,14 +304,14 @@ def is_positive(schema: Schema) -> bool:
 
 def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """Yield the violations of CEL rules."""
-    # A rule about changes is for the API server, which alone sees them.
+    # Only an API server can check a rule about changes.
     checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
     text = json.dumps(value) if checked else ""
     for rule in checked:
         where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
         try:
             is_kept = holds(rule["rule"], text)
-        except Exception as error:  # as an API server refuses a value for which a rule fails
+        except Exception as error:  # an API server also refuses a value if a rule fails
             yield Problem(where, f"{rule['message']} (the rule cannot be evaluated: {error!r})")
             continue
         if not is_kept:
@@ -336,7 +336,7 @@ def holds(rule: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def cel_value(text: str) -> Any:
-    """Return the CEL value of a value in JSON, for all rules of one section."""
+    """Return a JSON value as a CEL value, for all rules of one section."""
     from celpy.adapter import json_to_cel
 
     return json_to_cel(json.loads(text))
@@ -344,7 +344,7 @@ def cel_value(text: str) -> Any:
 
 @functools.cache
 def compiled(rule: str) -> "celpy.Runner":
-    """Return the compiled program of a rule; all programs are cached and have no state."""
+    """Return the compiled program of a rule. Programs are cached, because they have no state."""
     import celpy
 
     environment = celpy.Environment()

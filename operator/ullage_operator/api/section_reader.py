@@ -14,7 +14,7 @@ from ullage_operator.api.quantities import parse_bytes, parse_decimal, parse_sec
 
 _WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
 _COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
-"""Modules whose sections the definition completes."""
+"""Modules of sections whose defaults the definition fills in."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
 _API_WORDS = {
     "bfloat16": "BFloat16",
@@ -56,7 +56,7 @@ def section_reader(section: type[Strict]) -> Reader:
 
 
 def _reader(kind: inspect.Type) -> Reader | None:
-    """Return the converter of API values to `kind`; None where they need no conversion."""
+    """Return the converter of API values to `kind`, or None if they need no conversion."""
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
@@ -77,7 +77,7 @@ def _reader(kind: inspect.Type) -> Reader | None:
 
 
 def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
-    if value is None or isinstance(value, float):  # of `to_api`
+    if value is None or isinstance(value, float):  # `to_api` wrote it
         return value
     try:
         return parse(value)
@@ -102,7 +102,8 @@ def _read_map(read: Reader, values: Any, path: str) -> Any:
 
 
 def _section_reader(kind: inspect.StructType) -> Reader:
-    # The readers' own defaults are for files that people write: the API's are the definition's.
+    # Defaults of sections are for files that people write. In the API, the definition has the
+    # defaults.
     is_complete = _is_complete(kind.cls)
     fields = [
         (
@@ -156,7 +157,7 @@ def _is_complete(kind: type) -> bool:
 
 
 def to_api(value: Any) -> Any:
-    """Return a section with the API's names, as plain JSON; bytes and seconds are numbers."""
+    """Return a section with the API's names, as plain JSON with bytes and seconds as numbers."""
     match value:
         case msgspec.Struct():
             return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}

@@ -91,11 +91,11 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
     name: str
     resource_claim_template_name: str
     request: str | None = None
-    """The request of the claim that the engine uses; None for all requests."""
+    """The request of the claim that the engine uses, or None for all requests."""
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """KV of the other engines of a pool, which find one another by the pool's Service."""
+    """The KV tier of the pool's other engines, which find one another by the pool's Service."""
 
     deadline: Seconds
     copy: bool
@@ -104,7 +104,7 @@ class RemoteTierSpec(Strict, frozen=True, kw_only=True):
 class FileTierSpec(Strict, frozen=True, kw_only=True):
     size: Bytes
     path: str | None = None
-    """Folder in the container; None for the operator's default."""
+    """Folder in the container, or None for the operator's default."""
     claim_name: str | None = None
     host_path: str | None = None
 
@@ -192,7 +192,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 class PoolSpec(PodSection, frozen=True, kw_only=True):
     role: PoolRole = "standard"
     replicas: int
-    """Number of engines; the present number if the pool scales."""
+    """Number of engines, or the present number if the pool scales."""
     autoscaling: AutoscalingSpec | None = None
     gpus: int
     """GPUs of an engine, on all of its nodes."""
@@ -206,7 +206,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     standby_worker: bool = False
     nccl: dict[str, str] = field(default_factory=dict)
     memory: MemorySpec
-    """The service's memory with the pool's own fields over it."""
+    """The service's memory, with the pool's own fields merged over it."""
     shm_size: int | str | None = None
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
@@ -248,7 +248,7 @@ class RouterAutoscaling(Strict, frozen=True, kw_only=True):
 
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
-    """Router pods; the present number where a HorizontalPodAutoscaler scales them."""
+    """Number of router pods, or the present number if a HorizontalPodAutoscaler scales them."""
     public_stats: bool = False
     cors: CORSSection | None = None
     service: RouterServiceSpec = RouterServiceSpec()
@@ -257,18 +257,18 @@ class RouterSpec(PodSection, frozen=True, kw_only=True):
 
     @property
     def most_replicas(self) -> int:
-        """Return the highest number of router pods."""
+        """Return the maximum number of router pods."""
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):
     name: str | None = None
-    """Name of an existing ServiceAccount; None: the operator's own ones."""
+    """Name of an existing ServiceAccount, or None for those that the operator creates."""
     annotations: dict[str, str] = field(default_factory=dict)
 
 
 class SecurityContext(Strict, frozen=True, kw_only=True):
-    """User and groups of all pods; the cluster or the image chooses those that are None."""
+    """User and groups of all pods. The cluster or the image chooses those that are None."""
 
     run_as_user: int | None = None
     run_as_group: int | None = None

@@ -1,4 +1,4 @@
-"""The operator's own settings, which come from its environment."""
+"""The operator's own settings, from its environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ METRICS_NAMESPACE = "monitoring"
 IMAGES = "localhost/ullage"
 """Repository of the images that `make images` builds.
 
-No registry serves it, so a node without these images cannot pull somebody else's.
+No registry serves it, so a node without these images cannot pull an image of somebody else.
 """
 ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
 """The image for CPUs, without vLLM."""
@@ -32,9 +32,9 @@ class Settings:
     engine_image: str = ENGINE_IMAGE
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
     cuda_engine_image: str = CUDA_ENGINE_IMAGE
-    """ULLAGE_CUDA_ENGINE_IMAGE: image of engine pods with GPUs; if empty, `engine_image`."""
+    """ULLAGE_CUDA_ENGINE_IMAGE: image of engine pods with GPUs (by default `engine_image`)."""
     vllm_engine_image: str = ""
-    """ULLAGE_VLLM_ENGINE_IMAGE: image of engine pods that run vLLM; if empty, `engine_image`."""
+    """ULLAGE_VLLM_ENGINE_IMAGE: image of engine pods that run vLLM (by default `engine_image`)."""
     router_image: str = f"{IMAGES}/operator:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
@@ -42,44 +42,46 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     """ULLAGE_IMAGE_PULL_SECRETS: comma-separated names of pull secrets.
 
-    The Secrets are in the namespaces of the services, and add to those that a service names.
+    The Secrets are in the namespaces of the services. Pods get them in addition to those that a
+    service names.
     """
     dns_lag_s: float = DNS_LAG_S
     """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may return an outdated answer.
 
-    Routers find engines by DNS. So terminating engines serve for this time longer, and a canary
-    stays for twice this time once the stable engines are ready.
+    Routers find engines by DNS. A terminating engine therefore serves for this time longer, and a
+    canary stays for twice this time after the stable engines are ready.
     """
     max_rollouts: int = MAX_ROLLOUTS
     """ULLAGE_MAX_ROLLOUTS: number of services that may be in a rollout at once.
 
-    The limit holds for rollouts that no edit asks for, for example of a new `engine_image`.
+    The limit applies to rollouts that no edit of a service asks for, for example of a new
+    `engine_image`.
     """
     log_level: str = "info"
-    """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator itself."""
+    """ULLAGE_LOG_LEVEL: log level of the operator itself (debug, info, warning or error)."""
     tracing: TracingSection | None = None
     """ULLAGE_TRACING_ENDPOINT, ULLAGE_TRACING_PROTOCOL: the collector of the operator's own spans.
 
-    The protocol is grpc (the default) or http. Without an endpoint there are no spans.
+    The protocol is grpc (the default) or http. Without an endpoint the operator records no spans.
     """
     namespace: str = ""
-    """ULLAGE_OPERATOR_NAMESPACE: namespace of the operator's own pods; if empty, any namespace.
+    """ULLAGE_OPERATOR_NAMESPACE: namespace of the operator's own pods (empty for any namespace).
 
-    Only these pods may read headroom and measures.
+    Only these pods may read headroom and load reports.
     """
     metrics_namespace: str = METRICS_NAMESPACE
-    """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read metrics; if empty, no pod may.
+    """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read metrics (empty for none).
 
     It applies to services that do not name the readers themselves.
     """
     mesh: Literal["", "istio", "linkerd"] = ""
-    """ULLAGE_MESH: the cluster's mesh, istio or linkerd; empty without one.
+    """ULLAGE_MESH: the cluster's service mesh, istio or linkerd (empty without one).
 
-    Its sidecars are told to exclude the ports at which the operator reads headroom and measures.
+    The operator excludes the ports at which it reads headroom and load reports from the mesh's
+    sidecars.
     """
     runbooks: str = "docs/runbooks"
-    """ULLAGE_RUNBOOKS: a URL of docs/runbooks for the alerts of services, or the path in the
-    sources.
+    """ULLAGE_RUNBOOKS: URL of docs/runbooks for the alerts of services, or its path in the sources.
     """
     on_kubernetes: bool = True
     """Whether pods get the devices that they request, instead of all devices of the machine."""
@@ -104,7 +106,7 @@ class Settings:
         given: dict[str, Any] = {
             field: environ[name] for field, name in names.items() if environ.get(name)
         }
-        if "engine_image" in given:  # it applies to all engines, unless another image is named
+        if "engine_image" in given:  # the image of all engines, unless another one is set
             given.setdefault("cuda_engine_image", "")
 
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
@@ -124,7 +126,7 @@ def _mesh(environ: Mapping[str, str]) -> Literal["", "istio", "linkerd"]:
         case ("" | "istio" | "linkerd") as mesh:
             return mesh
         case other:
-            raise SystemExit(f"ULLAGE_MESH={other!r} is no known mesh; give istio, linkerd or none")
+            raise SystemExit(f"ULLAGE_MESH={other!r} is not a known mesh; set istio or linkerd")
 
 
 def _tracing(environ: Mapping[str, str]) -> TracingSection | None:
@@ -141,12 +143,12 @@ def _tracing(environ: Mapping[str, str]) -> TracingSection | None:
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     given = environ.get(name) or str(default)
     if not given.replace(".", "", 1).isdecimal():
-        raise SystemExit(f"{name}={given!r} is no number of seconds; give one such as {default:g}")
+        raise SystemExit(f"{name}={given!r} is not a number of seconds; set one like {default:g}")
     return float(given)
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     given = environ.get(name) or str(default)
     if not given.isdecimal() or int(given) < 1:
-        raise SystemExit(f"{name}={given!r} is no number of services; give one such as {default}")
+        raise SystemExit(f"{name}={given!r} is not a number of services; set one like {default}")
     return int(given)

@@ -1,6 +1,6 @@
 """An LLMService as frozen values, with bytes and seconds instead of quantities and durations.
 
-Every default comes from the CRD (`ullage_operator.api.schema`), so no default is repeated here.
+Every default comes from the CRD (`ullage_operator.api.schema`), so this module repeats none.
 """
 
 from typing import Any, Literal
@@ -46,7 +46,7 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The store of `s3://` sources; by default AWS, with the identity of the pod."""
+    """The store of `s3://` sources, by default AWS with the identity of the pod."""
 
     endpoint: str | None = None
     region: str | None = None
@@ -74,13 +74,13 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
         """Return the step's name in headers, metrics and logs.
 
         Args:
-            service: whose cascade it is.
+            service: the name of the service that has the cascade.
         """
         return self.service or self.address or service
 
     @property
     def target(self) -> str:
-        """Return the gRPC address of the step's router; empty for the service's own engines."""
+        """Return the gRPC address of the step's router (empty for the service's own engines)."""
         if self.service:
             return f"{naming.router_name(self.service)}:{naming.GRPC_PORT}"
         return self.address or ""
@@ -103,7 +103,7 @@ class CascadeSpec(Strict, frozen=True, kw_only=True):
 
     @property
     def complete_steps(self) -> tuple[CascadeStep, ...]:
-        """Return all steps; the service's own engines come last unless a step names them."""
+        """Return all steps. The service's own engines come last unless a step names them."""
         if any(step.own for step in self.steps):
             return self.steps
         return (*self.steps, CascadeStep(own=True))
@@ -190,7 +190,7 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
     metrics_from: list[dict[str, Any]] | None = None
-    """Peers of a NetworkPolicy; None for the operator's default."""
+    """Peers of a NetworkPolicy, or None for the operator's default."""
 
 
 class BaseRef(Strict, frozen=True, kw_only=True):
@@ -200,13 +200,13 @@ class BaseRef(Strict, frozen=True, kw_only=True):
 class Spec(Strict, frozen=True, kw_only=True):
     model: ModelSection
     base_refs: tuple[BaseRef, ...] = ()
-    """Bases over which the other fields are merged already; the last one has precedence."""
+    """Bases over which the other fields are already merged. The last base has precedence."""
     device: Device
     engine: EngineKind
     vllm: VllmSection
     adapters: tuple[AdapterSection, ...] = ()
     adapter_claims: tuple[str, ...] | None = None
-    """Claims that engines mount for adapters; never None once a spec is parsed."""
+    """Claims that engines mount for adapters (never None in a parsed spec)."""
     image: str | None = None
     stop: bool
     """Whether the service is stopped, so that no pool has an engine."""
@@ -215,7 +215,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
     model_pull_policy: str | None = None
-    """Pull policy of the model's image; with None, Kubernetes chooses by the image's tag."""
+    """Pull policy of the model's image. With None, Kubernetes chooses it by the image's tag."""
     s3: S3Spec | None = None
     router: RouterSpec
     replicas: int
@@ -256,12 +256,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def image_of(source: str) -> str:
-    """Return the image reference of an `oci://` source; empty for other sources."""
+    """Return the image reference of an `oci://` source (empty for other sources)."""
     scheme, _, reference = source.partition("://")
     return reference.partition("#")[0] if scheme == "oci" else ""
 
 
 def claim_of(source: str) -> str:
-    """Return the claim of a `pvc://` source; empty for other sources."""
+    """Return the claim of a `pvc://` source (empty for other sources)."""
     scheme, _, path = source.partition("://")
     return path.partition("/")[0] if scheme == "pvc" else ""

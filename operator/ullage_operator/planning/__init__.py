@@ -1,5 +1,5 @@
-"""Plans what must be done for a service, from its specification and the observed cluster.
+"""Plans what must be done for a service, from its spec and the observed cluster.
 
-It is pure: `controller` observes the cluster before and applies the plan after, and `ullage up`
+The plan is pure: `controller` observes the cluster before and applies the plan after. `ullage up`
 runs the planned pods as processes.
 """

@@ -2,8 +2,8 @@
 
 Each release of the chart elects its leader by its own lease, so two releases with the same
 namespaces would both act. The service's status names the operator that serves it. Another operator
-writes a question to the status, and the serving operator removes the question. If it does, the
-other one leaves the service alone; without an answer the other one takes over.
+writes a question to the status, and the serving operator answers by removing it. If it answers, the
+other operator leaves the service alone. If not, the other operator takes over.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 ANSWER_S = 60.0
-"""Seconds within which an operator that lives answers, a change of its leader included."""
+"""Seconds within which a live operator answers, even if its leader changes."""
 ASK_AGAIN_S = 300.0
-"""Seconds after which an operator that answered is asked once more."""
+"""Seconds after which an operator that answered is asked again."""
 
 Status = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ class ServingTurn(StrEnum):
 
     SERVE = "serve"
     ASK = "ask"
-    """Ask the serving operator whether it lives."""
+    """Ask the serving operator whether it is alive."""
     WAIT = "wait"
     """Wait for the answer."""
     YIELD = "yield"
@@ -33,21 +33,21 @@ class ServingTurn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question that an operator put to the holder of a service."""
+    """The question of an operator to the one that serves a service."""
 
     holder: str
     """Name of the operator that was asked."""
     asked_s: float
     """Time of the question, on this process's clock."""
     is_answered: bool = False
-    """Whether its answer was logged."""
+    """Whether the answer was logged."""
 
 
 def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> ServingTurn:
     """Return the decision of the operator with the name `own` about a service.
 
     Args:
-        question: the operator's last question; None before the first one.
+        question: the operator's last question, or None before the first one.
     """
     holder = holder_of(status)
     if holder in ("", own):
@@ -61,12 +61,12 @@ def turn_of(own: str, status: Status, question: Question | None, now_s: float) -
 
 
 def holder_of(status: Status) -> str:
-    """Return the name of the operator that serves a service; empty where none does yet."""
+    """Return the name of the operator that serves a service (empty where none does yet)."""
     return str((status.get("operator") or {}).get("name", ""))
 
 
 def challenger_of(status: Status) -> str:
-    """Return the name of the operator whose question is still open; empty without one."""
+    """Return the name of the operator whose question is still open (empty without one)."""
     return str((status.get("operator") or {}).get("challenger", ""))
 
 

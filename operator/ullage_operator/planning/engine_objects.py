@@ -36,8 +36,10 @@ Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
 _HELD_KINDS = ("ConfigMap", "StatefulSet")
-"""Kinds of a pool's objects that change together, since a pod reads the configuration that it was
-created for."""
+"""Kinds of a pool's objects that change together.
+
+A pod must read the configuration that it was created for.
+"""
 
 
 def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
@@ -170,7 +172,7 @@ def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
 def outdated_followers(
     service: Service, desired: Iterable[Manifest], pods: Sequence[LiveObject]
 ) -> list[LiveObject]:
-    """Return the followers that cannot join their leader, because only it has the new revision.
+    """Return the followers that cannot join, because only their leader has the new revision.
 
     The StatefulSet of followers has the update strategy OnDelete, so the operator deletes them.
     """
@@ -207,7 +209,7 @@ def outdated_engines(
 ) -> list[LiveObject]:
     """Return the engines with an older pod template that the operator deletes now.
 
-    The engine that the StatefulSet controller replaces by itself is not among them.
+    They do not include the engine that the StatefulSet controller replaces by itself.
     """
     wanted = {key_of(item): item for item in desired}
     outdated: list[LiveObject] = []
@@ -235,6 +237,6 @@ def _pod_to_delete(pod: Mapping[str, Any]) -> LiveObject:
 
 
 def group_revision(pod: Manifest) -> str:
-    """Return the group revision of a pod or pod template; empty for engines of a single pod."""
+    """Return the group revision of a pod or pod template (empty for engines of a single pod)."""
     annotations = pod["metadata"].get("annotations") or {}
     return str(annotations.get(naming.GROUP_REVISION, ""))

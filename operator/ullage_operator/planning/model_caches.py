@@ -1,6 +1,6 @@
 """Tracks the warming of a service's shared model caches, and the pools that wait for it. Pure.
 
-A Job fetches the model into a claim. New engines and canaries wait for the Job; if the Job fails or
+A Job fetches the model into a claim. New engines and canaries wait for the Job. If the Job fails or
 cannot be created, they start without it and fetch the model themselves. The status records a filled
 claim, because Kubernetes removes the Job later.
 """
@@ -20,13 +20,13 @@ from ullage_operator.manifests.fetch_job import SharedCache, shared_caches
 LiveObject = dict[str, Any]
 
 MODEL_CACHE_WARM = "ModelCacheWarm"
-"""The type of the condition that says whether every claim has its model."""
+"""Type of the condition that is True when every claim has its model."""
 PENDING = "Pending"
 FETCHING = "Fetching"
 FETCHED = "Fetched"
 FAILED = "Failed"
 RECHECK_S = 10.0
-"""Time after which the operator asks a running Job for its progress again."""
+"""Seconds after which the operator asks a running Job for its progress again."""
 _LONGEST = 512
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -34,10 +34,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """Observations of fetching pods that the Jobs themselves do not contain."""
+    """Observations of the pods that fetch models, which the Jobs themselves do not contain."""
 
     sees_jobs: bool = False
-    """Whether the operator can list Jobs; without that, engines wait for none."""
+    """Whether the operator can list Jobs. If not, engines wait for none."""
     pods: Sequence[LiveObject] = ()
     """Pods of these Jobs."""
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class CacheState:
     cache: SharedCache
     phase: str
     job: str = ""
-    """Name of the existing Job; empty without one."""
+    """Name of the existing Job (empty without one)."""
     bytes: int = 0
     total_bytes: int = 0
     message: str = ""
     """Reason why the Job failed, or why its pod does not start."""
     is_awaited: bool = False
-    """Whether engines that have not begun wait for the Job."""
+    """Whether engines that were not created yet wait for the Job."""
 
     @property
     def is_unfinished(self) -> bool:
@@ -65,7 +65,7 @@ class CacheState:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether there should be a Job; a filled claim needs none."""
+        """Return whether there should be a Job. A filled claim needs none."""
         return self.phase != FETCHED
 
     def __str__(self) -> str:
@@ -115,14 +115,14 @@ def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
 
 
 def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
-    """Return the condition ModelCacheWarm; none for a service without claims to warm."""
+    """Return the condition ModelCacheWarm (none for a service without claims to warm)."""
     if not states:
         return []
     failed = [state for state in states if state.phase == FAILED]
     if failed:
         message = (
-            f"{failed[0]}; correct that, and delete Job {failed[0].job} to try again now; engines "
-            "start without it and fetch for themselves"
+            f"{failed[0]}; correct that, and delete Job {failed[0].job} to try again now. Engines "
+            "start without it and fetch the model themselves"
         )
         return [Condition(MODEL_CACHE_WARM, False, "FetchFailed", message)]
 
@@ -135,7 +135,7 @@ def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
 
 
 def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
-    """Return the section with a pool's `modelCache` status; empty for a pool without one."""
+    """Return the section with a pool's `modelCache` status (empty for a pool without one)."""
     for state in states:
         if pool in state.cache.pools:
             return {
@@ -161,7 +161,7 @@ def _without_job(
     They do not wait either while a failed Job that was removed is created again.
     """
     phase = before.get("phase")
-    message = "its Job is not there; Degraded or MissingPermission says why"
+    message = "its Job does not exist; see the condition Degraded or MissingPermission"
     is_awaited = fetches.sees_jobs and phase not in (PENDING, FAILED)
     return CacheState(
         cache, PENDING, message=message if phase == PENDING else "", is_awaited=is_awaited
@@ -206,9 +206,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recorded status of a claim; empty if it is about another claim, model or
-    store.
-    """
+    """Return the recorded status of a claim (empty for another claim, model or store)."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -255,7 +253,7 @@ def _reason(job: LiveObject) -> str:
 
 
 def _terminated(pods: Iterable[LiveObject]) -> list[str]:
-    """Return the termination messages of the containers of pods, the newest pod's last."""
+    """Return the termination messages of the containers of pods, in the order of the pods."""
     return [
         str(status["state"]["terminated"].get("message", ""))
         for pod in pods
@@ -278,7 +276,7 @@ def _ended_with(pods: Iterable[LiveObject]) -> str:
 
 
 def parse_progress(text: str | bytes) -> dict[str, Any]:
-    """Return the progress of a download from JSON text; empty for any other text."""
+    """Return the progress of a download from JSON text (empty for any other text)."""
     try:
         report = json.loads(text)
     except ValueError:
@@ -287,7 +285,7 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return the number of bytes that was reported now; otherwise the number from before."""
+    """Return the reported number of bytes, or the previous number without a valid report."""
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and value >= 0 else 0

@@ -1,4 +1,4 @@
-"""The objects and measures of a service that its plan depends on. Pure."""
+"""The observations that the plan of a service depends on. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class ObjectKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The existing objects and measures that one service's plan depends on."""
+    """The live objects and measurements that the plan of one service depends on."""
 
     now: datetime
     """The time of the observation, in UTC."""
@@ -39,9 +39,9 @@ class Observed:
     pods: Sequence[LiveObject] = ()
     """Pods of the service."""
     lost_nodes: frozenset[str] = frozenset()
-    """Nodes of these pods that do not answer; empty if the operator may not read nodes."""
+    """Nodes of these pods that do not answer (empty if the operator may not read nodes)."""
     warnings: Warnings = field(default_factory=dict)
-    """Newest warnings about pods that do not start and workloads without pods, by uid."""
+    """Latest warnings about pods that do not start and workloads without pods, by uid."""
     pressure_levels: PressureLevels = field(default_factory=dict)
     """Memory pressure of the engines that report to the operator, by pool."""
     engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class Observed:
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
     refused: tuple[Problem, ...] = ()
-    """Problems of the declared spec, for which the operator still carries out an earlier one."""
+    """Problems of the declared spec, in place of which the operator carries out an earlier one."""
     undefined: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
     challenger: str = ""
-    """Name of another operator that also watches the service, and leaves it to this one."""
+    """Name of another operator that also watches the service and leaves it to this one."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
     """Observations of the Jobs that fetch models into shared claims."""
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Observed:
     may_yield: bool = True
     """Whether the service's next pod would get the room that another of its pods frees."""
     rollout_annotation: str = ""
-    """The annotation by which people steer the rollout."""
+    """The annotation of the service with a command to its rollout."""
     canary_samples: Sequence[CanarySample] = ()
     """Request counts of a canary, from the routers that answered."""
     unanswered: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Plans the actions for a declared service from the objects that exist. Pure.
 
-The operator applies a plan to the cluster; `ullage up` runs the same pods as processes.
+The operator applies a plan to the cluster. `ullage up` runs the same pods as processes.
 """
 
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ class ServicePlan:
     healing: RestartDecision
     """Pods to restart after the status that counts the restarts is written."""
     recheck_s: float | None = None
-    """Seconds until the next reconciliation at the latest; None for no bound."""
+    """Seconds until the next reconciliation at the latest, or None for no bound."""
 
 
 def plan(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
@@ -126,12 +126,12 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
     """Return a plan that changes only the sizes of a service's pools.
 
-    The operator falls back to this plan while it knows no complete spec of the service.
+    The operator falls back to this plan if it has no complete spec of the service.
     """
     service = with_replicas(service, observed.objects, observed.scaling)
     target = release_of(service, settings)
 
-    # The rollout stays where it is: the plan only needs its present state for the status.
+    # The rollout does not advance. The plan only needs its present state for the status.
     seen = observe_rollout(observed)
     state = load(seen.stored_state, target) or initial(target, observed.now)
     tried = [pool for pool in service.spec.pools if _has_canary(service, pool, observed)]
@@ -161,7 +161,10 @@ def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Man
 
 
 def restart_decision(service: Service, observed: Observed) -> RestartDecision:
-    """Return the engine pods to restart now and later; a canary's pods are left to its rollout."""
+    """Return the engine pods to restart now and later.
+
+    A canary's pods are left to its rollout.
+    """
     return decide_restarts(
         service.spec.healing,
         engine_pods(
@@ -174,7 +177,7 @@ def restart_decision(service: Service, observed: Observed) -> RestartDecision:
 
 
 def _recheck_times_s(service: Service, healing: RestartDecision, observed: Observed) -> list[float]:
-    """Return the seconds until each time at which the plan changes without a change in the cluster.
+    """Return the seconds until each time at which the plan changes by itself.
 
     At these times healing decides again, a pod becomes stable, a missing pod becomes a problem, or
     a node is read again.
@@ -195,9 +198,9 @@ def is_edited(service: Service, observed: Observed) -> bool:
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
-    """Return the router's objects.
+    """Return the decision about the router's objects.
 
-    If the operator itself changed the router's pod template, the change waits for its turn in the
+    If only a new operator changes the router's pod template, the change waits for its turn in the
     rollout queue.
     """
     file = _router_file(service, rollout, observed)
@@ -253,7 +256,8 @@ def left_to_router_scaler(
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
     """Return the rollout file of the routers.
 
-    While the state of the rollout is unknown, the live file is kept, and only its stop changes.
+    While the state of the rollout is unknown, the live file stays, and only its field for a stopped
+    service changes.
     """
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)

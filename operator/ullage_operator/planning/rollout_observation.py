@@ -1,4 +1,4 @@
-"""Sums up the observations that a rollout depends on. Pure."""
+"""Gathers the observations that a rollout depends on. Pure."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -85,7 +85,7 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
     """Return whether a canary, or the engines after its promotion, still wait for nodes.
 
-    After `SEEK`, the service is not waited for any longer.
+    After `SEEK`, other services do not wait for this one any longer.
     """
     if observed.now - progress.since > SEEK:
         return False

@@ -1,13 +1,11 @@
-"""Chooses the spec that a service stands by: the declared one, or the last that could be carried
-out. Pure.
+"""Chooses the spec that the operator carries out: the declared one or the last valid one. Pure.
 
-An edit that cannot be carried out changes nothing: the operator keeps scaling, waking and healing
-by the spec before it, and reports the invalid fields. The ConfigMap of the service's rollout keeps
-that spec, with hashes for the values of environment variables.
+An edit that cannot be carried out changes nothing. The operator keeps scaling, waking and healing
+by the previous spec, and reports the invalid fields. The ConfigMap of the service's rollout keeps
+that spec, with hashes of the values of environment variables.
 
-Without a kept spec, as for services of an operator before this feature, only the live objects are
-known. They stay unchanged; only the number of pods changes, by the readable fields of each pool's
-autoscaling.
+Services of an older operator may have no kept spec. Then only the live objects are known, and they
+stay unchanged. Only the number of pods changes, by the readable fields of each pool's autoscaling.
 """
 
 import contextlib
@@ -41,27 +39,27 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The reading of a declared service."""
+    """The result of reading a declared service."""
 
     service: Service | None
-    """The parsed service; None where it cannot be carried out."""
+    """The parsed service, or None if it cannot be carried out."""
     problems: tuple[Problem, ...] = ()
-    """Problems for which the service cannot be carried out."""
+    """Problems because of which the service cannot be carried out."""
     filled: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The spec of a service that the operator carries out."""
+    """The service as the operator carries it out."""
 
     service: Service
     is_partial: bool = False
-    """Whether only sizes are known, so that objects stay as they are."""
+    """Whether only sizes are known, so that objects stay unchanged."""
 
 
 def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASES) -> Declared:
-    """Read a declared service, and try whether it can be planned.
+    """Read a declared service, and check that it can be planned.
 
     Args:
         bases: the bases of the service's namespace that the service names.
@@ -75,8 +73,8 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
         return Declared(None, error.problems)
     except Exception as error:
         # An unforeseen error must not stop the operator from carrying out the kept spec.
-        _logger.exception("a spec that no check refuses cannot be planned")
-        text = f"cannot be carried out: {error!r}; correct what was edited last"
+        _logger.exception("a spec passed all checks but cannot be planned")
+        text = f"cannot be carried out: {error!r}; correct the last edit"
         return Declared(None, (Problem("spec", text),))
     return Declared(service, filled=tuple(filled))
 
@@ -89,7 +87,7 @@ def _dropped(path: str, value: Any) -> Problem:
 def standing(
     manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
 ) -> Standing | None:
-    """Return the spec to carry out; None if the declared one is invalid and nothing serves."""
+    """Return the spec to carry out, or None if the declared one is invalid and nothing serves."""
     if declared.service:
         return Standing(declared.service)
     kept = _kept(manifest, observed)
@@ -112,7 +110,7 @@ def standing(
 
 
 def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return the plan for the spec that a service stands by."""
+    """Return the plan for the spec that the operator carries out."""
     if stands.is_partial:
         return plan_sizes(stands.service, observed, settings)
     return _with_kept_spec(plan(stands.service, observed, settings), stands.service)
@@ -130,10 +128,10 @@ def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
 
 
 def dump(spec: Spec) -> str:
-    """Return the text in which a spec is kept.
+    """Return a spec as text.
 
-    More people may read ConfigMaps than services, so the text has hashes for the values of
-    environment variables, which may be secrets.
+    More people may read ConfigMaps than services. Environment variables may be secrets, so the text
+    has hashes of their values.
     """
     document = to_api(spec)
     document |= {name: sealed_section(document[name]) for name in _SEALED}
@@ -141,7 +139,7 @@ def dump(spec: Spec) -> str:
 
 
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
-    """Return the kept spec with the fields that a newer definition adds; empty without one."""
+    """Return the kept spec with the fields that a newer definition adds (empty without one)."""
     name = naming.rollout_name(manifest["metadata"]["name"])
     data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
     definition = schema.load_schema()["properties"]["spec"]
@@ -194,7 +192,7 @@ def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
-"""Parts of a spec by which live pods are treated and reached."""
+"""Parts of a spec that decide how live pods are reached and treated."""
 
 
 def _salvaged(
@@ -221,8 +219,9 @@ def _salvaged(
 
 
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
-    """Return a role for each live pool: the declared one if it is readable and no other pool has
-    it.
+    """Return a role for each live pool.
+
+    A pool gets its declared role if it is readable and no other pool has it.
     """
     roles: dict[str, str] = {}
     for pool in pools:
@@ -246,7 +245,7 @@ def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
 def _with_readable(
     metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
 ) -> Manifest:
-    """Return a spec with a section, or with as many of its fields as can be read."""
+    """Return a spec with a section, or with those of its fields that can be read."""
     if value is None:
         return spec
     candidate = _replaced(spec, path, value)

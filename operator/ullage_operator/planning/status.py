@@ -133,7 +133,7 @@ def service_problems(
 
 
 def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
-    """Return the problems of an invalid spec while the operator carries out the previous one."""
+    """Return the problems of an invalid spec, while the operator carries out the previous one."""
     if not problems:
         return []
     message = "; ".join(map(str, problems))
@@ -172,7 +172,7 @@ def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
         if report is None or not (report.fingerprint or report.ready):
             continue
 
-        # The revisions of a canary's StatefulSet are its own, so the pool tells them apart.
+        # The revisions of a canary's StatefulSet are its own, so the pool distinguishes them.
         revision = f"{pool_of(pod)} {meta['labels'].get(naming.STATEFUL_SET_REVISION, '')}"
         engines[meta["name"]] = EngineNumerics(
             naming.stable_pool(pool_of(pod)),
@@ -193,7 +193,7 @@ def adapter_reports(observed: Observed) -> Reports:
 
 
 def warned_objects(service: Service, observed: Observed) -> list[str]:
-    """Return the uids of the pods and workloads whose Events may say why pods do not start."""
+    """Return the uids of the pods and workloads whose Events may explain why pods do not start."""
     pods = [pod for pod in observed.pods if is_unmounted(pod, observed.now)]
     workloads = workload_pods(service, observed)
     lacking = lacking_workloads(workloads, observed.status, observed.now)
@@ -202,7 +202,7 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
 
 
 def was_progressing(status: Mapping[str, Any]) -> bool:
-    """Return the last status of the condition Progressing; True for a service without it."""
+    """Return whether the condition Progressing was last True (True for a service without it)."""
     listed = status.get("conditions", ())
     progressing = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
     return next(progressing, True)
@@ -250,14 +250,14 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
 def fetching_condition(
     service: Service, rollout: RolloutPlan, observed: Observed
 ) -> Condition | None:
-    """Return the condition that engines wait until a Job has fetched their model, if they do."""
+    """Return the condition while engines wait for a Job to fetch their model, or None."""
     unbegun = unbegun_pools(service, rollout, observed)
     messages = [f"pool {name} {why}" for name, why in unbegun.items()]
     return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None
 
 
 def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
-    """Return the stable engines by pool."""
+    """Return the stable engines' workload by pool."""
     by_pool = {}
     for name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
@@ -278,7 +278,7 @@ def with_canary_engines(
 
 
 def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
-    """Return the fields of the scale subresource, which reports the default pool."""
+    """Return the status fields of the scale subresource, which reports the default pool."""
     first = next(iter(service.spec.pools))
     match = naming.selector(service.name, naming.ENGINE, first)
     return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}

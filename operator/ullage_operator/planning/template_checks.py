@@ -1,4 +1,4 @@
-"""Checks of the pod templates in a spec against the operator's own fields. Pure."""
+"""Checks that pod templates in a spec do not conflict with the operator's own fields. Pure."""
 
 from collections.abc import Iterator
 

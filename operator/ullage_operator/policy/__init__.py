@@ -1,5 +1,5 @@
-"""Decides which engine pods restart, which nodes may be lost, and how many engines a pool has.
+"""Decides which engine pods to restart, which nodes may be lost, and how many engines a pool has.
 
-It is pure: the healer and the autoscaler of `controller` measure and act. It knows neither
-manifests nor rollouts.
+The decisions are pure: the healer and the autoscaler of `controller` measure and act. This room
+knows neither manifests nor rollouts.
 """

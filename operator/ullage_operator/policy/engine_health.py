@@ -1,4 +1,4 @@
-"""Decides which engines to follow, and sums up their headroom reports. Pure."""
+"""Decides which engines' headroom reports to follow, and summarises the reports. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
 TRIAL_INTERVAL_MS = 1_000
 """Minimum time between two reports of a canary's engine, in milliseconds.
 
-It is short, because a fall must be known before the canary is promoted.
+It is short, because the operator must learn of a fall before it promotes the canary.
 """
 FRESH_S = 10.0
-"""Seconds after which a report of a canary's engine is too old to judge by."""
+"""Seconds after which a report of a canary's engine is too old for the analysis."""
 
 PressureLevels = Mapping[str, int]
 """Highest level of memory pressure of the engines that report, by pool."""
@@ -34,7 +34,7 @@ class EngineHealth:
 
     pool: str
     report: headroom_pb2.Headroom | None = None
-    """The last report; None before the first one since the operator follows the engine."""
+    """The last report, or None before the first one since the operator follows the engine."""
     known_s: float = 0.0
     """Seconds since the operator first saw the engine started."""
     silent_s: float = 0.0
@@ -42,7 +42,7 @@ class EngineHealth:
     unhealthy_s: float = 0.0
     """Seconds for which the reported health has been below the service's minimum."""
     trouble: str = ""
-    """Error of the engine's stream; empty while reports arrive."""
+    """Error of the engine's stream (empty while reports arrive)."""
 
 
 def pressure_by_pool(
@@ -60,11 +60,11 @@ def pressure_by_pool(
 
 
 def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
-    """Return the number of workers of a pool's engines that crashed and were restarted.
+    """Return the number of workers in a pool that crashed and were restarted.
 
     Args:
         engines: the engines of the pool.
-        before: the number in the service's status, which holds until every engine has reported.
+        before: the number in the service's status, which is kept until every engine has reported.
     """
     reports = [engine.report for engine in engines]
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
@@ -83,11 +83,11 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
 
 
 def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for pools with more throttled engines than before, or with none any more.
+    """Return Events for pools with more throttled engines than before, or without any again.
 
     Args:
-        before: the status of the service before.
-        after: the status of the service now.
+        before: the previous status of the service.
+        after: the current status of the service.
     """
     notes = []
     for name, pool in after.get("pools", {}).items():
@@ -97,7 +97,7 @@ def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Eve
             engines = "an engine runs" if count == 1 else f"{count} engines run"
             message = (
                 f"pool {name}: {engines} smaller batches because GPUs are throttled; "
-                "ullage_gpu_throttled names the GPUs and why"
+                "ullage_gpu_throttled names the GPUs and the reasons"
             )
             notes.append(EventNote("BoostOff", "Observe", message, warning=True))
         elif previous and not count:
@@ -110,8 +110,8 @@ def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) ->
     """Return Events for workers that were restarted.
 
     Args:
-        before: the status of the service before.
-        after: the status of the service now.
+        before: the previous status of the service.
+        after: the current status of the service.
     """
     notes = []
     for name, pool in after.get("pools", {}).items():
@@ -120,7 +120,7 @@ def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) ->
         if count > 0:
             workers = "a worker" if count == 1 else f"{count} workers"
             message = (
-                f"pool {name}: {workers} of its engines ended unasked and started again, {total} "
+                f"pool {name}: {workers} of its engines ended unexpectedly and restarted, {total} "
                 "since these engines started; their logs and ullage_worker_restarts_total say why"
             )
             notes.append(EventNote("WorkerRestarted", "Observe", message, warning=True))

@@ -1,4 +1,4 @@
-"""Decides which nodes may be lost, from the pods that they run. Pure."""
+"""Decides which nodes may be lost, from the state of their pods. Pure."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -26,12 +26,12 @@ def elapsed_s(at: datetime | None, now: datetime) -> float:
 
 
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
-    """Return the nodes with pods that should be gone, or that started and are not ready."""
+    """Return the nodes with pods that are overdue to end, or that started and are not ready."""
     return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
 
 
 def node_wait_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until a pod's node should be read; None while the pod is well."""
+    """Return the seconds until a pod's node should be read, or None while the pod is well."""
     wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
     return NODE_CHECK_S if wait_s == 0 else wait_s
 

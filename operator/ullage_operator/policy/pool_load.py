@@ -1,7 +1,4 @@
-"""Sums up the load of a pool from the reports of its routers. Pure.
-
-`ullage_common.wire.load_report` describes each number.
-"""
+"""Sums the load of a pool from the reports of its routers. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +24,7 @@ class PoolLoad:
     claimed: int = 0
     """Bytes of the capacity that are in use or reserved by prediction."""
     waiting: int = 0
-    """Bytes that requests wait for."""
+    """Bytes that queued requests wait for."""
     queue_s: float = 0.0
     """Longest time that a request has waited, in seconds."""
     answered: int = 0
@@ -45,7 +42,9 @@ class PoolLoad:
 
 
 def parse_reports(body: bytes) -> list[RouterReport]:
-    """Return the reports of a router: one, or several of a router of 0.1.0 with several processes.
+    """Return the reports of a router.
+
+    There is one, or several of a router of 0.1.0 with several processes.
 
     Raises:
         ValueError: the body is not a list of reports.
@@ -62,8 +61,8 @@ def is_wanted(reports: Iterable[RouterReport]) -> bool:
 def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> PoolLoad:
     """Return the load of one pool.
 
-    Engines report the same to every router, so their numbers come from the router that sees most
-    engines. Numbers that each router counts itself are added up.
+    Engines report the same to every router, so their numbers come from the router that sees the
+    most engines. Numbers that each router counts itself are summed.
 
     Args:
         name: the name of the pool.

@@ -25,12 +25,12 @@ KEDA = "keda"
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecisions:
-    """Decisions that the operator made from measures."""
+    """The operator's scaling decisions, from measured load."""
 
     pools: Mapping[str, ScalingDecision]
-    """Decisions by pool; a pool that was not measured yet is absent."""
+    """Decisions by pool, without pools that were not measured yet."""
     problem: str = ""
-    """Why there are no measurements; empty while there are."""
+    """Why there are no measurements (empty while there are)."""
     changes: Mapping[str, "ScalingChange"] = field(default_factory=dict)
     """The last decision that changed a pool's number of engines, by pool."""
 
@@ -48,24 +48,24 @@ NO_DECISIONS = ScalingDecisions({})
 
 
 def autoscaling_of(pool: PoolSpec) -> AutoscalingSpec | None:
-    """Return the autoscaling of a pool; None if it is off."""
+    """Return the autoscaling of a pool, or None if it is off."""
     return pool.autoscaling if pool.autoscaling and pool.autoscaling.enabled else None
 
 
 def provider_of(pool: PoolSpec) -> str:
-    """Return the provider that decides a pool's number of engines; empty if the spec does."""
+    """Return the provider that decides a pool's number of engines (empty if the spec does)."""
     scaling = autoscaling_of(pool)
     return scaling.provider if scaling else ""
 
 
 def may_sleep(pool: PoolSpec) -> bool:
-    """Return whether a pool may sleep: it has no engine until a request wakes it."""
+    """Return whether a pool may sleep, without engines until a request wakes it."""
     scaling = autoscaling_of(pool)
     return scaling is not None and scaling.min_replicas == 0
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Return a pool's number of engines, including those that a canary replaces.
+    """Return a pool's number of engines, including those that a canary replaces, or None.
 
     It is None without a StatefulSet.
     """
@@ -176,7 +176,7 @@ def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False
 
 
 def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return the policies of pools that the operator itself scales; none of a stopped service."""
+    """Return the policies of pools that the operator itself scales (none of a stopped service)."""
     if service.spec.stop:
         return {}
     scaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}

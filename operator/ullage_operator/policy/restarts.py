@@ -1,11 +1,11 @@
 """Decides which engine pods to restart, from pods, nodes and headroom reports. Pure.
 
-The engine's own supervisor restarts workers, and the kubelet restarts containers that end or fail
-their liveness probe. Neither helps a pod that started, stopped serving, and stays like that. The
-operator deletes this pod, so that its StatefulSet creates another.
+The engine's own supervisor restarts workers. The kubelet restarts containers that end or fail their
+liveness probe. Neither restarts a pod that started, stopped serving and stays unready. The operator
+deletes this pod, so that its StatefulSet creates another.
 
-Restarts are bounded by a budget an hour, by a backoff that doubles, and to one pod of a pool at a
-time. The last pod that serves is never deleted.
+An hourly budget, an exponential backoff and the limit of one pod per pool at a time bound the
+restarts. The last pod that serves is never deleted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ HOUR = timedelta(hours=1)
 HUNG_GRACE_S = 30
 """Termination grace period, in seconds, of a pod that hangs or does not serve.
 
-More time would end no request, and the pod keeps its GPUs meanwhile.
+More time would not let any request finish, and the pod keeps its GPUs meanwhile.
 """
 FORCE_AFTER_S = 60.0
-"""Seconds for which the deletion of a pod on a lost node may be overdue before it is forced."""
+"""Seconds by which a deletion on a lost node must be overdue before it is forced."""
 
 Pod = Mapping[str, Any]
 
@@ -46,18 +46,18 @@ _UNKNOWN = EngineHealth(pool="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """The state of an engine pod by which healing decides."""
+    """The state of an engine pod that healing decisions depend on."""
 
     name: str
     uid: str
     pool: str
     has_started: bool
-    """Whether the startup probe passed; a pod that still loads is never restarted."""
+    """Whether the startup probe passed. A pod that still loads is never restarted."""
     is_ready: bool
     not_ready_s: float = 0.0
     """Seconds for which the operator has seen the started pod not ready."""
     not_ready_reason: str = ""
-    """The engine's own reason for not being ready; empty without one."""
+    """The reason that the engine reports for not being ready (empty without one)."""
     has_reported: bool = False
     """Whether the engine has reported headroom since the pod started."""
     silent_s: float = 0.0
@@ -69,7 +69,7 @@ class EnginePod:
     """Seconds since the pod's termination grace period ended."""
     is_on_lost_node: bool = False
     is_follower: bool = False
-    """Whether the pod is a follower without a server, which only its own probes restart."""
+    """Whether the pod is a follower without a server, which only its own probes can restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class Restart:
     reason: str
     message: str
     by_force: bool = False
-    """Whether Kubernetes removes the pod without an answer of its node; costs no budget."""
+    """Whether Kubernetes removes the pod without an answer from its node. This costs no budget."""
     grace_s: int | None = None
-    """Grace period of the deletion in seconds; None for the pod's own, in which it drains."""
+    """Grace period of the deletion in seconds, or None for the pod's own, in which it drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class RestartDecision:
 
     restarts: tuple[Restart, ...] = ()
     deferred: tuple[Restart, ...] = ()
-    """Restarts that must wait; each message says why."""
+    """Restarts that must wait. Each message gives the reason."""
     recheck_s: float | None = None
-    """Seconds until the next decision is due, even without news; None for no such time."""
+    """Seconds until the next decision is due even without news, or None."""
 
 
 def decide_restarts(
@@ -120,8 +120,8 @@ def decide_restarts(
         pods: the engine pods of the service.
         history: its restarts, at least those of the last hour.
         now: the current time, in UTC.
-        is_unreachable: pools that no router reaches either. An engine there that sends the operator
-            no reports is really silent, and the operator is not just cut off.
+        is_unreachable: pools that no router reaches either. If an engine there sends no reports,
+            the engine is silent, rather than the operator cut off.
     """
     forced = tuple(map(_forced, filter(_is_lost, pods)))
     waits = [_until_forced(pod) for pod in pods]
@@ -157,7 +157,7 @@ def _until_forced(pod: EnginePod) -> float | None:
 
 
 def _forced(pod: EnginePod) -> Restart:
-    message = f"its node is lost and it should have been gone {pod.overdue_s:.0f} s ago"
+    message = f"its node is lost and its deletion is {pod.overdue_s:.0f} s overdue"
     return Restart(pod, "NodeLost", message, by_force=True, grace_s=0)
 
 
@@ -168,7 +168,7 @@ def _decide_for_pool(
     now: datetime,
     is_unreachable: bool,
 ) -> RestartDecision:
-    """Restart at most one pod of a pool; the next one waits for the backoff."""
+    """Choose at most one pod of a pool to restart. The next one waits for the backoff."""
     diagnoses = [diagnosis for pod in pods if (diagnosis := _diagnose(policy, pod))]
     waits = [_due_s(policy, pod) for pod in pods]
     if not diagnoses:
@@ -190,7 +190,7 @@ def _decide_for_pool(
 
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
-    """Return the restart that a pod needs; None while it starts, ends or serves."""
+    """Return the restart that a pod needs, or None while it starts, ends or serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
 
@@ -213,7 +213,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
-    """Return the seconds until a pod may be due for a restart; None for a pod that serves."""
+    """Return the seconds until a pod may be due for a restart, or None for a pod that serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
@@ -229,7 +229,7 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Return the reason to spare a ready pod, for example as the last that serves."""
+    """Return the reason not to restart a ready pod, for example that it is the last that serves."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):
@@ -259,13 +259,13 @@ def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tu
 def _explanation(reason: str, policy: HealingSpec) -> str:
     """Return the message for the reason to wait.
 
-    The text is the same each time, so that Kubernetes aggregates it into one Event.
+    The text does not change from time to time, so that Kubernetes aggregates it into one Event.
     """
     match reason:
         case "RestartBudgetSpent":
             number = policy.restarts_per_hour
             remedy = "see why restarts do not help, or raise spec.healing.restartsPerHour"
-            return f"{number} restarts of its pool in an hour are spent; {remedy}"
+            return f"the budget of {number} restarts an hour for its pool is spent; {remedy}"
         case "RestartBackoff":
             return "it is recreated after a backoff"
         case "OthersNotBack":
@@ -283,7 +283,7 @@ def engine_pods(
     lost_nodes: frozenset[str],
     now: datetime,
 ) -> list[EnginePod]:
-    """Return the engine pods as healing sees them.
+    """Return the engine pods in the form that healing decides by.
 
     Args:
         pods: the pods of a service.

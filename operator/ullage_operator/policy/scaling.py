@@ -2,14 +2,15 @@
 
     decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
 
-The demand is the KV memory that predictions claim or requests wait for, divided by the KV memory
-that an engine offers at the target utilisation. If requests wait too long or first tokens come too
-late at a lower utilisation, that utilisation becomes the target for a while. Warm spares are added
-to the demand, and the bounds are applied last.
+The demand is the KV memory that predictions claim or requests wait for. Divided by the KV memory
+that an engine offers at the target utilisation, it gives the number of engines. If requests wait
+too long or the TTFT is too high at a lower utilisation, that utilisation becomes the target for a
+while. Warm spares are added to the demand, and the bounds are applied last.
 
-A pool is scaled up at once, and down after a window: the highest number that was suggested within
-the window holds, as in the HorizontalPodAutoscaler. A pool that may sleep is scaled to zero after
-`idleAfter` without requests. It wakes with the first request, regardless of windows and steps.
+A pool is scaled up at once, and down after a stabilisation window: the highest number that was
+suggested within the window holds, as in the HorizontalPodAutoscaler. A pool that may sleep is
+scaled to zero after `idleAfter` without requests. It wakes with the first request, regardless of
+windows and steps.
 """
 
 import math
@@ -23,9 +24,9 @@ from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
 TOLERANCE = 0.1
 """Relative deviation of the load from the engines' target within which their number stays."""
 STRAIN_KEPT_S = 3600.0
-"""Seconds without lateness after which the utilisation may be higher by `EASING`."""
+"""Seconds without late requests after which the target may rise by `EASING`."""
 EASING = 1.05
-"""Factor by which a lowered utilisation rises again, so that engines are removed step by step."""
+"""Factor by which a lowered target rises again, so that engines are removed step by step."""
 RELIEF = 0.95
 """New target as a share of the utilisation at which requests were late."""
 MIN_SHARE = 0.25
@@ -38,7 +39,7 @@ LATE_SHARE = 0.05
 MIN_ANSWERS = 20
 """Minimum number of answers for a meaningful share of late ones."""
 QUEUE_SETTLE_S = 15.0
-"""Seconds for which the queue is not judged after engines became ready."""
+"""Seconds after engines became ready during which the queue time is ignored."""
 Object = Mapping[str, Any]
 
 
@@ -60,21 +61,21 @@ class Strain:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """The memory of earlier decisions; all times are seconds of one monotonic clock.
+    """Earlier decisions, with times in seconds of one monotonic clock.
 
-    It need not outlive the operator. Without a history, the present number counts as suggested now,
-    so that no engine is removed before a whole window has passed.
+    A new operator may start without a history. The present number then counts as suggested now, so
+    that no engine is removed before a whole window has passed.
     """
 
     highs: tuple[ReplicasAt, ...] = ()
-    """Suggestions above all later ones, in falling order; the first is the window's maximum."""
+    """Suggestions above all later ones, in falling order. The first is the window's maximum."""
     lows: tuple[ReplicasAt, ...] = ()
-    """Suggestions below all later ones, in rising order; the first is the window's minimum."""
+    """Suggestions below all later ones, in rising order. The first is the window's minimum."""
     changes: tuple[ReplicasAt, ...] = ()
     """Recent changes of the number of engines."""
     strain: Strain | None = None
     full_since: float | None = None
-    """Time since which all requested engines are ready; None while some are not."""
+    """Time since which all requested engines are ready, or None while some are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def decide_replicas(
         policy: the pool's autoscaling.
         history: the history that the last decision returned.
         load: the load of the pool.
-        current: the number of engines that is requested now.
+        current: the number of engines that is currently requested.
         now: the time in seconds, on a monotonic clock.
 
     Returns:
@@ -126,7 +127,7 @@ def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDec
 
 
 def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decide to put a pool to sleep that nobody uses."""
+    """Decide whether a pool that nobody uses goes to sleep."""
     may_sleep = not policy.min_replicas and not policy.warm_spares
     is_used = load.active or load.waiting or load.wanted or load.is_partial
     if not (current and may_sleep) or is_used or load.idle_s < policy.idle_after:
@@ -140,7 +141,7 @@ def _demand(
     """Return the number of engines for the load, without regard to earlier decisions."""
     if not load.ready or not load.capacity:
         least = max(current, 1 if load.wanted else 0)
-        return ScalingDecision(least, "NotReady", "no engine is ready that could be measured")
+        return ScalingDecision(least, "NotReady", "no engine is ready to be measured")
 
     target = policy.targets.kv_utilization
     why = "Memory"
@@ -152,7 +153,7 @@ def _demand(
     ratio = (load.claimed + load.waiting) / (engine * target)
     present = max(0, current - policy.warm_spares)
     need = max(1, math.ceil(ratio - 1e-9))
-    # Under strain one engine less or more is tried; otherwise small differences are noise.
+    # Under strain, one engine less or more is tried. Otherwise small differences are noise.
     if present and why == "Memory" and abs(ratio / present - 1) <= TOLERANCE:
         need = present
     if load.is_partial:
@@ -172,7 +173,7 @@ def is_strained(
 
     settled_s = now - history.full_since
     waits = load.queue_s > policy.targets.queue_wait and settled_s >= QUEUE_SETTLE_S
-    # More engines do not help where each has one request at most.
+    # More engines do not help if each has at most one request.
     is_shared = load.active > load.ready
     is_late = load.answered >= MIN_ANSWERS and load.late > LATE_SHARE * load.answered
     return waits or (policy.targets.ttft and is_late and is_shared and settled_s >= LATE_WINDOW_S)
@@ -202,7 +203,7 @@ def _with_strain(
 def _suggested(
     policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
 ) -> ScalingHistory:
-    """Return the history with a new suggestion, and without those that no window needs any more."""
+    """Return the history with a new suggestion, without those that no window needs any more."""
     moment = ReplicasAt(now, replicas)
     return replace(
         history,
@@ -222,7 +223,7 @@ def _window(
 def _stabilised(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Return the desired number, limited to the change on which the whole window agrees."""
+    """Return the desired number, limited to the change that the whole window supports."""
     if desired > current:
         return max(current, min(m.replicas for m in history.lows))
     return min(current, max(m.replicas for m in history.highs))
@@ -231,7 +232,7 @@ def _stabilised(
 def _limited(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Return the desired number, limited to one step from that at the start of the period."""
+    """Return the desired number, limited to one step from the number at the start of the period."""
     pace = policy.scale_up if desired > current else policy.scale_down
     sign = 1 if desired > current else -1
     done = sum(m.replicas for m in history.changes if m.at > now - pace.period)
@@ -243,7 +244,7 @@ def _limited(
 
 
 def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
-    """Return the number within the bounds of the pool; only an idle pool has no engine."""
+    """Return the number within the bounds of the pool. Only an idle pool has no engine."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
     return min(policy.max_replicas, max(least, replicas))
 
@@ -268,7 +269,7 @@ def _explained(
         return ScalingDecision(allowed, "Bounds", f"{demand.message}; {limits}")
 
     if allowed != demand.replicas:
-        more = f"{demand.replicas} engines would do for that"
+        more = f"{demand.replicas} engines would suffice"
         return ScalingDecision(allowed, "Stabilizing", f"{demand.message}; {more}")
 
     is_steady = allowed == current and demand.reason != "NotReady"

@@ -27,7 +27,7 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 
     Args:
         pool: the pool.
-        change: the last change that this operator decided; None without one.
+        change: the last change that this operator decided, or None without one.
         before: the present status of the pool.
     """
     status: dict[str, Any] = {"desiredReplicas": pool.replicas}
@@ -48,7 +48,7 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 def scaling_condition(
     service: Service, decided: ScalingDecisions, serves: Collection[str]
 ) -> list[Condition]:
-    """Return the condition ScalingActive; none for a service that does not scale itself."""
+    """Return the condition ScalingActive (none for a service that does not scale itself)."""
     providers = {name: provider_of(pool) for name, pool in service.spec.pools.items()}
     by = {each for each in providers.values() if each}
     if not by or service.spec.stop:

@@ -1,4 +1,4 @@
-"""Rollouts by canary: stages, the analysis that promotes or rolls back, and the kept state.
+"""Rollouts by canary: the stages, the analysis that promotes or rolls back, and the kept state.
 
-It decides from given observations, and knows no cluster.
+This room decides from given observations. It knows no cluster.
 """

@@ -1,9 +1,11 @@
 """Decides whether a canary is worse than the stable engines, from the routers' metrics. Pure.
 
 All limits are relative to the stable engines over the same time, so that a problem of both does not
-fail a canary. A limit counts as exceeded only if a canary just within the limit would show such a
-bad count with a probability below `SIGNIFICANCE`. This holds for a single test. A canary is tested
-again and again, so the probability is small.
+fail a canary.
+
+A limit counts as exceeded only if the count would be improbable (below `SIGNIFICANCE`) for a canary
+just within the limit. This is the probability of a false alarm in a single test. It is small,
+because a canary is tested again and again.
 """
 
 import math
@@ -25,7 +27,7 @@ PERCENTILE = 0.95
 MIN_TIMES = 20
 """Minimum number of answers on each side to compare times."""
 NO_TRAFFIC = "NoTraffic"
-"""Reason of the analysis of a step without requests; later steps would have none either."""
+"""Reason of the analysis of a step without requests. Later steps would have none either."""
 METRIC = "ullage_router_trial"
 _PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
 
@@ -39,12 +41,12 @@ class Variant:
     declined: int = 0
     """Requests that found no room on the canary at once."""
     restarts: int = 0
-    """Workers and pods that crashed, for lack of memory or another reason."""
+    """Workers and pods that crashed, for lack of memory or for another reason."""
     ttft: Mapping[float, int] = field(default_factory=dict)
-    """Histogram of the TTFT: counts by the upper bound of the bucket in seconds, the last infinite.
+    """Histogram of the TTFT: counts by each bucket's upper bound in seconds, the last one infinite.
     """
     e2e: Mapping[float, int] = field(default_factory=dict)
-    """Histogram of the time of whole requests, in the same form."""
+    """Histogram of the end-to-end latency, in the same form."""
 
     @property
     def ended(self) -> int:
@@ -68,19 +70,19 @@ class Analysis:
     reason: str
     message: str
     waits_for: str = ""
-    """The missing data, with the outcome WAIT."""
+    """The data that the outcome WAIT waits for."""
 
 
 def analyze(
     canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool = False
 ) -> Analysis:
-    """Compare the counts of one step.
+    """Compare the canary's counts with those of the stable engines in one step.
 
     Args:
         canary: the counts of the canary.
         stable: the counts of the stable engines.
         rollout: the service's `rollout`, with the thresholds.
-        is_last: whether there is no more time to wait for requests.
+        is_last: whether the time to wait for requests is over.
     """
     failed = [
         fault
@@ -102,7 +104,7 @@ def analyze(
         return Analysis(Outcome.PASS, "Healthy", measured)
 
     if is_last and not canary.succeeded and canary.declined >= rollout.min_requests:
-        message = f"the canary took none of {canary.declined} requests"
+        message = f"the canary accepted none of {canary.declined} requests"
         return Analysis(Outcome.FAIL, "TakesNothing", message)
     if is_last:
         is_idle = not canary.ended and not canary.declined and not stable.ended
@@ -111,7 +113,7 @@ def analyze(
 
     waits_for = f"{rollout.min_requests} answers of the canary ({canary.ended} so far)"
     if is_enough:
-        waits_for = "more answers, for more of the canary's fail, which may be chance"
+        waits_for = "more answers, because the canary's higher error rate may be chance"
     return Analysis(Outcome.WAIT, "LittleTraffic", measured, waits_for)
 
 
@@ -156,7 +158,7 @@ def slowness(
 
 
 def summary(canary: Variant, stable: Variant) -> str:
-    """Return the measures in one line."""
+    """Return the counts and latencies of both sides in one line."""
     parts = [
         f"{canary.failed} of {canary.ended} requests failed (stable {stable.failed} of "
         f"{stable.ended})"
@@ -169,7 +171,7 @@ def summary(canary: Variant, stable: Variant) -> str:
 
 
 def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
-    """Return a percentile in seconds, for times that are spread evenly within a bucket."""
+    """Return a percentile in seconds, with times interpolated linearly within a bucket."""
     remaining = share * sum(counts.values())
     for low, end, count in buckets(counts):
         if count and remaining <= count:
@@ -179,7 +181,7 @@ def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
 
 
 def num_above(counts: Mapping[float, int], limit_s: float) -> int:
-    """Return the number of times above a limit, spread evenly within a bucket; rounded down."""
+    """Return the number of times above a limit, interpolated within a bucket and rounded down."""
     above = 0.0
     for low, end, count in buckets(counts):
         if end > limit_s:
@@ -188,7 +190,10 @@ def num_above(counts: Mapping[float, int], limit_s: float) -> int:
 
 
 def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
-    """Yield the lower bound, upper bound and count of each bucket; the last bucket is a point."""
+    """Yield the lower bound, upper bound and count of each bucket.
+
+    The infinite bucket has its lower bound as upper bound, too.
+    """
     low = 0.0
     for end in sorted(counts):
         yield low, (low if math.isinf(end) else end), counts[end]
@@ -196,7 +201,7 @@ def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
 
 
 def wilson_upper_bound(failed: int, total: int, z: float = Z) -> float:
-    """Return the upper bound of Wilson's score interval of a share (Wilson 1927)."""
+    """Return the upper bound of Wilson's score interval of a proportion (Wilson 1927)."""
     share = failed / total
     square = z * z
     middle = share + square / (2 * total)
@@ -205,12 +210,12 @@ def wilson_upper_bound(failed: int, total: int, z: float = Z) -> float:
 
 
 def binomial_tail(count: int, total: int, share: float) -> float:
-    """Return the probability that `count` or more of `total` independent events happen.
+    """Return the probability of `count` or more successes in `total` independent trials.
 
     Args:
-        count: the number of events that happened.
+        count: the number of successes.
         total: the number of trials.
-        share: the probability of each event.
+        share: the probability of success in each trial.
     """
     if count <= 0 or share >= 1:
         return 1.0
@@ -228,7 +233,10 @@ def binomial_tail(count: int, total: int, share: float) -> float:
 
 
 def sum_variants(variants: Iterable[Variant]) -> Variant:
-    """Add up the counts of several routers; each sees the restarts of all engines."""
+    """Sum the counts of several routers.
+
+    Each router sees the restarts of all engines, so the highest number of restarts counts.
+    """
     total = Variant()
     for variant in variants:
         total = Variant(
@@ -259,14 +267,15 @@ class CanarySample:
 def sample_name(revision: str, step: int) -> str:
     """Return the routers' name of a trial: its revision and step.
 
-    The weight is no part of the name, since it changes with the sizes of pools. Counts of both
-    sides are compared as shares, and a trial in a scaling pool would never get enough of them.
+    The weight is not part of the name, because it changes with the sizes of pools. The analysis
+    compares shares of both sides, so it may sum counts of several weights. Otherwise a trial in a
+    scaling pool would never get enough of them.
     """
     return f"{revision}/{step}"
 
 
 def parse_samples(text: str) -> list[CanarySample]:
-    """Return the trials of a router; none where there is no canary."""
+    """Return the trials of a router (none without a canary)."""
     own = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIXES))
     counts: dict[str, dict[str, dict[tuple[str, str], float]]] = {}
     for family in text_string_to_metric_families(f"{own}\n"):
@@ -305,12 +314,12 @@ def _end(le: str) -> float:
 
 
 def sum_samples(samples: Iterable[CanarySample], name: str) -> tuple[Variant, Variant, int]:
-    """Sum up the samples of the routers that have reached a step.
+    """Sum the samples of the routers that have reached a step.
 
     Returns:
-        The counts of the canary and of the stable engines, and the number of samples.
+        The counts of the canary, the counts of the stable engines, and the number of samples.
     """
-    # Older routers, which a pinned image keeps, add the weight: `name/weight`.
+    # Older routers, which a pinned image keeps, append the weight: `name/weight`.
     current = [sample for sample in samples if f"{sample.name}/".startswith(f"{name}/")]
     return (
         sum_variants(t.canary for t in current),

@@ -1,4 +1,4 @@
-"""Turns observations of a rollout into the facts by which its stages advance. Pure."""
+"""Derives the facts that advance a rollout's stages from observations. Pure."""
 
 import dataclasses
 import hashlib
@@ -49,7 +49,7 @@ Manifest = dict[str, Any]
 
 ROOM_WAIT_S = 60.0
 """Seconds for which a canary waits for additional room before it replaces stable engines."""
-_IN_A_MESH = "a mesh's sidecars must leave it alone, which the chart's value mesh sees to"
+_IN_A_MESH = "the sidecars of a mesh must not intercept it, so set the chart's value mesh"
 
 
 def places_of(service: Service, progress: RolloutProgress, pools: Iterable[str]) -> dict[str, int]:
@@ -71,7 +71,7 @@ def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
 def crowded_pools(
     service: Service, observation: RolloutObservation, tried: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the pools whose canary is to replace stable engines."""
+    """Return the pools whose canary must replace stable engines, for lack of room or by `surge`."""
     surge = service.spec.rollout.surge
     if surge == "always":
         return ()
@@ -166,8 +166,9 @@ def outdated_pools(
 ) -> tuple[str, ...]:
     """Return the pools whose applied pod template differs from this operator's, without an edit.
 
-    An edit of fields that stable engines and canary share is not counted: routers read it at once,
-    so engines must not wait with it. Other edits of a waiting service do not advance its turn.
+    An edit of fields that stable engines and the canary share does not count. Routers read it at
+    once, so engines must not wait with it. Other edits of a waiting service do not advance its
+    turn.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -202,7 +203,7 @@ def analysis_of(
     progress: RolloutProgress,
     is_last: bool,
 ) -> Analysis:
-    """Return the analysis of the routers' counts in the present step."""
+    """Return the analysis of the routers' counts in the current step."""
     canary, stable, routers = sum_samples(
         observation.samples, sample_name(progress.canary, progress.step)
     )
@@ -219,7 +220,7 @@ def analysis_of(
 
     analysis = analyze(canary, stable, service.spec.rollout, is_last)
     if analysis.outcome is Outcome.PASS and has_silent and not is_last:
-        waits_for = "the canary's engines to tell the operator how often they fell"
+        waits_for = "the canary's engines to report their restarts to the operator"
         waits_for += unheard([engine.trouble for engine in engines if engine.trouble])
         return Analysis(Outcome.WAIT, "NotMeasured", analysis.message, waits_for)
     return analysis
@@ -231,19 +232,17 @@ def unmeasured(unanswered: Sequence[str]) -> str:
     if not unanswered:
         return message
     return (
-        f"{message}, for the operator has no answer of {unanswered[0]}; let it reach port "
+        f"{message}, because the operator gets no answer from {unanswered[0]}; let it reach port "
         f"{naming.METRICS_PORT} of routers: {_IN_A_MESH} (docs/guide/mesh.md)"
     )
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Return the message why the operator hears no engine, with the remedy; empty without
-    troubles.
-    """
+    """Return why the operator hears no engine, with the remedy (empty without troubles)."""
     if not troubles:
         return ""
     return (
-        f", which has no answer of {troubles[0]}; let it reach port {naming.PROBE_PORT} of "
+        f", which gets no answer from {troubles[0]}; let it reach port {naming.PROBE_PORT} of "
         f"engines: {_IN_A_MESH} (docs/guide/mesh.md)"
     )
 
@@ -253,8 +252,8 @@ def _with_restarts(
 ) -> Variant:
     """Return a side's counts with the restarts that its engines report.
 
-    If an engine is silent, as in a mesh that keeps the operator out, the routers' higher count is
-    used.
+    If an engine is silent, for example because a mesh blocks the operator, the routers' count is
+    used if it is higher.
     """
     own = total(falls, is_canary)
     are_fresh = bool(engines) and all(engine.is_fresh for engine in engines)
@@ -264,8 +263,8 @@ def _with_restarts(
 def command_of(annotation: str, progress: RolloutProgress, revision: str) -> RolloutCommand:
     """Return the command of an annotation `word` or `word:revision`.
 
-    A word alone is carried out once, when it is first seen. A word with a revision is carried out
-    whenever that revision is tried. `pause` holds for as long as the annotation exists.
+    A word alone is carried out once, when the operator first sees it. A word with a revision is
+    carried out whenever that revision is tried. `pause` holds for as long as the annotation exists.
     """
     word, _, about = annotation.partition(":")
     if about and about != revision:

@@ -1,9 +1,12 @@
 """Counts the falls of engines during a trial, as the engines themselves report them. Pure.
 
-An engine counts the workers that its server lost, and the kubelet counts the containers that ended.
-Both counts belong to one pod, so neither depends on when a router read its file, on which address a
-name resolved to, or on which operator looked. Routers count too, but from the moment at which they
-hear of a canary, which may be after its fall.
+A fall is the loss of a worker or the end of a container. An engine's server counts the workers that
+it lost, and the kubelet counts the container restarts. Both counts belong to one pod. They do not
+depend on when a router read its file, on the address that a name resolved to, or on which operator
+looked.
+
+Routers count falls, too, but only from the moment at which they learn of a canary. A canary may
+have fallen before.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,28 +15,28 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine pod's revision and counts, as the operator reads them now."""
+    """The revision and the current counts of one engine pod."""
 
     uid: str
     pool: str
-    """The pod's pool, which is another one for a canary."""
+    """The pod's pool. A canary has a pool of its own."""
     pod_revision: str
-    """Revision of the StatefulSet that created the pod; empty if it is unknown."""
+    """Revision of the StatefulSet from which the pod was created (empty if unknown)."""
     restarts: int
     """Number of container restarts of the pod."""
     epoch: int = 0
-    """Life of the engine's server that `workers_lost` belongs to; 0 before the first report."""
+    """Epoch of the engine's server to which `workers_lost` belongs (0 before the first report)."""
     workers_lost: int = 0
-    """Number of workers that this life of the server lost."""
+    """Number of workers that the server has lost in this epoch."""
     is_fresh: bool = True
-    """Whether the engine reports now, so that its count is the present one."""
+    """Whether the engine's last report is recent enough to be current."""
     trouble: str = ""
-    """Why the operator could not follow its reports last; empty while they come."""
+    """Why the operator could not follow the engine's reports (empty while they arrive)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FallCount:
-    """Falls of one pod during a trial, with the counts that they were read from."""
+    """Falls of one pod during a trial, with the counters at the last report."""
 
     is_canary: bool
     restarts: int = 0
@@ -47,10 +50,10 @@ Falls = Mapping[str, FallCount]
 
 
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:
-    """Return the counts with the present reports of engines.
+    """Return the counts, updated with the current reports of engines.
 
-    The whole life of a canary's pod counts, since the pod lives for its trial only. A stable pod
-    counts from the first report in the trial.
+    A canary's pod exists only for its trial, so all its falls count. A stable pod's falls count
+    from its first report in the trial.
     """
     counts = dict(before)
     for report in canary:
@@ -73,7 +76,7 @@ def _with_report(count: FallCount, report: EngineReport) -> FallCount:
     if not report.epoch:
         return after
 
-    # A new server counts from zero, and the kubelet has counted the end of the one before.
+    # A new server counts from zero, and the kubelet has counted the end of the old server.
     workers_before = count.workers_lost if report.epoch == count.epoch else 0
     return replace(
         after,

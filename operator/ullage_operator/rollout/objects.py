@@ -1,4 +1,4 @@
-"""Objects of a rollout: its state, the canary's engines, and the routers' file. Pure."""
+"""Builds the objects of a rollout: its state, the canary's engines, and the routers' file. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The live objects and counts that a rollout depends on. Pure."""
+"""The observations that a rollout depends on. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class RolloutObservation:
     stateful_sets: Mapping[str, Manifest]
     """The service's live StatefulSets, by name."""
     stored_state: str | None
-    """The kept text of the state; None without one."""
+    """The stored text of the rollout's state, or None without one."""
     is_state_readable: bool = True
     """Whether the operator can read the kept state."""
     may_begin: bool = True
@@ -36,22 +36,22 @@ class RolloutObservation:
     is_edited: bool = True
     """Whether somebody has edited the service since its status was last written."""
     annotation: str = ""
-    """The annotation by which people steer the rollout."""
+    """The annotation of the service with a command to its rollout."""
     samples: Sequence[CanarySample] = ()
     """The routers' counts of both sides."""
     unanswered: Sequence[str] = ()
     """Addresses of routers that did not answer with their counts, and the reasons."""
     problem: str = ""
-    """Problem of the canary's pods; empty without one."""
+    """Problem of the canary's pods (empty without one)."""
     is_stuck: bool = False
     """Whether waiting cannot solve this problem."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds for which a canary's pods have found no room that an engine of their pool would free.
+    """Seconds for which a canary's pods have found no room, by pool.
 
-    The pool is the key.
+    Only pools with an engine that would free enough room for the canary are included.
     """
     fetching: Mapping[str, str] = field(default_factory=dict)
-    """Why first engines wait for their model, by pool."""
+    """Why the first engines of a pool wait for their model, by pool."""
     engines: Sequence[EngineReport] = ()
     """Restarts and worker losses of the engines of both sides."""
 

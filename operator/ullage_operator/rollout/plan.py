@@ -69,7 +69,7 @@ class RolloutPlan:
     lacks_room: bool = False
     """Whether an engine finds no room."""
     is_known: bool = True
-    """Whether the state of the rollout is known; otherwise only sizes of pools may change."""
+    """Whether the state of the rollout is known. If not, only sizes of pools may change."""
 
     @property
     def progress(self) -> RolloutProgress:
@@ -77,7 +77,7 @@ class RolloutPlan:
 
     @property
     def look_again_s(self) -> float | None:
-        """Return the seconds until the next plan, even without changes; None for no such time."""
+        """Return the seconds until the next plan even without changes, or None for no plan."""
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
         waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
         return None if is_quiet and not waits else LOOK_AGAIN_S
@@ -118,7 +118,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return a progress that changes nothing, if the state is lost and matters; None otherwise."""
+    """Return a progress that changes nothing if the state is lost but needed, or None."""
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)

@@ -1,9 +1,9 @@
-"""The release of engines: the part of a spec that their pods are made of, as plain data. Pure.
+"""The release of engines: the part of a spec that determines their pods, as plain data. Pure.
 
-A release has the image that is really used, and every section of the spec that engine pods are made
-of. The release of the stable engines is laid over the present spec. So all other fields of the spec
-(replicas, routing, tenants) apply to them at once, and a field that a newer operator adds takes its
-default instead of looking like a change.
+A release has the resolved image and every section of the spec that engine pods depend on. The
+operator merges the release of the stable engines over the current spec. All other fields of the
+spec (replicas, routing, tenants) therefore apply to stable engines at once. A field that a newer
+operator adds takes its default and does not look like a change.
 """
 
 import hashlib
@@ -47,16 +47,16 @@ SECTIONS = (
 """Sections of the spec in a release.
 
 Adapters are left out, because engines load and unload them while they serve. Tickets, service
-accounts and pull secrets are left out, because both sides must have the same.
+accounts and pull secrets are left out, because stable engines and the canary must have the same.
 """
 SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
-"""Sections that change the speed, amount and transport of answers, but not their content."""
+"""Sections that change only the speed, amount and transport of answers, not their content."""
 SECRET_NAME = "secretName"
 _SIZES = ("engine", "model", "device", "memory")
 """Sections that determine the default CPU and memory requests of engines."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
-"""Sections with fields of the API, and the sections below them; people fill all other maps."""
+"""Sections with fields of the API, and the sections below them. People fill all other maps."""
 NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
@@ -71,9 +71,7 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that engines depend on; the warming of their cache is left
-    out.
-    """
+    """Return the fields of a pool that engines depend on, without the warming of their cache."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
@@ -81,7 +79,8 @@ def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
 def shared_hash(service: Service) -> str:
     """Return a hash of the fields of engine pods outside their release, to detect edits.
 
-    Unset fields are left out, so that a field that a newer operator adds is no edit.
+    Unset fields are left out, so that a field that a newer operator adds does not look like an
+    edit.
     """
     spec = service.spec
     tracing = spec.observability.tracing
@@ -99,7 +98,7 @@ def shared_hash(service: Service) -> str:
 
 
 def _security(context: SecurityContext) -> list[int | None]:
-    """Return the user and groups of pods; empty where they are the default."""
+    """Return the user and groups of pods (empty where they are the default)."""
     chosen = [context.run_as_user, context.run_as_group, context.fs_group]
     return [] if chosen == [USER] * len(chosen) else chosen
 
@@ -107,8 +106,7 @@ def _security(context: SecurityContext) -> list[int | None]:
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
     """Return a release with exactly the fields of the target.
 
-    Fields that the release lacks take the target's values. Pools that the release lacks are new, so
-    they are the target's.
+    Fields and pools that the release lacks are new, so they take the target's values.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
@@ -125,8 +123,8 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """Return a section of a release with the fields of the present spec."""
-    if name == ENGINE_TLS and target and value_before:  # only routers read its other fields
+    """Return a section of a release with exactly the fields of the current spec."""
+    if name == ENGINE_TLS and target and value_before:  # its other fields concern only routers
         return {**target, SECRET_NAME: value_before[SECRET_NAME]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
         return {
@@ -144,14 +142,14 @@ def is_same(target: Release, release: Mapping[str, Any]) -> bool:
 
 
 def changed_pools(target: Release, release: Release) -> list[str]:
-    """Return the pools whose engines differ; all pools if a section that they share differs."""
+    """Return the pools whose engines differ, or all pools if a section that they share differs."""
     if any(target[name] != release[name] for name in SECTIONS):
         return list(target["pools"])
     return [name for name, own in target["pools"].items() if own != release["pools"][name]]
 
 
 def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
-    """Return the pools whose engines request the same of a node in both releases."""
+    """Return the pools whose engines request the same resources in both releases."""
     if any(target[name] != release[name] for name in _SIZES):
         return ()
     pools = release["pools"]
@@ -168,7 +166,7 @@ def changes_answers(target: Release, release: Release) -> bool:
 
 
 def has_other_image_only(target: Release, release: Release) -> bool:
-    """Return whether two releases differ in nothing but their image."""
+    """Return whether two releases differ only in their image."""
     is_other = bool(target["image"] != release["image"])
     return is_other and not changed_pools(target | {"image": release["image"]}, release)
 

@@ -1,11 +1,12 @@
-"""Paces the replacement of pods of an older template. Pure.
+"""Limits how fast pods with an older template are replaced. Pure.
 
-Kubernetes rolls a StatefulSet one pod at a time, from the last to the first. Where maxUnavailable
-allows more, the operator deletes the next pods itself, in the same order. So both never choose
-different pods, and without the operator the roll goes on one by one.
+Kubernetes replaces the pods of a StatefulSet one at a time, from the last to the first. If
+maxUnavailable allows more, the operator deletes the next pods itself, in the same order. Kubernetes
+and the operator therefore agree on the next pod, and without the operator Kubernetes continues one
+by one.
 
-An operator's update changes the router pods of every service. Each Deployment takes the new
-template when it is the service's turn, or earlier with an edit of the service.
+A new operator changes the router pods of every service. Each Deployment takes the new template when
+it is the service's turn, or earlier with an edit of the service.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,14 +26,14 @@ Pod = Mapping[str, Any]
 def pods_to_replace(
     live: Mapping[str, Any] | None, pods: Iterable[Pod], most_unavailable: int
 ) -> list[Pod]:
-    """Return the pods of an older template to delete now.
+    """Return the pods with an older template that the operator deletes now.
 
-    The one that Kubernetes ends by itself is not among them.
+    They do not include the pod that Kubernetes replaces by itself.
 
     Args:
-        live: the StatefulSet; None if it does not exist.
+        live: the StatefulSet, or None if it does not exist.
         pods: the pods of the StatefulSet.
-        most_unavailable: how many of its pods a rollout may take away at once.
+        most_unavailable: the number of its pods that may be unavailable at once.
     """
     if live is None or most_unavailable < 2:
         return []
@@ -60,16 +61,16 @@ def _ordinal(pod: Pod) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RouterRoll:
-    """The decision on a new pod template of a service's routers."""
+    """The decision about a new pod template of a service's routers."""
 
     objects: tuple[Manifest, ...]
     """The router's objects to apply."""
     held: tuple[Manifest, ...] = ()
-    """Live objects that stay as they are."""
+    """Live objects that stay unchanged."""
     is_waiting: bool = False
-    """Whether another template waits until fewer services are being rolled out."""
+    """Whether the new template waits until fewer services are being rolled out."""
     is_rolling: bool = False
-    """Whether pods of a new template are replacing others."""
+    """Whether pods with the new template are replacing older ones."""
 
 
 def roll_routers(
@@ -78,13 +79,13 @@ def roll_routers(
     is_edited: bool,
     may_roll: bool,
 ) -> RouterRoll:
-    """Return the decision whether a router's Deployment takes this operator's template.
+    """Decide whether a router's Deployment takes this operator's pod template now.
 
     Args:
         desired: the router's objects.
         live: the objects of the service by kind and name.
         is_edited: whether somebody has edited the service since its status was last written.
-        may_roll: whether other services' rollouts leave room for one that nobody's edit asks for.
+        may_roll: whether the rollout queue admits a rollout that no edit of the service asks for.
     """
     [deployment] = [item for item in desired if item["kind"] == "Deployment"]
     name = deployment["metadata"]["name"]
@@ -122,8 +123,9 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 
 
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
-    """Return a ConfigMap with the configuration of the present routers and the new rollout file,
-    which they read while they run.
+    """Return a ConfigMap with the current routers' configuration and the new rollout file.
+
+    Running routers read the rollout file again whenever it changes.
     """
     config = live.get((item["kind"], item["metadata"]["name"]), {}).get("data", {})
     if item["kind"] != "ConfigMap" or naming.ROUTER_CONFIG not in config:

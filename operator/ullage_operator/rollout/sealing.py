@@ -13,9 +13,9 @@ from ullage_operator.rollout.release import Release
 _VALUE = "value"
 _VALUE_HASH = "valueHash"
 _HAS_ENV = "pools"
-"""Section of a release in which a list `env` holds environment variables.
+"""Section of a release in which a list `env` has environment variables.
 
-Elsewhere people choose the names of fields, for example arguments of vLLM.
+Elsewhere people choose the names of fields, for example the arguments of vLLM.
 """
 
 
@@ -44,10 +44,10 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
 
 
 def sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for all values of pools that look like variables.
+    """Return a release with hashes for all values of pools that look like environment variables.
 
-    Older operators sealed so, without regard to the name of the list. Sealing both releases this
-    way makes them comparable.
+    Older operators sealed every object that looks like a variable, regardless of the list's name.
+    Sealing both releases this way makes them comparable.
     """
     return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 

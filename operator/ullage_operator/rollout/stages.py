@@ -20,7 +20,8 @@ from ullage_operator.rollout.falls import FallCount
 UNSERVED = timedelta(seconds=60)
 """Time without a ready stable engine after which a revision is rolled out without a canary.
 
-Every restart of a worker makes its engine unready, and must not spare the next revision its trial.
+Every restart of a worker makes its engine unready for a moment. Such a moment must not let the next
+revision skip its trial.
 """
 WAITING = "NoStableEngine"
 """Reason of a rollout that waits to learn whether stable engines come back."""
@@ -43,7 +44,7 @@ RENEWALS = {
     PAUSED: f"{_OTHER_PODS}: waits until the rollout is no longer paused",
     QUEUED: f"{_OTHER_PODS}: waits until fewer services are being rolled out",
 }
-"""Messages by reason while an operator with another pod template replaces stable engines."""
+"""Messages by reason, while a new operator with another pod template replaces stable engines."""
 
 
 class RolloutStage(StrEnum):
@@ -58,7 +59,7 @@ TRYING = (RolloutStage.STARTING, RolloutStage.CANARY)
 
 
 class RolloutCommand(StrEnum):
-    """A command that somebody gave by an annotation of the service."""
+    """A command that somebody gave by the annotation of the service."""
 
     NONE = ""
     PROMOTE = "promote"
@@ -74,13 +75,13 @@ class RolloutFacts:
     target: str
     """The revision that the spec asks for."""
     is_serving: bool
-    """Whether a stable engine is ready, to protect and to compare with."""
+    """Whether a stable engine is ready. Only then a canary has something to compare with."""
     is_bridged: bool = False
     """Whether engines of a promoted canary serve."""
     linger: timedelta = timedelta(0)
     """Time for which a promoted canary stays after the stable engines are ready.
 
-    Routers find these by DNS, whose answers are cached for a while.
+    Routers find the stable engines by DNS, whose answers are cached for a while.
     """
     may_begin: bool = True
     """Whether the rollout queue admits this rollout, if no edit of the service asks for it."""
@@ -89,7 +90,7 @@ class RolloutFacts:
     is_reachable: bool = True
     """Whether all routers can call both the target's engines and those that serve now."""
     fetching: str = ""
-    """Why the target waits for a Job to fetch its model; empty if it does not wait."""
+    """Why the target waits for a Job to fetch its model (empty if it does not wait)."""
     can_canary: bool = True
     """Whether a canary is possible: a changed pool has engines, and the model's name stays."""
     needs_canary: bool = True
@@ -98,7 +99,7 @@ class RolloutFacts:
     crowded: tuple[str, ...] = ()
     """Pools without additional room for a canary, which may replace one of their engines."""
     restarts: int = 0
-    """Number of workers and containers that the canary's pods lost."""
+    """Number of workers and containers that the canary's pods have lost."""
     problem: str = ""
     """Why the canary is not ready."""
     is_stuck: bool = False
@@ -117,7 +118,7 @@ class RolloutFacts:
     final_analysis: Analysis = field(
         default_factory=lambda: Analysis(Outcome.FAIL, "Unknown", "no router could be asked")
     )
-    """The analysis without more time to wait for requests."""
+    """The analysis if the time to wait for requests is over."""
     command: RolloutCommand = RolloutCommand.NONE
 
 
@@ -130,7 +131,7 @@ class RolloutProgress:
     """Time at which the stage or its step began."""
     stage: RolloutStage = RolloutStage.STABLE
     canary: str = ""
-    """The revision that is tried or promoted; empty otherwise."""
+    """The revision that is tried or promoted (empty otherwise)."""
     step: int = 0
     failed: str = ""
     """The revision that was rolled back."""
@@ -141,15 +142,15 @@ class RolloutProgress:
     settled_since: datetime | None = None
     """Time since which all stable engines have the revision and are ready, while promoting."""
     is_asleep: bool = False
-    """Whether the canary's pools have no engines; the canary starts once they have."""
+    """Whether the canary's pools have no engines. The canary starts once they have some."""
     is_held: bool = False
-    """Whether a rollback is due, but left to people."""
+    """Whether people must decide, for example about a failed canary without automatic rollback."""
     renewal: str = ""
-    """Reason in `RENEWALS` in addition to that of a rollback; empty without a renewal."""
+    """Reason in `RENEWALS` in addition to that of a rollback (empty without a renewal)."""
     reason: str = "Stable"
     message: str = _NOTHING
     seen: str = ""
-    """The annotation that was acted on last."""
+    """The annotation that the operator last acted on."""
     replaces: tuple[str, ...] = ()
     """Pools in which the canary takes the place of stable engines."""
     falls: Mapping[str, FallCount] = field(default_factory=dict)
@@ -170,7 +171,7 @@ def advance(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) ->
         policy: the service's `rollout`.
 
     Returns:
-        The progress after the step; an equal one if there is nothing to do.
+        The progress after the step, equal to `state` if there is nothing to do.
     """
     since = _unserved_since(state, facts)
     after = _advanced(replace(state, unserved_since=since), facts, policy)
@@ -204,7 +205,7 @@ def _advanced(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 
 
 def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """End a promotion once the stable engines have been ready for the time the canary stays."""
+    """End a promotion after the stable engines have been ready for `facts.linger`."""
     if not facts.is_settled:
         return replace(state, settled_since=None)
 
@@ -258,9 +259,9 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Return the reason of such a replacement after a rollback; empty without one.
+    """Return the reason to replace stable engines after a rollback (empty without one).
 
-    The rollback keeps its stage, and the replacement ends when all stable engines are ready.
+    The rollback keeps its stage. The replacement ends when all stable engines are ready.
     """
     if state.stage is not RolloutStage.ROLLED_BACK:
         return ""
@@ -313,7 +314,7 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
     kept = tuple(name for name in state.replaces if name in facts.like_stable)
     if facts.is_serving or kept:
-        # If only an older canary serves, stable engines wait for its place, not for the canary.
+        # If only an older canary serves, the stable engines wait for its place, not for its trial.
         return replace(_start(state, facts), replaces=kept)
 
     if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
@@ -349,7 +350,7 @@ def _advance_canary(
 ) -> RolloutProgress:
     match facts.command:
         case RolloutCommand.PROMOTE:
-            return _promoted(state, facts, "as it was asked to be")
+            return _promoted(state, facts, "the rollout annotation asks for it")
         case RolloutCommand.ABORT:
             return _rolled_back(state, facts, "Aborted", "it was aborted")
 
@@ -367,7 +368,7 @@ def _advance_canary(
 
 
 def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Give the canary the place of stable engines in pools without additional room."""
+    """Let the canary replace stable engines in pools without additional room."""
     pools = tuple(sorted({*state.replaces, *facts.crowded}))
     if pools == state.replaces:
         return state
@@ -377,7 +378,7 @@ def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress
 
 
 def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Wait with a canary whose pools sleep; its trial begins again when a request wakes them."""
+    """Wait while the canary's pools sleep. Its trial starts over when a request wakes them."""
     message = f"the canary of {state.canary} waits until its pools have pods again"
     if not state.is_asleep:
         state = replace(_start(state, facts), is_asleep=True)
@@ -429,12 +430,12 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
 
 
 def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
-    """Return the text for the wait of a step, with its end."""
+    """Return the text that says what a step waits for, and until when."""
     if analysis.outcome is Outcome.PASS:
         until = _clock(state.since, policy.step_duration)
-        return f"good so far, waits for its least time until {until}"
+        return f"good so far, waits for its minimum time until {until}"
     until = _clock(state.since, policy.max_wait)
-    return f"waits for {analysis.waits_for} until {until}, when it is judged by what there is"
+    return f"waits for {analysis.waits_for} until {until}, when the counts so far decide"
 
 
 def _unready(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
@@ -521,7 +522,7 @@ def _elapsed_s(since: datetime, facts: RolloutFacts) -> float:
 
 
 def _clock(since: datetime, wait_s: float) -> str:
-    """Return the time of day at which a wait ends."""
+    """Return the UTC time of day at which a wait ends."""
     return f"{since + timedelta(seconds=wait_s):%H:%M:%S} UTC"
 
 
@@ -531,8 +532,8 @@ def weight_of(state: RolloutProgress, steps: tuple[int, ...], share: float) -> i
     Args:
         state: the progress of the rollout.
         steps: the percentages of the steps.
-        share: the canary's share of all engine pods. It is an upper bound, so that the canary is
-            not judged under a higher load than the stable engines have.
+        share: the canary's share of all engine pods. It bounds the percentage, so that the canary
+            does not have a higher load than the stable engines.
     """
     if (
         state.is_held

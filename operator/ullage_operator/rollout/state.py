@@ -1,8 +1,8 @@
-"""The state of a rollout that is kept between reconciliations: its progress and its releases. Pure.
+"""The state of a rollout that reconciliations share: its progress and its releases. Pure.
 
-The state is kept as text in a ConfigMap. Without it, the operator cannot distinguish a stable
-revision from one that was rolled back. It then leaves engines as they are and reports that, rather
-than roll out a revision that nobody has analysed.
+The state is text in a ConfigMap. Without it, the operator cannot distinguish a stable revision from
+one that was rolled back. It then leaves engines unchanged and reports that, rather than roll out a
+revision that nobody has analysed.
 """
 
 import dataclasses
@@ -41,19 +41,19 @@ _TIMES = ("since", "unready_since", "unserved_since", "settled_since")
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """The progress of a rollout and the releases that it is about."""
+    """The progress of a rollout, and its releases."""
 
     progress: RolloutProgress
     release: Release
     """Release of the stable engines."""
     tried: Release | None = None
-    """Release of the tried or failed revision; None without one."""
+    """Release of the tried or failed revision, or None without one."""
 
     def revision(self, target: Release) -> str:
         """Return the revision of the release that the spec asks for, as this state names it.
 
-        A revision is a hash of all fields. An operator that knows one more field would give the
-        same release another revision, and try a failed release again.
+        A revision is a hash of all fields. An operator that knows one more field would compute
+        another revision for the same release, and would try a failed release again.
         """
         if not changed_pools(target, self.release):
             return self.progress.stable
@@ -70,7 +70,7 @@ class RolloutState:
 
 
 def _other(progress: RolloutProgress) -> str:
-    """Return the tried or failed revision; empty without one."""
+    """Return the tried or failed revision (empty without one)."""
     other = progress.canary or progress.failed
     return "" if other == progress.stable else other
 
@@ -78,12 +78,12 @@ def _other(progress: RolloutProgress) -> str:
 def load(
     text: str | None, target: Release, live: Iterable[Mapping[str, Any]] = ()
 ) -> RolloutState | None:
-    """Return the state of a text that `dump` wrote; None if it cannot be read.
+    """Return the state in a text that `dump` wrote, or None if it cannot be read.
 
     The releases take the form of the target's spec.
 
     Args:
-        text: the kept text; None without one.
+        text: the kept text, or None without one.
         target: the release that the spec asks for.
         live: the service's StatefulSets, whose pods have the environment variables that the text
             contains as hashes.
@@ -114,12 +114,12 @@ def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def serving_sets(stateful_sets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a service's StatefulSets whose pods take requests; followers take none."""
+    """Return a service's StatefulSets without those of followers, which take no requests."""
     return [item for item in stateful_sets if not is_follower(item)]
 
 
 def engine_tls_secret(stateful_set: Mapping[str, Any]) -> str | None:
-    """Return the Secret of the certificate of a StatefulSet's engines; None for plaintext."""
+    """Return the Secret of the certificate of a StatefulSet's engines, or None for plaintext."""
     pod = stateful_set["spec"].get("template", {}).get("spec", {})
     volumes = pod.get("volumes") or ()
     named = (each["secret"]["secretName"] for each in volumes if each["name"] == ENGINE_TLS_VOLUME)
@@ -137,7 +137,7 @@ def initial(target: Release, now: datetime) -> RolloutState:
 
 
 def is_canary_running(text: str | None) -> bool:
-    """Return whether a canary gets requests now, by the kept text."""
+    """Return whether a canary gets requests now, according to the stored text."""
     try:
         return bool(json.loads(text or "")["state"]["stage"] == RolloutStage.CANARY)
     except (ValueError, KeyError, TypeError):
@@ -145,10 +145,10 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Return the text of a state, with its decisions and without measures.
+    """Return a state as text, with the decisions but without measurements.
 
-    More people may read ConfigMaps than services, so the text has hashes for the values of
-    environment variables, which may be secrets.
+    More people may read ConfigMaps than services. Environment variables may be secrets, so the text
+    has hashes of their values.
     """
     progress = state.progress
     fields = dataclasses.asdict(progress)
@@ -166,8 +166,8 @@ def dump(state: RolloutState) -> str:
 def unreadable(target: str, now: datetime) -> RolloutProgress:
     """Return the progress of a service whose ConfigMaps cannot be read, which changes nothing."""
     message = (
-        "what was decided cannot be read: engines stay as they are until the operator may list and "
-        "watch ConfigMaps"
+        "the state of the rollout cannot be read: engines stay unchanged until the operator may "
+        "list and watch ConfigMaps"
     )
     return RolloutProgress(
         "", now, canary=target, is_held=True, reason="MemoryUnseen", message=message
@@ -193,9 +193,9 @@ def missing(
         return None
     others = " and ".join(sorted(running))
     message = (
-        f"what was decided is lost with ConfigMap {naming.rollout_name(name)}: engines run "
-        f"revision {others} and the spec asks for {target}, which may have failed. They stay as "
-        "they are until the ConfigMap is restored, the spec asks for what they run, or annotation "
+        f"the state of the rollout is lost with ConfigMap {naming.rollout_name(name)}: engines run "
+        f"revision {others} and the spec asks for {target}, which may have failed. They stay "
+        "unchanged until the ConfigMap is restored, the spec asks for their revision or annotation "
         f"{naming.ROLLOUT}={RolloutCommand.PROMOTE}:{target} rolls {target} out"
     )
     stable = sorted(running)[0]

@@ -1,8 +1,9 @@
-"""Orders the change between TLS and plaintext towards engines. Pure.
+"""Orders the change between TLS and plaintext on connections to engines. Pure.
 
-Engines with TLS and engines in plaintext serve at the same time while one kind replaces the other.
-Before that, routers are replaced by ones that speak both; after it, by ones that speak only the new
-kind: a router that also takes plaintext cannot tell an engine from a stranger.
+During the change, engines with TLS and engines in plaintext serve at the same time. Before the
+change, routers are replaced by routers that speak both. Afterwards they are replaced by routers
+that speak only the new one, because a router that also accepts plaintext cannot distinguish an
+engine from an impostor.
 """
 
 import json
@@ -32,7 +33,7 @@ def are_mixed(services: Iterable[Service], stateful_sets: Iterable[Manifest]) ->
 
 
 def speak_both(deployment: Manifest | None) -> bool:
-    """Return whether a Deployment's routers, or their replacements, speak both."""
+    """Return whether a Deployment's routers, or their replacements, accept TLS and plaintext."""
     return _kept_tls(deployment) is not None
 
 
@@ -41,13 +42,13 @@ def _kept_tls(deployment: Manifest | None) -> EngineTLSSpec | None:
     try:
         kept = json.loads(annotations[MIXED_ENGINE_TLS])
         fields = (kept["secretName"], kept["routerSecretName"], kept["serverName"])
-    except (KeyError, TypeError, ValueError):  # none, or not the operator's
+    except (KeyError, TypeError, ValueError):  # no annotation, or somebody else's
         return None
     return EngineTLSSpec(secret_name=fields[0], router_secret_name=fields[1], server_name=fields[2])
 
 
 def all_speak_both(deployment: Manifest | None) -> bool:
-    """Return whether every live router speaks both."""
+    """Return whether every live router speaks both TLS and plaintext."""
     if deployment is None or not speak_both(deployment):
         return False
     size = int(deployment["spec"].get("replicas", 1))
@@ -59,7 +60,7 @@ def with_engine_tls(service: Service, stable: Service, deployment: Manifest | No
 
     Args:
         stable: the service with its stable engines.
-        deployment: the live Deployment of the routers; while the last engines with TLS end, only
+        deployment: the live Deployment of the routers. While the last engines with TLS end, only
             its annotation still has the TLS settings.
     """
     engines = service.spec.tls.engines or stable.spec.tls.engines or _kept_tls(deployment)

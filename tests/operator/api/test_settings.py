@@ -84,7 +84,7 @@ def test_a_wrong_collector_is_named(given):
 
 @pytest.mark.parametrize("given", ["soon", "-1", "nan", "30s"])
 def test_a_wrong_lag_is_named(given):
-    with pytest.raises(SystemExit, match=r"ULLAGE_DNS_LAG=.* is no number of seconds"):
+    with pytest.raises(SystemExit, match=r"ULLAGE_DNS_LAG=.* is not a number of seconds"):
         Settings.from_env({"ULLAGE_DNS_LAG": given})
 
 

@@ -66,7 +66,7 @@ def test_a_pod_template_adds_claims_and_changes_none(make_plan: MakePlan) -> Non
     claims = pod_of(stateful_sets(made)["demo-single"])["resourceClaims"]
     assert [each["name"] for each in claims] == ["gpus", "nic", "log"]
     template = {"spec": {"resourceClaims": [{"name": "gpus", TEMPLATE: "other"}]}}
-    with pytest.raises(InvalidManifest, match=r"resourceClaims\[gpus\]: is the operator's own"):
+    with pytest.raises(InvalidManifest, match=r"resourceClaims\[gpus\]: is set by the operator"):
         make_plan(pools={"single": CLAIMED | {"podTemplate": template}})
 
 

@@ -54,5 +54,5 @@ def test_without_a_mesh_pods_are_as_they_were(manifest: Any) -> None:
 
 
 def test_a_mesh_that_is_not_known_is_refused() -> None:
-    with pytest.raises(SystemExit, match="ULLAGE_MESH='consul' is no known mesh"):
+    with pytest.raises(SystemExit, match="ULLAGE_MESH='consul' is not a known mesh"):
         Settings.from_env({"ULLAGE_MESH": "consul"})

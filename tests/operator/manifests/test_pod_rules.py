@@ -93,7 +93,7 @@ def test_no_pod_gets_more_than_others(path: str, spec: dict[str, Any]) -> None:
 def test_apparmor_is_not_turned_off_by_an_annotation(make_plan: MakePlan) -> None:
     name = "container.apparmor.security.beta.kubernetes.io/engine"
     template = {"metadata": {"annotations": {name: "unconfined"}}}
-    with pytest.raises(InvalidManifest, match=r"unconfined.* is more than"):
+    with pytest.raises(InvalidManifest, match=r"unconfined.* is not allowed"):
         make_plan(pools={"single": {"podTemplate": template}})
 
 

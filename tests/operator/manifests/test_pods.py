@@ -116,16 +116,20 @@ def test_a_pod_template_lies_under_what_the_operator_sets(
 
 
 CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
-    ("serviceAccountName", {"serviceAccountName": "root"}, "spec.serviceAccount.name says"),
+    ("serviceAccountName", {"serviceAccountName": "root"}, "spec.serviceAccount.name instead"),
     ("terminationGracePeriodSeconds", {"terminationGracePeriodSeconds": 1}, "limits.totalTimeout"),
     ("securityContext.runAsUser", {"securityContext": {"runAsUser": 0}}, "leave it out"),
     (
         "volumes[cache]",
         {"volumes": [{"name": "cache", "emptyDir": {"medium": "Memory"}}]},
-        "single.modelCache says",
+        "single.modelCache instead",
     ),
-    ("securityContext.fsGroup", {"securityContext": {"fsGroup": 7}}, "spec.securityContext says"),
-    ("volumes[shm]", {"volumes": [{"name": "shm", "emptyDir": {}}]}, "single.shmSize says"),
+    (
+        "securityContext.fsGroup",
+        {"securityContext": {"fsGroup": 7}},
+        "spec.securityContext instead",
+    ),
+    ("volumes[shm]", {"volumes": [{"name": "shm", "emptyDir": {}}]}, "single.shmSize instead"),
 ]
 CONFLICTS += [
     (
@@ -134,13 +138,13 @@ CONFLICTS += [
         remedy,
     )
     for field, name, value, remedy in (
-        ("image", "image", "mine", "spec.image says what it is"),
+        ("image", "image", "mine", "set spec.image instead"),
         ("args", "args", ["--help"], "leave it out"),
         ("livenessProbe.httpGet", "livenessProbe", {"httpGet": {"port": 1}}, "leave it out"),
         ("lifecycle.preStop.exec", "lifecycle", {"preStop": {"exec": {}}}, "leave it out"),
         ("livenessProbe.grpc.port", "livenessProbe", {"grpc": {"port": 1}}, "leave it out"),
-        ("resources", "resources", {"limits": {"memory": "1Gi"}}, "single.resources says"),
-        ("env[HF_HOME]", "env", [{"name": "HF_HOME", "value": "/"}], "single.modelCache says"),
+        ("resources", "resources", {"limits": {"memory": "1Gi"}}, "single.resources instead"),
+        ("env[HF_HOME]", "env", [{"name": "HF_HOME", "value": "/"}], "single.modelCache instead"),
         ("ports[9000]", "ports", [{"containerPort": 9000}], "leave it out"),
         (
             "volumeMounts",

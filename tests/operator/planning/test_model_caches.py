@@ -266,7 +266,7 @@ def test_nothing_waits_for_a_job_that_cannot_be_made() -> None:
     first = planned(SEEN)
     denied = replace(SEEN, status=first.status)  # as where the API server refuses the Job
     assert "StatefulSet" in kinds(planned(denied))
-    assert "its Job is not there" in condition(planned(denied))["message"]
+    assert "its Job does not exist" in condition(planned(denied))["message"]
 
 
 def test_nothing_waits_where_jobs_cannot_be_seen() -> None:

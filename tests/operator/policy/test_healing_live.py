@@ -182,7 +182,7 @@ def test_what_engines_report_is_in_the_status_and_an_event(world, played, start,
     engines.change(engine, worker_restarts=1)
     until(lambda: restarts() == 1, "its status tells", LONG_S)
     note = until(lambda: events(world).get("WorkerRestarted"), "an Event tells", LONG_S)
-    assert note.startswith("pool single: a worker of its engines ended unasked and started again")
+    assert note.startswith("pool single: a worker of its engines ended unexpectedly and restarted")
     engines.change(engine, throttle_reasons=["hw_thermal"])
     note = until(lambda: events(world).get("BoostOff"), "an Event tells of hot GPUs", LONG_S)
     assert note.startswith("pool single: an engine runs smaller batches")

@@ -443,7 +443,7 @@ def test_a_rollout_says_what_it_waits_for_and_until_when(manifest):
     cluster.step(0.5)
     for minutes, text in (
         (0.5, "waits for routers to take up its weight until 03:22:35 UTC"),
-        (0.5, "waits for routers to take up its weight until 03:22:35 UTC, when it is judged"),
+        (0.5, "waits for routers to take up its weight until 03:22:35 UTC, when the counts"),
         (3.0, "waits for 20 answers of the canary (1 so far) until 03:22:35 UTC"),
     ):
         cluster.step(minutes)
