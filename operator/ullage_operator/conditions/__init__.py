@@ -1,4 +1,4 @@
-"""The conditions of a service's status, and diagnoses of its pods.
+"""The conditions of a service's status, and the diagnosis of its pods.
 
-It reads given objects and changes nothing.
+This room reads given objects and changes nothing.
 """

@@ -1,7 +1,7 @@
 """The condition AdaptersReady and status.adapters: the LoRA adapters that engines serve. Pure.
 
-An adapter that fails to load leaves the service ready: engines serve the model and all other
-adapters.
+An adapter that fails to load leaves the service ready, because engines still serve the model and
+all other adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ Reports = Mapping[str, Sequence[headroom_pb2.AdapterState]]
 """Adapter states of ready engines, by pod name."""
 
 _LONGEST = 512
-"""Most characters of an engine's message about an adapter."""
+"""Maximum number of characters of an engine's message about an adapter."""
 
 
 def adapters_status(names: Iterable[str], reports: Reports) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def _status(name: str, reports: Reports) -> dict[str, Any]:
 
 
 def adapters_condition(names: Sequence[str], reports: Reports) -> list[Condition]:
-    """Return the condition AdaptersReady; none without adapters, or while all engines sleep."""
+    """Return the condition AdaptersReady (none without adapters, or while all engines sleep)."""
     if not names or not reports:
         return []
     failed: list[str] = []
@@ -48,7 +48,7 @@ def adapters_condition(names: Sequence[str], reports: Reports) -> list[Condition
         elif num_served < len(reports):
             loading.append(f"{name} is on {num_served} of {len(reports)} engines")
         elif len({state.digest for state in states.values()}) > 1:
-            differing.append(f"{name} has other files on {' than on '.join(sorted(states))}")
+            differing.append(f"{name} has different files on {' and '.join(sorted(states))}")
 
     if failed:
         return [Condition(ADAPTERS_READY, False, "AdapterFailed", "; ".join(failed))]
@@ -74,5 +74,5 @@ def _message(states: Mapping[str, headroom_pb2.AdapterState]) -> str:
         return ""
     first, *others = errors
     more = f" and {len(others)} more" if others else ""
-    before = "; what was there before is served" if states[first].served else ""
+    before = "; the engine still serves the previous files" if states[first].served else ""
     return f"{errors[first]} (pod {first}{more}){before}"

@@ -1,32 +1,28 @@
 """Conditions of an LLMService: types, reasons and transitions.
 
-Ready        every pool serves through a router, and nothing but a canary crash-loops
+Every valid service has four conditions:
+
+Ready        every pool serves through a router, and no pod except a canary's crash-loops
 Available    at least one router and one engine serve
-Progressing  a change is being rolled out, or replicas are on their way; true until they were ready
+Progressing  a change is being rolled out, or pods start that have not been ready yet
 Degraded     something is wrong that waiting alone may not fix
 
-A service that serves stays Ready while it rolls, scales or lacks one replica of several;
-Progressing and Degraded report these.
+A service that serves stays Ready while it rolls out, scales or lacks one of several replicas.
+Progressing and Degraded report these states.
 
-One more says whether all engines give the same answers (`consistency`), once one has reported:
+Three conditions exist only for some services:
 
-EnginesConsistent    the fingerprints of all engines are the same
+EnginesConsistent    all engines have the same fingerprint, and so give the same answers
+AdaptersReady        every LoRA adapter is on every engine that is ready
+ModelCacheWarm       Jobs have filled every shared cache that the spec asks to warm
 
-One says whether engines serve the service's LoRA adapters (`adapters`), where it has any:
-
-AdaptersReady        every adapter is on every engine that is ready
-
-One says whether Jobs have filled the shared caches (`model_caches`), where a spec asks for it:
-
-ModelCacheWarm       every claim that is to be warmed has its model
-
-Four more report the cluster's kinds, rights and definition; the first three exist only while they
-hold.
+Four conditions report the cluster's kinds, rights and definition. The first three exist only while
+they hold:
 
 DefinitionOutdated   the cluster's definition of LLMService is older than the operator
 MissingPermission    a right that the operator lacks, by name
 KindsUnlisted        a kind that the API server serves and cannot list
-MonitoringAvailable  whether the kinds exist by which a Prometheus operator finds the pods
+MonitoringAvailable  whether the cluster has the kinds by which a Prometheus operator finds pods
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,7 +47,7 @@ MONITORING_AVAILABLE = "MonitoringAvailable"
 MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING_API)
 """Kinds of the Prometheus operator that the operator creates."""
 _MAX_FIELDS = 3
-"""Number of fields that a condition names."""
+"""Maximum number of fields that a condition names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Workload:
     exist: int = 0
     ready: int = 0
     settled: bool = False
-    """Whether the controller has observed the newest spec, and every pod has it."""
+    """Whether the controller has observed the newest spec, and every pod has that spec."""
     sleeps: bool = False
     """Whether the workload may have no pods and be woken by a request."""
 
@@ -85,7 +81,7 @@ STOPPED = Condition(
 
 
 def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
-    """Return the state of a live object; without one, no pod exists."""
+    """Return the state of a live object (without pods if it does not exist)."""
     if live is None:
         return Workload(name, desired)
 
@@ -115,11 +111,11 @@ def service_conditions(
     Args:
         router: the routers' Deployment.
         pools: the pools' StatefulSets.
-        troubles: problems of the pods; those that block the service come first.
+        troubles: problems of the pods, with those that block the service first.
         trying: problems of a canary's pods, which do not block the service.
-        change: the progress of a rollout that is not over, for Progressing.
-        was_progressing: the last status of Progressing; True for a new service.
-        is_stopped: whether the service has no engine on purpose.
+        change: the progress of an unfinished rollout, for Progressing.
+        was_progressing: the last status of Progressing (True for a new service).
+        is_stopped: whether the service is stopped on purpose, without engines.
     """
     available = STOPPED if is_stopped else available_condition(router, pools)
     progressing = progressing_condition([router, *pools], change, was_progressing)
@@ -145,7 +141,7 @@ def progressing_condition(
 ) -> Condition:
     """Return the condition Progressing.
 
-    A change is over once its pods have been ready. A pod that fails later is no change.
+    A change ends when its pods have been ready once. A later failure of a pod is not a change.
     """
     rolling = [workload.name for workload in workloads if not workload.settled]
     if change and (change.holds or not rolling):
@@ -155,7 +151,7 @@ def progressing_condition(
     starting = [workload for workload in workloads if workload.desired and not workload.ready]
     if was_progressing and starting:
         return Condition(PROGRESSING, True, "Starting", f"waiting until {counts(starting)}")
-    return Condition(PROGRESSING, False, "Settled", "every pod is of the newest configuration")
+    return Condition(PROGRESSING, False, "Settled", "every pod has the newest configuration")
 
 
 def degraded_condition(troubles: Sequence[PodProblem]) -> Condition:
@@ -176,7 +172,7 @@ def ready_condition(
     available: Condition,
     troubles: Sequence[PodProblem],
 ) -> Condition:
-    """Return the condition Ready, with the most helpful reason where it is false."""
+    """Return the condition Ready, with the most helpful reason if it is false."""
     if available is STOPPED:
         return Condition(READY, False, available.reason, available.message)
 
@@ -208,7 +204,10 @@ def render(
     generation: int,
     now: datetime,
 ) -> list[dict[str, Any]]:
-    """Return conditions for the status; a transition time changes only with its condition."""
+    """Return conditions for the status.
+
+    A transition time changes only when the status of its condition changes.
+    """
     before = {condition["type"]: condition for condition in previous}
     return [
         _as_manifest(finding, before.get(finding.type), generation, now) for finding in conditions
@@ -279,7 +278,7 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
     others = len(undefined) - _MAX_FIELDS
     more = f" and {others} more" if others > 0 else ""
     message = (
-        f"the cluster's definition of LLMService is older than the operator, which fills in the "
+        "the cluster's definition of LLMService is older than the operator, which fills in the "
         f"defaults of {', '.join(undefined[:_MAX_FIELDS])}{more}; apply the crds/ of its version"
     )
     return [Condition(DEFINITION_OUTDATED, True, "DefaultsMissing", message)]
@@ -290,7 +289,7 @@ def contested(challenger: str) -> list[Condition]:
     if not challenger:
         return []
     message = (
-        f"operator {challenger} also watches this service and leaves it alone: give each of the "
+        f"operator {challenger} also watches this service and leaves it alone; give each of the "
         "two releases namespaces of its own (watch.namespaces), or uninstall one"
     )
     return [Condition(CONTESTED, True, "SeveralOperators", message)]
@@ -299,5 +298,5 @@ def contested(challenger: str) -> list[Condition]:
 def missing_permissions(missing: Sequence[str]) -> list[Condition]:
     if not missing:
         return []
-    message = f"the operator may not {'; '.join(missing)}: grant it; all else goes on"
+    message = f"the operator lacks rights, but goes on without them; grant: {'; '.join(missing)}"
     return [Condition(MISSING_PERMISSION, True, "Forbidden", message)]

@@ -1,7 +1,7 @@
 """The condition EnginesConsistent: whether all engines of a service give the same answers. Pure.
 
-Engines that differ serve all the same. They share no KV, and an answer that moves from one to
-another may go on with another text than an undisturbed one.
+Engines that differ still serve. They share no KV. A request that moves between two of them may
+continue with different text than on one engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,20 +17,20 @@ POOLS_DIFFER = "PoolsDiffer"
 
 @dataclass(frozen=True, slots=True)
 class EngineNumerics:
-    """An engine's fingerprint, and where it belongs."""
+    """An engine's fingerprint, with its pool and revision."""
 
     pool: str
-    """Pool of the spec, a canary's engines included."""
+    """Pool of the spec, also for a canary's engines."""
     revision: str
     """Name of the pod's revision among those of the pool."""
     fingerprint: Fingerprint
 
 
 def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Condition]:
-    """Return the condition; none before an engine has reported a fingerprint.
+    """Return the condition (none before an engine has reported a fingerprint).
 
     Args:
-        engines: by the names of their pods.
+        engines: the engines by the names of their pods.
     """
     if not any(each.fingerprint.digest for each in engines.values()):
         return []
@@ -55,5 +55,5 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Return in words how engines of one group differ; empty where all are alike."""
+    """Return how the engines of each group differ, in words (empty if all are alike)."""
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

@@ -1,7 +1,7 @@
-"""Diagnoses of pods that do not serve, each with its remedy. Pure.
+"""Diagnoses pods that do not serve, and names the remedies. Pure.
 
-A message names the request, the answer of Kubernetes, and the remedy, so that users need not look
-up the pod, its events and its log one after another.
+A message has the pod's request, the answer of Kubernetes, and the remedy. Users need not look up
+the pod, its Events and its log separately.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,13 +37,13 @@ Pod = Mapping[str, Any]
 MISUSE = 2
 """Exit status of an engine or router that no restart can help, as with a broken model file."""
 LOOPING_RESTARTS = 2
-"""Number of restarts from which a container that does not stay up counts as crash-looping."""
+"""Number of restarts after which a container that does not stay up counts as crash-looping."""
 RECENT_S = 600.0
-"""Seconds after which an exit no longer says anything about the container."""
+"""Seconds after which an old exit is no evidence of a problem any more."""
 STABLE_S = 60.0
 """Seconds of readiness after which a pod no longer counts as crash-looping."""
 CREATING_S = 600.0
-"""Seconds to pull an image, after which the status mentions the delay."""
+"""Seconds to pull an image, after which the status reports the delay."""
 MOUNTING_S = 20.0
 """Seconds to mount a pod's volumes and to set up its network, after which Events are read."""
 EVENTS_S = 30.0
@@ -85,7 +85,7 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
 
 
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the most helpful problem of a pod; None for a pod that serves, starts or ends."""
+    """Return the most helpful problem of a pod, or None for a pod that serves, starts or ends."""
     if "deletionTimestamp" in pod["metadata"]:
         return None
     checks = (unscheduled, _refused, _container_stuck, _looping, _failed, _creating)
@@ -114,7 +114,7 @@ def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
 def _image_message(container: Mapping[str, Any], reason: str, message: str) -> str:
     image = container.get("image", "its image")
     if reason == "InvalidImageName":
-        return f"{image!r} is no image name; correct spec.image"
+        return f"{image!r} is not an image name; correct spec.image"
     remedy = "check the name in spec.image, spec.imagePullSecrets and the registry"
     return f"image {image} cannot be pulled: {message or 'no reason given'}; {remedy}"
 
@@ -122,7 +122,7 @@ def _image_message(container: Mapping[str, Any], reason: str, message: str) -> s
 def _looping(pod: Pod, now: datetime) -> PodProblem | None:
     """Return the crash loop of a container.
 
-    Between two crashes the container runs and may even be ready.
+    A container that crashes again and again runs in between, and may even be ready.
     """
     since = ready_since(pod)
     is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
@@ -163,7 +163,7 @@ def _crashed_lately(container: Mapping[str, Any], now: datetime) -> bool:
 
 
 def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the last terminated state of a container; empty without one."""
+    """Return the last terminated state of a container (empty without one)."""
     for state in (container.get("state", {}), container.get("lastState", {})):
         if ended := state.get("terminated"):
             return dict(ended)
@@ -187,7 +187,7 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
 
 
 def _last_words(ended: Mapping[str, Any]) -> str:
-    """Return the last error line of a container's termination message, else its end."""
+    """Return the last error line of a termination message, or the end of the message."""
     message = (ended.get("message") or "").strip()
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return str(errors[-1] if errors else message)[-1024:]
@@ -232,7 +232,7 @@ def is_unmounted(pod: Pod, now: datetime) -> bool:
 
 
 def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until the Events of a pod should be read; None for a created pod."""
+    """Return the seconds until the Events of a pod should be read, or None for a created pod."""
     if not _is_mounting(pod):
         return None
     return max(0.0, MOUNTING_S - age_s(pod, now)) or EVENTS_S

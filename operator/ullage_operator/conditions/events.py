@@ -1,7 +1,7 @@
 """Kubernetes Events for changes of a service's conditions. Pure.
 
-An Event is written at a transition, and never for a lasting state, so that `kubectl describe` lists
-changes and not reconciliations.
+An Event reports a transition, and never a lasting state, so that `kubectl describe` lists changes
+and not reconciliations.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from ullage_operator.conditions.conditions import CONTESTED, DEFINITION_OUTDATED
 from ullage_operator.conditions.consistency import DIFFER
 
 MAX_NOTE_BYTES = 1024
-"""Longest message of an Event that Kubernetes accepts."""
+"""Maximum length of an Event's message in Kubernetes."""
 
 
 _FAULTS = ("Degraded", "MissingPermission", "KindsUnlisted", DEFINITION_OUTDATED, CONTESTED)
@@ -68,7 +68,7 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
 
 
 def _title(condition: Mapping[str, Any]) -> str:
-    """Return the reason of a condition's Event, which is the condition's own in most cases."""
+    """Return the reason of a condition's Event, which is usually the condition's own."""
     match condition["type"], condition["status"]:
         case "Ready", "True":
             return "Ready"

@@ -1,4 +1,4 @@
-"""Diagnoses of workloads whose pods were never created, for example because of a quota. Pure."""
+"""Diagnoses workloads whose pods were never created, for example because of a quota. Pure."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -9,9 +9,12 @@ from ullage_operator.conditions.pod_problem import PodProblem, Warnings
 from ullage_operator.conditions.pods import parse_time
 
 PROGRESSING = "Progressing"
-"""The type of the condition that says whether a change is being rolled out."""
+"""Type of the condition that is True while a change is being rolled out."""
 WAIT_S = 30.0
-"""Seconds until missing pods become a problem, in which a restarting webhook is back."""
+"""Seconds after which missing pods become a problem.
+
+A webhook that restarts is back within this time.
+"""
 
 
 class WorkloadPods(NamedTuple):
@@ -21,7 +24,7 @@ class WorkloadPods(NamedTuple):
     pods: int
     """Pods that exist, terminating ones included."""
     reported: int | None
-    """Pods that the service's status last reported; None before the first report."""
+    """Number of pods in the last status of the service, or None before the first report."""
 
 
 def missing_pods(
@@ -56,7 +59,7 @@ def missing_pods_due_s(
 ) -> float | None:
     """Return the seconds until missing pods become a problem.
 
-    The result is None if none are missing, or if they are a problem already.
+    The result is None if no pods are missing, or if they are a problem already.
     """
     left_s = WAIT_S - _progressing_s(status, now)
     return left_s if left_s > 0 and any(map(_lacks, workloads)) else None
@@ -65,8 +68,8 @@ def missing_pods_due_s(
 def _lacks(workload: WorkloadPods) -> bool:
     """Return whether a workload lacks pods now and lacked them in the last status.
 
-    A pod that is being replaced is missing for a moment only. For a Deployment, its controller must
-    also report a failure, since it may observe a spec before it creates the pods.
+    A pod that is being replaced is missing only for a moment. The controller of a Deployment must
+    also report a failure, because it may observe a spec before it creates the pods.
     """
     live = workload.live
     desired = _desired(workload.live)
@@ -102,14 +105,14 @@ def _message(workload: WorkloadPods, warnings: Warnings) -> str:
 
 
 def _failure(live: Mapping[str, Any]) -> str:
-    """Return why a Deployment's controller could not create a pod; empty where it could."""
+    """Return why a Deployment's controller could not create a pod (empty where it could)."""
     listed = live.get("status", {}).get("conditions", ())
     failed = (each for each in listed if each["type"] == "ReplicaFailure")
     return next((each.get("message", "") for each in failed if each["status"] == "True"), "")
 
 
 def _progressing_s(status: Mapping[str, Any], now: datetime) -> float:
-    """Return the seconds since the service began to progress; 0 if it does not."""
+    """Return the seconds since the service began to progress (0 if it does not)."""
     progressing = (each for each in status.get("conditions", ()) if each["type"] == PROGRESSING)
     condition = next(progressing, {"status": "False"})
     since = parse_time(condition.get("lastTransitionTime"))

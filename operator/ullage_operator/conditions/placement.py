@@ -1,4 +1,4 @@
-"""Diagnoses of pods that no node has room for. Pure."""
+"""Diagnoses pods that fit no node. Pure."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -13,7 +13,7 @@ Pod = Mapping[str, Any]
 
 _TEMPLATE = "resourceClaimTemplateName"
 _UNALLOCATED = "cannot allocate all claims"
-"""The scheduler's words for a node without the devices that a pod claims."""
+"""Part of the scheduler's message about a node without the devices that a pod claims."""
 _DISK = "ephemeral-storage"
 _ORDINARY = ("cpu", "memory", _DISK, "hugepages")
 
@@ -31,9 +31,9 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def roomless_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds for which no node has had room for a pod.
+    """Return the seconds for which no node has had room for a pod, or None.
 
-    The result is None once a node has room, or while something other than room is missing.
+    The result is None once a node has room, or if the pod waits for anything but room.
     """
     placed = pod_condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
@@ -62,7 +62,7 @@ def fits_place_of(pod: Pod, other: Pod) -> bool:
 
 
 def _requests(pod: Pod) -> dict[str, Decimal]:
-    """Return a pod's total resources and device claims, by which the scheduler picks a node."""
+    """Return the total resource requests and device claims that the scheduler counts for a pod."""
     sums: dict[str, Decimal] = {}
     for container in pod.get("spec", {}).get("containers", ()):
         resources = container.get("resources", {})
@@ -133,8 +133,8 @@ def _memory_remedy(pod: Pod, pool: str) -> str:
     requests = [each.get("resources", {}).get("requests", {}) for each in containers]
     amounts = " and ".join(str(each["memory"]) for each in requests if "memory" in each)
     return (
-        f"its containers request {amounts or 'no'} memory, which is an estimate where {pool} says "
-        f"nothing: set {pool}.resources.requests.memory to what they need, or add a node"
+        f"its containers request {amounts or 'no'} memory, which is an estimate if {pool} sets "
+        f"none: set {pool}.resources.requests.memory to what they need, or add a node"
     )
 
 

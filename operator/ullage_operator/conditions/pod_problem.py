@@ -22,7 +22,7 @@ class PodProblem:
     """A problem of one pod."""
 
     pod: str
-    """Name of the pod; empty for a problem without a pod."""
+    """Name of the pod (empty for a problem without a pod)."""
     reason: str
     message: str
     """The problem and its remedy."""
@@ -43,7 +43,7 @@ class PodProblem:
 
 @dataclass(frozen=True, slots=True)
 class ObjectWarning:
-    """The newest Event of type Warning about a pod or a workload."""
+    """The latest Event of type Warning about a pod or a workload."""
 
     reason: str
     """Reason in CamelCase, such as FailedMount."""
@@ -51,7 +51,7 @@ class ObjectWarning:
 
 
 Warnings = Mapping[str, ObjectWarning]
-"""The newest warnings, by the uid of the pod or workload."""
+"""The latest warnings, by the uid of the pod or workload."""
 
 
 def problem_of(pod: Pod, reason: str, message: str, blocks: bool = False) -> PodProblem:

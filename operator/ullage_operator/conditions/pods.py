@@ -1,4 +1,4 @@
-"""Facts about a pod, read from its object. Pure."""
+"""Facts about a pod, read from the Pod object. Pure."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,7 +12,8 @@ Pod = Mapping[str, Any]
 def is_counted(pod: Pod) -> bool:
     """Return whether a pod counts as one of its workload.
 
-    Only router pods that ended for good do not: a ReplicaSet replaces them but keeps the objects.
+    All pods count except router pods that have ended for good. A ReplicaSet replaces these but
+    keeps their objects.
     """
     has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
     return not (is_router(pod) and has_ended)
@@ -24,7 +25,7 @@ def is_router(pod: Pod) -> bool:
 
 
 def is_follower(pod: Pod) -> bool:
-    """Return whether a pod is a follower: a part of an engine that spans several pods."""
+    """Return whether a pod is a follower, a part of an engine that spans several pods."""
     labels = pod["metadata"].get("labels") or {}
     return bool(labels.get("app.kubernetes.io/component") == naming.FOLLOWER)
 
@@ -54,12 +55,12 @@ def restart_count(pod: Pod) -> int:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Parse a time of a Kubernetes object; the result is in UTC."""
+    """Return the time in a Kubernetes object's field, in UTC."""
     return datetime.fromisoformat(text).astimezone(UTC) if text else None
 
 
 def age_s(pod: Pod, now: datetime) -> float:
-    """Return the seconds since a pod was created; 0 if its creation time is unknown."""
+    """Return the seconds since a pod was created (0 if its creation time is unknown)."""
     created = parse_time(pod["metadata"].get("creationTimestamp"))
     return max(0.0, (now - created).total_seconds()) if created else 0.0
 
@@ -80,11 +81,11 @@ def is_placed(pod: Pod) -> bool:
 
 
 def spec_section(pod: Pod) -> str:
-    """Return the part of the spec that describes a pod."""
+    """Return the path of the spec's section for a pod."""
     pool = naming.stable_pool(pool_of(pod))
     return f"spec.pools.{pool}" if pool else "spec.router"
 
 
 def pool_of(pod: Pod) -> str:
-    """Return the pool of an engine's pod; empty for a router's pod."""
+    """Return the pool of an engine's pod (empty for a router's pod)."""
     return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))

@@ -1,5 +1,5 @@
-"""The reconcile loop and its queue: observe, plan by `planning`, apply; and the healer and the
-autoscaler, which act on the decisions of `policy`.
+"""The reconcile loop and its queue, the healer and the autoscaler.
 
-It reaches the cluster only through kube.
+The loop observes the cluster, plans by `planning`, and applies the plan. The healer and the
+autoscaler act on the decisions of `policy`. This room reaches the cluster only through `kube`.
 """

@@ -1,4 +1,4 @@
-"""Applies plans: writes missing or drifted objects, and deletes those that left the plan."""
+"""Applies plans: writes missing or drifted objects, and deletes objects that left the plan."""
 
 import logging
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ from ullage_operator.policy.scaling_status import scaling_notes
 Object = dict[str, Any]
 
 MAX_NAMED = 3
-"""Number of objects that a condition names."""
+"""Maximum number of objects that a condition names."""
 _logger = logging.getLogger(__name__)
 
 
 class Replaced(Exception):
-    """Raised when the service was deleted, or created again, while its objects were written."""
+    """Raised if the service was deleted or recreated while its objects were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class AppliedChanges:
 
         Args:
             desired: the manifest, with its applied hash.
-            before: the live object before; None if there was none.
+            before: the live object before, or None if there was none.
             after: the live object in the API server's answer.
         """
         if before is None:
             self.created.append(object_name(desired))
-        elif _version(before) != _version(after):  # equal if the API server normalized all drift
+        elif _version(before) != _version(after):  # equal if the drift was only in notation
             names = self.repaired if was_edited(desired, before) else self.updated
             names.append(object_name(desired))
 
@@ -65,7 +65,7 @@ class AppliedChanges:
         """Return one note for each kind of change.
 
         Args:
-            is_new: whether the service is new, so that the creation of its objects is no news.
+            is_new: whether the service is new. The creation of its objects then needs no Event.
         """
         changes = (
             ("Created", "Create", () if is_new else self.created),
@@ -114,7 +114,7 @@ class ApplyResult:
 
     @property
     def problems(self) -> tuple[PodProblem, ...]:
-        """Return one problem for all objects that could not be written; empty if all were."""
+        """Return one problem for all objects that could not be written (empty without any)."""
         messages = [*self.refused, *self.delayed]
         if not messages:
             return ()
@@ -125,12 +125,12 @@ class ApplyResult:
     def must_wait(self, obj: Object, live: Object | None) -> bool:
         """Return whether a workload must wait for a ConfigMap that could not be written.
 
-        Pods that are created before their configuration would read an older one, and nothing would
-        replace them. All workloads wait for the state of the rollout.
+        Pods that start before their ConfigMap is written would read the older configuration, and
+        nothing would replace them. All workloads also wait for the state of the rollout.
 
         Args:
             obj: the object to write.
-            live: the live object; None if there is none.
+            live: the live object, or None if there is none.
         """
         if obj["kind"] not in ("StatefulSet", "Deployment"):
             return False
@@ -168,11 +168,11 @@ class ApplyResult:
 
     def log(self, key: ServiceKey) -> None:
         for missing in self.denied:
-            _logger.error("%s: missing permission: %s; the rest goes on", key, missing)
+            _logger.error("%s: missing permission: %s; other objects are applied", key, missing)
         for text in self.refused:
-            _logger.error("%s: refused: %s; the rest goes on", key, text)
+            _logger.error("%s: refused: %s; other objects are applied", key, text)
         for text in self.delayed:
-            _logger.warning("%s: will try again: %s; the rest goes on", key, text)
+            _logger.warning("%s: will retry: %s; other objects are applied", key, text)
 
 
 class Applier:
@@ -281,7 +281,11 @@ class Applier:
         return await self._cluster.apply(desired)
 
     def _check_current(self, key: ServiceKey, manifest: Object) -> None:
-        """Raise `Replaced` if the service is gone, so that nothing is written for it."""
+        """Check that the service still exists, so that nothing is written for a deleted one.
+
+        Raises:
+            Replaced: the service was deleted or recreated.
+        """
         present = self._cache.service(key)
         if present is None or present["metadata"]["uid"] != manifest["metadata"]["uid"]:
             raise Replaced
@@ -291,30 +295,28 @@ def check_owner(live: Object, manifest: Object) -> None:
     """Check that an existing object belongs to this service.
 
     Raises:
-        ClusterUnavailable: the object is left over from a deleted service of this name.
+        ClusterUnavailable: the object is left over from a deleted service of the same name.
         ClusterRefused: the object belongs to somebody else.
     """
     if live["metadata"].get("ownerReferences") and belongs(live, manifest):
         return
     if is_leaving(live, manifest):
-        raise ClusterUnavailable(f"{object_name(live)} of the deleted service still ends", 1.0)
-    raise ClusterRefused(
-        "it exists and is not this service's: delete it, or name the LLMService otherwise"
-    )
+        raise ClusterUnavailable(f"{object_name(live)} of the deleted service still exists", 1.0)
+    raise ClusterRefused("it exists and is not this service's: delete it, or rename the LLMService")
 
 
 def _remedy(obj: Object) -> str:
-    """Return which part of the spec describes a workload's pods; empty for other objects."""
+    """Return the hint at the spec's section for a workload's pods (empty for other objects)."""
     if obj["kind"] not in ("StatefulSet", "Deployment"):
         return ""
     pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))
-    return f"; its pods are made of {f'spec.pools.{pool}' if pool else 'spec.router'}: correct it"
+    return f"; correct {f'spec.pools.{pool}' if pool else 'spec.router'}, which describes its pods"
 
 
 def _is_awaited(config_map: Object, live: Object | None) -> bool:
     """Return whether pods must wait for a ConfigMap.
 
-    They need not if only the kept spec changed, which is for later edits.
+    They need not wait if only the kept spec changed, because only the operator reads it.
     """
     if live is None:
         return True

@@ -1,7 +1,7 @@
-"""Measures the load of pools at their routers, one task a service, and keeps the decisions.
+"""Polls routers for the load of pools, in one task per service, and keeps scaling decisions.
 
 `ullage_operator.policy.scaling` decides the sizes. Routers are polled every `INTERVAL_S`. While a
-pool sleeps, they are polled with a long poll, which they answer as soon as a request wants the
+pool sleeps, the operator uses a long poll, which routers answer as soon as a request wants the
 pool. Services that do not scale have no task.
 """
 
@@ -26,7 +26,7 @@ Key = TypeVar("Key", bound=Hashable)
 INTERVAL_S = 10.0
 """Seconds between two polls."""
 MIN_INTERVAL_S = 1.0
-"""Minimum seconds between two polls, also while a pool wakes."""
+"""Minimum seconds between two polls, even while a pool wakes."""
 TIMEOUT_S = 5.0
 WAIT_TIMEOUT_S = 20.0
 """Timeout of a long poll, which routers answer after 10 s at the latest."""
@@ -41,7 +41,7 @@ class ScaledService:
     policies: Mapping[str, AutoscalingSpec]
     """Policies of the pools that the operator scales."""
     routers: tuple[str, ...]
-    """`http://host:port` of each router's measures."""
+    """`http://host:port` of each router's load reports."""
     leaving: tuple[str, ...] = ()
     """URLs of terminating routers, which may still hold requests and need not answer."""
 
@@ -79,12 +79,12 @@ class Autoscaler(Generic[Key]):
     def follow(
         self, key: Key, followed: ScaledService, current: Mapping[str, int]
     ) -> ScalingDecisions:
-        """Scale these pools of a service from now on, and return the present decisions.
+        """Scale these pools of a service from now on, and return the current decisions.
 
         Args:
             key: the service.
             followed: the pools that scale, and the routers to poll.
-            current: the number of engines of each pool; used only for pools that are new here.
+            current: the number of engines of each pool, used only for pools that are new here.
         """
         if not followed.policies:
             self.forget(key)
@@ -111,7 +111,7 @@ class Autoscaler(Generic[Key]):
             service.task.cancel()
 
     def drop(self) -> None:
-        """Forget all services, since another operator leads and decides for them."""
+        """Remove all services, because another operator leads and decides for them."""
         for key in list(self._services):
             self.forget(key)
 
@@ -188,7 +188,7 @@ class Autoscaler(Generic[Key]):
 
         Args:
             routers: URLs of the routers.
-            waits: whether to use a long poll, which ends once one router wants a sleeping pool.
+            waits: whether to use a long poll, which ends when one router wants a sleeping pool.
 
         Returns:
             The reports by router, and the error of the last router that did not answer.
@@ -196,7 +196,7 @@ class Autoscaler(Generic[Key]):
         reports = dict[str, list[RouterReport]]()
         problem = ""
         if not routers:
-            return reports, "no router runs that could be asked"
+            return reports, "no router runs, so the load of pools is unknown"
         page = "/measures/wait" if waits else "/measures"
 
         async def reports_of(url: str) -> tuple[str, list[RouterReport]]:
@@ -208,7 +208,7 @@ class Autoscaler(Generic[Key]):
                 try:
                     url, answer = await finished
                 except (PodUnavailable, ValueError) as error:
-                    problem = f"no measures from a router: {error}"
+                    problem = f"a router did not report its load: {error}"
                     continue
                 reports[url] = answer
                 if waits and is_wanted(answer):

@@ -1,8 +1,7 @@
-"""The operator at work: the informers that fill the cache, and the queue that they wake.
+"""The operator's informers, which fill the cache, and the queue of services to reconcile.
 
-The queue holds the services that wait for reconciliation. An event only says that a service may
-have changed, so a waiting key is not queued twice. A key that changes during its run runs once more
-afterwards.
+An event only says that a service may have changed, so a key that already waits is not queued twice.
+A key that changes during its run runs once more afterwards.
 """
 
 import asyncio
@@ -54,7 +53,7 @@ class WorkQueue(Generic[Key]):
     that a burst of events causes one run.
 
     Args:
-        work: processes a key, and returns the seconds until its next run; None for no such run.
+        work: processes a key, and returns the seconds until its next run, or None for no such run.
     """
 
     def __init__(self, work: Callable[[Key], Awaitable[float | None]]) -> None:
@@ -78,7 +77,7 @@ class WorkQueue(Generic[Key]):
         await asyncio.gather(*self._cancelled(), return_exceptions=True)
 
     def drop(self) -> None:
-        """Cancel all runs and forget all keys."""
+        """Cancel all runs and remove all keys."""
         self._cancelled()
 
     def _cancelled(self) -> list[asyncio.Task[None]]:
@@ -94,7 +93,7 @@ class WorkQueue(Generic[Key]):
         failures = 0
         me = asyncio.current_task()
         delay_s: float | None = 0.0
-        # A cancellation may be lost in code that catches it for a time limit of its own.
+        # Code that catches a cancellation for its own timeout may lose this task's cancellation.
         while self._workers.get(key) is me and (delay_s is not None or dirty.is_set()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s or None):
@@ -117,7 +116,7 @@ class WorkQueue(Generic[Key]):
 
 
 class OperatorMetrics:
-    """Metrics of reconciliations by result, of their duration, and of the lead."""
+    """Metrics of reconciliations by result, of their duration, and of leadership."""
 
     def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
         self.total = RECONCILE.register(registry)
@@ -130,9 +129,9 @@ class Options:
     """The options of the command line."""
 
     namespaces: tuple[str, ...] = ()
-    """Namespaces to serve; empty for all."""
+    """Namespaces to serve (empty for all)."""
     lease: tuple[str, str] | None = None
-    """Namespace and name of the Lease for leader election; None without an election."""
+    """Namespace and name of the Lease for leader election, or None without an election."""
     name: str = "default/ullage-operator"
     """Name of the operator, which all replicas of one release share."""
     election_times: Times = field(default_factory=Times)
@@ -144,7 +143,8 @@ class Options:
 class Controller:
     """The operator's informers, queue and workers, from its start to its end.
 
-    An operator that does not lead also watches, to take over at once, but writes nothing.
+    An operator that does not lead also watches, so that it can take over at once, but it writes
+    nothing.
     """
 
     def __init__(
@@ -208,14 +208,14 @@ class Controller:
         await self._reconciler.close()
         await self._recorder.close()
         if self._election:
-            # The lead is released last, since all writes until here need it.
+            # The lead is released last, because all writes before need it.
             await self._election.close()
         if self._tracer:
             await asyncio.to_thread(self._tracer.close)
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the quietest watch has brought nothing."""
+        """Return the seconds for which the quietest watch has received nothing."""
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:

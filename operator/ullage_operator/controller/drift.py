@@ -1,4 +1,4 @@
-"""Compares planned objects with live ones, and tells updates from edits by others. Pure."""
+"""Compares planned objects with live ones, and distinguishes updates from edits by others. Pure."""
 
 import hashlib
 import json
@@ -11,12 +11,15 @@ from ullage_operator.api.overlay import merge_key
 Object = dict[str, Any]
 
 APPLIED_HASH = f"{naming.GROUP}/applied-hash"
-"""Annotation with a hash of the manifest with which an object was last applied.
+"""Annotation with a hash of the manifest that was last applied.
 
 The hash also changes when a field leaves the manifest, which the live object cannot show.
 """
 _FLAGS = frozenset({"hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty"})
-"""Fields of pods that the API server drops if they are false; other fields may default to true."""
+"""Boolean pod fields that the API server drops if they are false.
+
+Other fields may default to true.
+"""
 
 
 def with_applied_hash(desired: Mapping[str, Any]) -> Object:
@@ -31,15 +34,15 @@ def with_applied_hash(desired: Mapping[str, Any]) -> Object:
 def has_drifted(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     """Return whether a manifest with its applied hash must be applied again.
 
-    Fields that the manifest does not set belong to others, and an empty field that the live object
-    lacks is no drift. A quantity that the API server has rewritten looks like drift, but applying
+    Fields that the manifest does not set belong to others. An empty field that the live object
+    lacks is not drift. A quantity that the API server has rewritten looks like drift, but applying
     the manifest again changes nothing.
     """
     return not _is_within(desired, live)
 
 
 def was_edited(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return whether others edited an object since it was applied with this same manifest."""
+    """Return whether others edited an object since this same manifest was applied to it."""
     applied_hash = desired["metadata"]["annotations"][APPLIED_HASH]
     return bool((live["metadata"].get("annotations") or {}).get(APPLIED_HASH) == applied_hash)
 

@@ -1,8 +1,8 @@
-"""Follows the headroom reports of all engines over gRPC, one stream an engine.
+"""Follows the headroom reports of all engines over gRPC, with one stream per engine.
 
-Each stream goes to a pod that has started, at a low rate, to the port that probes use too. That
-port serves health and headroom in plaintext and takes no requests, so the operator needs no
-certificate, no ticket and no access to the serving port.
+Each stream goes at a low rate to a started pod, to the port that probes use, too. That port serves
+health and headroom in plaintext and takes no requests. The operator therefore needs no certificate,
+no ticket and no access to the serving port.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class HeadroomStreams(Generic[Key]):
         self._report_if_due(key)
 
     def _report_if_due(self, key: Key) -> None:
-        """Publish a changed memory pressure of a service, now or once the interval has passed."""
+        """Publish a service's changed memory pressure, now or after the minimum interval."""
         reported_at, reported = self._reported.get(key, (-self._times.status_interval_s, {}))
         current = self._current(key)
         if key in self._timers or reported == current:
@@ -222,8 +222,8 @@ class HeadroomStreams(Generic[Key]):
     async def _tick(self) -> None:
         """Advance the clock by the time for which this process runs.
 
-        While the process is suspended, reports cannot arrive, so this time must not count as
-        silence of the engines.
+        Reports cannot arrive while the process is suspended, so that time must not count as silence
+        of the engines.
         """
         loop = asyncio.get_running_loop()
         tick_s = self._times.tick_s

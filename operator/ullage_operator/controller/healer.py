@@ -62,7 +62,7 @@ class Healer:
         self._events.pop(key, None)
 
     def drop(self) -> None:
-        """Stop following all services, whose restarts are in their status."""
+        """Stop following all services. Their restarts are in their status."""
         self._streams.drop()
         self._events.clear()
 
@@ -87,7 +87,7 @@ class Healer:
         return sorted(recent, key=lambda each: each.at)
 
     async def _lost(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return the lost nodes among these; none if the operator may not read nodes."""
+        """Return the lost nodes among these (none if the operator may not read nodes)."""
         return frozenset([name for name in nodes if await self._is_lost(name)])
 
     async def _is_lost(self, name: str) -> bool:
@@ -104,7 +104,7 @@ class Healer:
         restarts: Iterable[Restart],
         now: datetime,
     ) -> None:
-        """Delete pods.
+        """Delete the pods to restart.
 
         The caller has written the status that counts these restarts, so that none is lost.
         """

@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Return the observations of a service from the cache; measures are added later."""
+    """Return the observations of a service that are in the cache. Callers add measurements."""
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]
@@ -42,8 +42,8 @@ def observe(cache: Cache, service: Object) -> Observed:
 def belongs(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
     """Return whether an object with the operator's labels belongs to this service.
 
-    An object without an owner is adopted again. An object of another owner is not, for example of a
-    deleted service with the same name.
+    An object without an owner is adopted again. An object of another owner is not adopted, for
+    example of a deleted service with the same name.
     """
     owners = obj["metadata"].get("ownerReferences") or ()
     return not owners or any(owner["uid"] == service["metadata"]["uid"] for owner in owners)
@@ -54,7 +54,7 @@ def is_of_workload(
 ) -> bool:
     """Return whether a workload of the service created a pod that has the service's labels.
 
-    Copies of pods and pods of other workloads may have these labels too. The operator does not
+    Copies of pods and pods of other workloads may also have these labels. The operator does not
     count, delete or follow them.
 
     Args:
@@ -94,7 +94,7 @@ def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
 def failed_status(manifest: Object, observed: Observed, problems: Iterable[Problem]) -> Object:
     """Return the status of a service whose declared spec is invalid and that serves nothing yet.
 
-    All other fields of the status stay as they are.
+    All other fields of the status stay unchanged.
     """
     generation = manifest["metadata"]["generation"]
     message = "; ".join(map(str, problems))

@@ -1,4 +1,4 @@
-"""Observe, plan, apply: the one function that every event leads to."""
+"""Observes, plans and applies: the loop body that every event leads to."""
 
 import asyncio
 import dataclasses
@@ -54,9 +54,9 @@ Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
 _MIN_WAIT_S = 1.0
 _MAX_WARNED = 3
-"""Pods and workloads of a service whose Events are read in one reconciliation."""
+"""Maximum number of pods and workloads whose Events one reconciliation reads."""
 _MAX_COUNTED_TRIES = 7
-"""Number of tries that lengthen the backoff; after them it is about a minute."""
+"""Number of failed tries that lengthen the backoff, to about a minute."""
 
 
 def _generation(obj: Object) -> tuple[str, int]:
@@ -71,9 +71,9 @@ class ReconcileResult(NamedTuple):
     status: Object
     """The status to report."""
     plan: ServicePlan | None = None
-    """The applied plan, whose restarts follow once the status is written; None without a plan."""
+    """The applied plan, or None without one. Its restarts follow after the status is written."""
     recheck_s: float | None = None
-    """Seconds until the next reconciliation at the latest; None for no bound."""
+    """Seconds until the next reconciliation at the latest, or None for no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class ReconcileTimes:
     resync_s: float = 300.0
     """Maximum time between two reconciliations of a service, even without changes."""
     retry_s: float = 1.0
-    """First delay of a retry; it doubles up to 64 times as much."""
+    """First delay of a retry, which doubles up to 64 times as much."""
 
 
 class Reconciler:
@@ -124,13 +124,13 @@ class Reconciler:
         """Bring one service a step closer to its spec.
 
         Returns:
-            The result, and the seconds until the next reconciliation; None for none.
+            The result, and the seconds until the next reconciliation, or None for none.
         """
         recheck_s = None
         try:
             result, recheck_s = await self._reconcile_once(key)
         except Temporary as error:
-            _logger.warning("%s: will try again: %s", key, error)
+            _logger.warning("%s: will retry: %s", key, error)
             return "temporary", self._backoff_s(key, error.delay_s)
         except Permanent as error:
             _logger.error("%s: its status cannot be written: %s", key, error)
@@ -152,7 +152,7 @@ class Reconciler:
         return max(least_s, delay_s * random.uniform(0.8, 1.0))
 
     def drop(self) -> None:
-        """Forget all services, since another operator leads and works on them."""
+        """Remove all services, because another operator leads and serves them."""
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -163,7 +163,7 @@ class Reconciler:
         self._rollout_queue.drop()
 
     def _forget(self, key: ServiceKey) -> None:
-        """Forget a deleted service."""
+        """Remove a deleted service."""
         self._questions.pop(key, None)
         self._challengers.pop(key, None)
         self._stop_serving(key)
@@ -177,7 +177,7 @@ class Reconciler:
         self._rollout_queue.forget(key)
 
     async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
-        """Return the result, and the seconds after which to reconcile again at the latest."""
+        """Return the result, and the seconds until the next reconciliation at the latest."""
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # the garbage collector deletes the objects of the service
@@ -207,7 +207,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator in its status, and ask whether that operator lives."""
+        """Leave a service to the operator in its status, and ask whether that operator is alive."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -217,8 +217,8 @@ class Reconciler:
             is_answered = before.holder == holder and before.is_answered
             if before.holder != holder:
                 message = (
-                    "%s: operator %s serves it; this one, %s, asks whether that one lives, and "
-                    "leaves the service alone meanwhile"
+                    "%s: operator %s serves it; this operator, %s, asks whether that one is "
+                    "alive, and leaves the service alone meanwhile"
                 )
                 _logger.warning(message, key, holder, self._name)
             await self._applier.report(key, manifest, asked(self._name, status))
@@ -226,8 +226,8 @@ class Reconciler:
         elif turn is ServingTurn.YIELD and not self._questions[key].is_answered:
             self._questions[key] = dataclasses.replace(self._questions[key], is_answered=True)
             message = (
-                "%s: operator %s serves it and lives, so this one, %s, does not: give each of the "
-                "two releases namespaces of its own (watch.namespaces), or uninstall one"
+                "%s: operator %s is alive and serves it, so this one, %s, does not; give each of "
+                "the two releases namespaces of its own (watch.namespaces), or uninstall one"
             )
             _logger.error(message, key, holder, self._name)
 
@@ -298,7 +298,7 @@ class Reconciler:
     async def _plan_and_apply(
         self, key: ServiceKey, manifest: Object, observed: Observed
     ) -> ReconcileResult:
-        """Plan and apply; return the result and the status to report."""
+        """Plan and apply, and return the result with the status to report."""
         declared = await self._declared(key, manifest)
         stands = standing(manifest, declared, observed, self._settings)
         if stands is None:
@@ -333,7 +333,7 @@ class Reconciler:
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
         """Return a plan, and record its rollout in the queue.
 
-        Nothing is awaited in between, so that two services never take the same place.
+        Nothing is awaited in between, so that two services never take the same place in the queue.
         """
         observed = dataclasses.replace(
             observed,
@@ -360,7 +360,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Add the written objects, which no watch reports yet, and the failures to `observed`."""
+        """Add the new objects, which no watch has reported yet, and the failures to `observed`."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -379,7 +379,7 @@ class Reconciler:
         return dataclasses.replace(observed, scaling=decisions)
 
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return the reading of the declared service, once for each generation of it and its bases.
+        """Return the declared service as read once per generation of the service and its bases.
 
         Fields that the API server dropped may change without a new generation.
         """

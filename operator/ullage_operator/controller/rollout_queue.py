@@ -1,8 +1,8 @@
-"""Bounds the number of services whose rollouts begin without an edit, because the operator changed.
+"""Bounds the number of rollouts that begin without an edit, because the operator changed.
 
-A new default image is a new revision of every service that names none. If all rolled out at once,
-each would want additional GPUs, and a bad image would reach all of them. The same holds for a new
-router image, which would break the streams of all services at once.
+A new default image is a new revision of every service that names no image. If all services rolled
+out at once, each would want additional GPUs, and a bad image would reach all of them. The same
+holds for a new router image, which would break the streams of all services at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,9 +23,9 @@ _ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
 
 
 class RolloutQueue:
-    """The services that roll out now, and those that wait for their turn.
+    """The services that roll out now, and the services that wait for their turn.
 
-    Rollouts that an edit started count too, but do not wait.
+    Rollouts that an edit started also count, but do not wait.
 
     Args:
         max_rollouts: the number of services that may be in a rollout at once.
@@ -36,7 +36,7 @@ class RolloutQueue:
         self._max_rollouts = max_rollouts
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
-        """Services in a rollout; None until those of the last leader have been counted."""
+        """Services in a rollout, or None until those of the last leader have been counted."""
         self._only_routers: set[ServiceKey] = set()
         """Rolling services in which only routers are being replaced."""
         self._waiting: set[ServiceKey] = set()
@@ -53,7 +53,7 @@ class RolloutQueue:
 
         Args:
             key: the service.
-            statuses: returns all services with their status; called once.
+            statuses: returns all services with their status. It is called at most once.
         """
         if self._rolling is None:
             self._rolling = {each for each, status in statuses() if _is_rolling(status)}

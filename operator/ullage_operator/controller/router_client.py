@@ -1,4 +1,4 @@
-"""Reads counts and reports of a service's routers over HTTP, at a bounded rate."""
+"""Reads counts and load reports of a service's routers over HTTP, at a bounded rate."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from ullage_operator.rollout.analysis import CanarySample, parse_samples
 MIN_INTERVAL_S = 5.0
 """Minimum seconds between two requests to the routers of a service."""
 SETTLED_AFTER_S = 30.0
-"""Seconds after its start by which a router has found all engines."""
+"""Seconds after its start within which a router has found all engines."""
 MAX_BYTES = 8 << 20
 TIMEOUT_S = 5.0
 CONNECT_S = 2.0
@@ -56,7 +56,7 @@ class RouterClient:
         self._samples.clear()
 
     async def canary_samples(self, key: ServiceKey, pods: Iterable[Pod]) -> RouterSamples:
-        """Return the samples of all routers that answer; cache them for some seconds."""
+        """Return the samples of all routers that answer, cached for some seconds."""
         asked_at, answers = self._samples.get(key, (-math.inf, RouterSamples()))
         if time.monotonic() - asked_at < MIN_INTERVAL_S:
             return answers
@@ -84,7 +84,7 @@ class RouterClient:
     ) -> frozenset[str]:
         """Return the pools in which no router has a ready engine.
 
-        Routers that are not ready are asked too, since a router without any engine is not ready.
+        Routers that are not ready are asked, too, because a router without any engine is not ready.
         They need not answer. The result is empty while it is uncertain: if a router has only just
         started and may not have found the engines yet, if a ready router does not answer, or if no
         router answers.
@@ -109,26 +109,26 @@ class RouterClient:
                 report for page in filter(None, pages) for report in parse_reports(page.encode())
             ]
         except ValueError as error:
-            log.warning("a router's measures cannot be read: %s", error)
+            log.warning("a router's load report cannot be read: %s", error)
             return frozenset()
 
         reached = {pool for report in reports for pool, load in report.items() if load.ready}
         return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
-        """Return the page at a URL; empty if there is none."""
+        """Return the page at a URL (empty if it cannot be read)."""
         page, _ = await self._page(url)
         return page
 
     async def _page(self, url: str) -> tuple[str, str]:
-        """Return the page at a URL, and the error if there is none."""
+        """Return the page at a URL, and the error if it cannot be read."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
             )
             return body.decode(), ""
         except (PodUnavailable, UnicodeDecodeError) as error:
-            log.warning("cannot ask %s: %s", url, error)
+            log.warning("cannot read %s: %s", url, error)
             return "", str(error)
 
 
@@ -138,14 +138,14 @@ def running(pods: Iterable[Pod]) -> Iterator[Pod]:
 
 
 def _runs_s(pod: Pod, now: datetime) -> float:
-    """Return the seconds since a pod's youngest container started; infinite if unknown."""
+    """Return the seconds since a pod's youngest container started (infinite if unknown)."""
     states = (each.get("state", {}) for each in pod["status"].get("containerStatuses", ()))
     started = (parse_time(state.get("running", {}).get("startedAt")) for state in states)
     return min(((now - at).total_seconds() for at in started if at), default=math.inf)
 
 
 def metrics_url(pod: Pod) -> str:
-    """Return the metrics URL of a router pod; empty for a pod without an address."""
+    """Return the metrics URL of a router pod (empty for a pod without an address)."""
     address = pod.get("status", {}).get("podIP", "")
     if not address or not is_router(pod):
         return ""
@@ -169,7 +169,7 @@ def _job_of(pod: Pod) -> str:
 
 
 def _progress_url(pod: Pod) -> str:
-    """Return the progress URL of a pod that fetches a model; empty without an address."""
+    """Return the progress URL of a pod that fetches a model (empty without an address)."""
     address = pod.get("status", {}).get("podIP", "")
     return f"http://{joined(address, _port(pod, 'probe', naming.PROBE_PORT))}/progress" * bool(
         address

@@ -1,4 +1,4 @@
-"""Everything that speaks to the Kubernetes API: client, cache, watches, events and the lease.
+"""The Kubernetes API: client, cache, watches, Events and the lease.
 
-It alone imports kopf and HTTP clients, and knows nothing of what a service means.
+Only this room imports kopf and HTTP clients. It does not know what a service means.
 """

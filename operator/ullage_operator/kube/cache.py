@@ -1,11 +1,11 @@
 """Keeps the objects of the watched kinds, as events and sweeps report them. No I/O.
 
 Reconciliations read from the cache and not from the API server. The cache also knows which kinds it
-cannot see, and why.
+cannot see, and the reasons.
 
-Events of different objects arrive in any order. They do not tell when all existing objects have
-arrived, nor which objects were deleted while nobody watched. A sweep, which lists names and
-versions, tells both.
+Events of different objects arrive in any order. They do not show when all existing objects have
+arrived, nor which objects were deleted while nobody watched. A sweep shows both, because it lists
+the names and versions of all objects.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,7 +54,7 @@ class Visibility(Enum):
     SEEN = "listed"
     ABSENT = "the API server does not serve the kind"
     DENIED = "the operator may not"
-    FAILING = "could not be listed so far"
+    FAILING = "not listable so far"
 
 
 class Denied(NamedTuple):
@@ -77,10 +77,10 @@ class _Collection:
 
     visibility: Visibility = Visibility.UNKNOWN
     reason: str = ""
-    """The denied verb, or the reason why the scope cannot be listed."""
+    """The denied verb, or the error that keeps the scope from being listed."""
     objects: dict[Name, Object] = field(default_factory=dict)
     swept: int = -1
-    """The resourceVersion of the last sweep; -1 before the first."""
+    """The resourceVersion of the last sweep (-1 before the first)."""
     expected: dict[Name, int] = field(default_factory=dict)
     """Versions from the last sweep that no event has delivered yet."""
     deleted: dict[Name, int] = field(default_factory=dict)
@@ -104,8 +104,8 @@ class Cache:
 
     Args:
         scopes: the scopes to keep.
-        wake: called for every service that a change concerns, once all scopes have been listed or
-            found missing. An earlier plan would miss existing objects.
+        wake: called for every service that a change concerns, but only after all scopes have been
+            listed or found missing. An earlier plan would miss existing objects.
     """
 
     def __init__(self, scopes: Iterable[Scope], wake: Callable[[ServiceKey], None]) -> None:
@@ -170,11 +170,11 @@ class Cache:
         self._check_seen(scope)
 
     def absent(self, scope: Scope) -> bool:
-        """Record that the API server does not serve the kind; return whether that is new."""
+        """Record that the API server does not serve the kind, and return whether that is new."""
         return self._lose(scope, Visibility.ABSENT, "")
 
     def denied(self, scope: Scope, verb: str) -> bool:
-        """Record that the operator may not list or watch the kind; return whether that is new."""
+        """Record that the operator may not see the kind, and return whether that is new."""
         return self._lose(scope, Visibility.DENIED, verb)
 
     def failing(self, scope: Scope, reason: str) -> bool:
@@ -203,7 +203,7 @@ class Cache:
     def written(self, obj: Object) -> None:
         """Record the API server's answer to a write, before its event arrives.
 
-        No service is woken. An answer that is older than the object's deletion is dropped.
+        No service is woken. An answer that is older than the object's known deletion is dropped.
         """
         for scope, collection in self._collections.items():
             if (scope.kind.api_version, scope.kind.name) != (obj["apiVersion"], obj["kind"]):
@@ -225,7 +225,7 @@ class Cache:
         return self._by_service.get(key, {}).get((SERVICE, key.name))
 
     def base(self, namespace: str, name: str) -> Object | None:
-        """Return an LLMServiceBase; None where none exists or is visible."""
+        """Return an LLMServiceBase, or None if none exists or is visible."""
         for collection in self._of(BASE, namespace):
             if obj := collection.objects.get((namespace, name)):
                 return obj
@@ -235,7 +235,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Return objects with the labels of the service and of the operator, by any owner."""
+        """Return the objects with the labels of the service and of the operator, of any owner."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -244,13 +244,13 @@ class Cache:
         return [obj for (kind, _), obj in objects.items() if kind == POD]
 
     def sees(self, kind: Kind, namespace: str) -> bool:
-        """Return whether a namespace's objects of a kind are known."""
+        """Return whether the cache has all objects of a kind in a namespace."""
         return all(
             collection.visibility is Visibility.SEEN for collection in self._of(kind, namespace)
         )
 
     def serves(self, kind: Kind, namespace: str) -> bool:
-        """Return whether the API server serves the kind; True until an answer denies it."""
+        """Return whether the API server serves the kind (True until an answer says otherwise)."""
         return all(c.visibility is not Visibility.ABSENT for c in self._of(kind, namespace))
 
     def missing(self, namespace: str) -> list[Denied]:
@@ -345,7 +345,7 @@ class Cache:
     def _is_awaited(self, scope: Scope) -> bool:
         """Return whether plans must wait for a scope.
 
-        Of the scopes that cannot be listed, only services are waited for.
+        If a scope cannot be listed, plans wait only for services.
         """
         visibility = self._collections[scope].visibility
         is_failing = visibility is Visibility.FAILING and scope.kind == SERVICE
@@ -358,7 +358,7 @@ class Cache:
 
 
 def key_of(kind: Kind, obj: Object) -> ServiceKey:
-    """Return the service that an object is, or whose label it has.
+    """Return the key of the service that an object is, or that its label names.
 
     A base has a key with an empty name.
     """
@@ -429,12 +429,12 @@ def _slim_pod(spec: Object) -> Object:
 
 
 def version_of(obj: Object) -> int:
-    """Return an object's resourceVersion; versions of one kind can be compared as numbers."""
+    """Return an object's resourceVersion as a number, to compare versions of one kind."""
     return revision_of(obj["metadata"].get("resourceVersion", "0"))
 
 
 def revision_of(revision: str) -> int:
-    """Return a resourceVersion as a number; 0 for other text."""
+    """Return a resourceVersion as a number (0 for other text)."""
     return int(revision) if revision.isdecimal() else 0
 
 

@@ -1,4 +1,4 @@
-"""A client of the Kubernetes API with the operator's requests: get, list names, apply, delete.
+"""A client of the Kubernetes API for the operator's requests: get, list names, apply, delete.
 
 No other module knows these requests. Every failure is raised as `Temporary` (a retry may help) or
 `Permanent` (the API server refuses).
@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the time for which an operator without an election may write: always long enough."""
+    """Return the write time of an operator without an election, which is always enough."""
     return _REQUEST_S
 
 
@@ -88,12 +88,12 @@ class _Page(msgspec.Struct):
 
 
 class Cluster:
-    """A client of one API server; `close` it.
+    """A client of one API server. Callers must `close` it.
 
     Args:
         may_write_s: returns the seconds for which this process may write. A write is refused at 0,
             and cancelled when the time is over.
-        connection: the connection to the API server; by default that of the environment.
+        connection: the connection to the API server, by default that of the environment.
         on_missing: called with the kind and namespace of an object that a write did not find.
     """
 
@@ -111,11 +111,11 @@ class Cluster:
         await self._connection.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """Return an object; None if it does not exist."""
+        """Return an object, or None if it does not exist."""
         return await self._ask("get", kind, namespace, name)
 
     async def warning(self, namespace: str, uid: str) -> Object | None:
-        """Return the newest Event of type Warning about an object; None without one.
+        """Return the latest Event of type Warning about an object, or None.
 
         Raises:
             ClusterDenied: the operator may not list Events.
@@ -138,14 +138,14 @@ class Cluster:
             raise ClusterDenied(f"{request}?watch: forbidden", "watch", _FORBIDDEN_DELAY_S)
 
     async def versions(self, kind: Kind, namespace: str) -> tuple[dict[tuple[str, str], int], int]:
-        """List the objects of a kind that match its selector, with metadata only.
+        """List the metadata of all objects of a kind that match its selector.
 
         Returns:
             The objects' versions by namespace and name, and the version of the list.
 
         Raises:
             KindAbsent: the API server does not serve the kind.
-            ClusterForgets: paging took so long that the list has expired; list again.
+            ClusterForgets: the list expired during paging, so the caller lists again.
         """
         versions: dict[tuple[str, str], int] = {}
         page = await self._names(kind, namespace)
@@ -177,8 +177,9 @@ class Cluster:
     async def apply(self, obj: Object) -> Object:
         """Write the operator's fields of an object by server-side apply.
 
-        The apply is forced, because the operator owns these fields. Fields of others stay as they
-        are. The API server does not write an unchanged object, which keeps its resourceVersion.
+        The apply is forced, because the operator owns these fields. Fields of others stay
+        unchanged. The API server does not write an unchanged object, which keeps its
+        resourceVersion.
         """
         answer = await self._apply(_kind(obj), obj)
         if answer is None:
@@ -203,7 +204,7 @@ class Cluster:
         await self._apply(_kind(live), body, SCALE_MANAGER)
 
     async def apply_status(self, service: Object, status: Object) -> Object | None:
-        """Write the status of an LLMService; return None if the service is gone."""
+        """Write the status of an LLMService, and return None if the service is gone."""
         meta = service["metadata"]
         body = {
             "apiVersion": API_VERSION,
@@ -216,8 +217,8 @@ class Cluster:
     async def create(self, obj: Object) -> Object:
         """Create an object.
 
-        Its fields belong to an updating manager. They must be claimed by `claim_fields` before an
-        apply can remove any of them.
+        Its fields belong to a field manager that updates. Before an apply can remove any of them,
+        `claim_fields` must transfer them to the field manager that applies.
 
         Raises:
             ClusterConflict: the object exists already.
@@ -231,12 +232,12 @@ class Cluster:
         return answer
 
     async def claim_fields(self, live: Object) -> Object:
-        """Transfer the fields that `create` set to the applying manager.
+        """Transfer the fields that `create` set to the field manager that applies.
 
         Afterwards an apply removes the fields that it leaves out.
 
         Raises:
-            ClusterUnavailable: the object is gone, or has changed just now.
+            ClusterUnavailable: the object is gone, or has just changed.
         """
         meta = live["metadata"]
         current = await self.get(_kind(live), meta["namespace"], meta["name"])
@@ -267,7 +268,7 @@ class Cluster:
         return answer
 
     async def create_lease(self, lease: Object) -> Object:
-        """Create the Lease; a process may do so without leading.
+        """Create the Lease, which a process may do without leading.
 
         Raises:
             ClusterConflict: the Lease exists already.
@@ -308,8 +309,8 @@ class Cluster:
 
         Args:
             obj: the object.
-            grace_s: the grace period of a pod; None for its own. With 0, Kubernetes removes the pod
-                without an answer of its node.
+            grace_s: the grace period of a pod, or None for its own. With 0, Kubernetes removes the
+                pod without an answer of its node.
         """
         body: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
@@ -322,7 +323,7 @@ class Cluster:
     async def _apply(
         self, kind: Kind, body: Object, manager: str = FIELD_MANAGER, subresource: str = ""
     ) -> Object | None:
-        """Run a forced server-side apply; return None if the object or its API does not exist."""
+        """Run a forced server-side apply, and return None if there is no such object or API."""
         meta = body["metadata"]
         return await self._write(
             "server_side_apply",
@@ -344,7 +345,7 @@ class Cluster:
         subresource: str = "",
         **arguments: Any,
     ) -> Object | None:
-        """Send a write, whose timeout is the time for which this process may still write."""
+        """Send a write. It times out when this process may no longer write."""
         request = _Request(verb, kind, namespace, name, subresource)
         left_s = self._may_write_s()
         if left_s <= 0:
@@ -358,7 +359,7 @@ class Cluster:
     async def _ask(
         self, verb: str, kind: Kind, namespace: str, name: str = "", **arguments: Any
     ) -> Object | None:
-        """Send a request, and return the body of the answer; None for 404."""
+        """Send a request, and return the body of the answer, or None for 404."""
         text = await self._read(_Request(verb, kind, namespace, name), **arguments)
         return None if text is None else _decoded(text)
 
@@ -385,7 +386,7 @@ class Cluster:
             raise _refusal(request, error) from error
 
     async def _may(self, request: "_Request", right: str = "") -> bool:
-        """Return whether the operator's account has a right; True if the check itself fails."""
+        """Return whether the operator's account has a right (True if the check itself fails)."""
         attributes = {
             "verb": right or request.right,
             "group": request.kind.group,
@@ -410,7 +411,7 @@ class Cluster:
     async def _send(
         self, request: "_Request", limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
     ) -> aiohttp.ClientResponse:
-        """Send a request; refused credentials are read again once."""
+        """Send a request, with one retry with fresh credentials if they were refused."""
         api = await self._connection.api()
         used = api.configuration
         try:
@@ -434,7 +435,7 @@ class _Request(NamedTuple):
 
     @property
     def right(self) -> str:
-        """Return the verb in RBAC."""
+        """Return the RBAC verb of the request."""
         right = _VERBS[self.verb][1]
         return "list" if right == "get" and not self.name else right
 
@@ -512,7 +513,7 @@ def _decoded(text: bytes) -> Object:
 
 
 def translated(status: int, what: str, answer: Object, waits: str = "") -> OperatorError:
-    """Return the error for a refusal by the API server; Temporary if a retry may help.
+    """Return the error for a refusal by the API server, `Temporary` if a retry may help.
 
     Args:
         status: the HTTP status.
@@ -530,6 +531,6 @@ def translated(status: int, what: str, answer: Object, waits: str = "") -> Opera
     delay_s = _FORBIDDEN_DELAY_S if status in (401, 403) else 1.0
     retry_after_s = (answer.get("details") or {}).get("retryAfterSeconds")
     retry_after_s = retry_after_s or (float(waits) if waits.isdecimal() else 0)
-    # What refuses a request besides the authorizer, and how the failure of a webhook reads.
+    # Quotas, admission and terminating namespaces answer 403. A failing webhook answers 500.
     kind = ClusterPostponed if status in (403, 500) else ClusterUnavailable
     return kind(message, float(retry_after_s or delay_s))

@@ -1,8 +1,8 @@
 """The address and credentials of the API server, as `kubernetes.config` reads them.
 
-Inside a pod these are of the service account, whose token file is read again every minute.
-Elsewhere they are of the kubeconfig, with its exec plugins and OIDC logins. Refused credentials are
-read again.
+Inside a pod these belong to the service account, whose token file is read again every minute.
+Elsewhere they come from the kubeconfig, with its exec plugins and OIDC logins. Refused credentials
+are read again.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""Seconds before kopf sees a refused login, since it would retry without a pause."""
+"""Seconds before kopf learns of a refused login, because kopf would retry without a pause."""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 
@@ -31,7 +31,7 @@ async def load_configuration() -> Configuration:
     Raises:
         ClusterUnavailable: there is no configuration, or it cannot be read.
     """
-    configuration = Configuration(connection_pool_maxsize=0)  # as many as there are requests
+    configuration = Configuration(connection_pool_maxsize=0)  # no limit
     try:
         config.load_incluster_config(configuration)
     except config.ConfigException:
@@ -56,7 +56,7 @@ def _has_file(paths: str) -> bool:
 
 
 class ApiConnection:
-    """A client of one API server that logs in when it is first used; `close` it.
+    """A client of one API server that logs in at first use. Callers must `close` it.
 
     Args:
         load: reads the address and the credentials.
@@ -69,7 +69,7 @@ class ApiConnection:
         self._renewing = asyncio.Lock()
 
     async def api(self) -> ApiClient:
-        """Return the client, whose `configuration` has the present credentials."""
+        """Return the client, whose `configuration` has the current credentials."""
         if self._is_closed:
             raise ClusterUnavailable("the connection to the API server is closed")
         if self._api is None:
@@ -96,14 +96,14 @@ class ApiConnection:
                 await previous.close()
 
     async def headers(self) -> dict[str, str]:
-        """Return the header Authorization; empty with client certificates."""
+        """Return the header Authorization (empty with client certificates)."""
         headers: dict[str, str] = {}
         api = await self.api()
         await api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
         return headers
 
     async def kopf_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> kopf.AiohttpSession:
-        """Return a session for kopf, whose requests have the credentials of this client."""
+        """Return a session for kopf that sends this client's credentials."""
         api = await self.api()
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=api.rest_client.ssl_context, limit=0),

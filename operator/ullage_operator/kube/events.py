@@ -1,7 +1,7 @@
 """Writes Kubernetes Events (events.k8s.io/v1) about an LLMService.
 
-Nothing depends on an Event. So reconciliations do not wait for them, a flood of Events is written
-slowly, and an Event that cannot be written is logged and dropped.
+Nothing depends on an Event. Reconciliations therefore do not wait for Events, a flood of Events is
+written slowly, and an Event that cannot be written is logged and dropped.
 """
 
 import asyncio
@@ -24,26 +24,26 @@ API_VERSION = "events.k8s.io/v1"
 KIND = "Event"
 CONTROLLER = f"{naming.GROUP}/operator"
 REPEAT_S = 360.0
-"""Seconds within which a repeated decision gets no second Event.
+"""Seconds within which a repeated change gets no second Event.
 
 An example is the repair of an object that somebody keeps changing.
 """
 MAX_REMEMBERED = 4096
-"""Number of decisions of all services that are remembered to detect repetitions."""
+"""Number of Events of all services that are remembered to detect repetitions."""
 MAX_WAITING = 10_000
-"""Number of Events that may wait to be written; further ones are dropped."""
+"""Maximum number of Events that wait to be written. Further ones are dropped."""
 MAX_BURST = 100
 """Number of Events that may be written at once."""
 RATE = 10.0
 """Events a second after a burst, for example when an operator first sees many services."""
 CLOSE_S = 2.0
-"""Seconds for which the operator waits for the last Events when it ends."""
+"""Seconds for which the operator waits for the last Events at its end."""
 
 _logger = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """Writes the Events of all services, one after another; `close` it."""
+    """Writes the Events of all services, one after another. Callers must `close` it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -70,7 +70,7 @@ class EventRecorder:
             self._writer = asyncio.create_task(self._write_all(), name="events")
 
     def drop(self) -> None:
-        """Drop all waiting Events, since another operator leads."""
+        """Drop all waiting Events, because another operator leads."""
         self._waiting.clear()
 
     async def close(self) -> None:

@@ -1,14 +1,14 @@
 """Keeps the cache equal to the cluster: kopf lists and watches, and sweeps find deleted objects.
 
-Each kind in each namespace is watched by a kopf operator of its own, whose handler (`on.event`)
-feeds the cache. So a kind that is denied, absent or failing does not affect others. This module
+Each kind in each namespace is watched by its own kopf operator, whose handler (`on.event`) feeds
+the cache. A kind that is denied, absent or failing therefore does not affect others. This module
 adds to kopf:
 
-* A watch that ends for any reason begins again, with a backoff while it fails.
-* A list after a gap in the history has the existing objects, and not the deleted ones. A sweep
+* A watch that ends for any reason starts again, with a backoff while it fails.
+* A list after a gap in the history has the existing objects, but not the deleted ones. A sweep
   compares names after each list and at intervals.
-* A watch that dies silently is detected: no event, bookmark or request arrives any more, or a sweep
-  lists objects that no event delivers.
+* A watch that dies silently is detected, because no event, bookmark or request arrives any more,
+  or because a sweep lists objects that no event delivers.
 """
 
 import asyncio
@@ -48,17 +48,17 @@ _PAGE = 500
 _REQUEST_S = 30
 _CONNECT_S = 10
 _WATCH_S = (240.0, 360.0)
-"""Range of the duration of a watch, since a watch that a middlebox forgot would never end."""
+"""Range of the duration of a watch. Otherwise a watch that a middlebox forgot would never end."""
 _SILENT_S = 150.0
 """Seconds without data after which a watch may be dead, and is restarted.
 
-It may also be alive: if etcd does not report progress, API servers send bookmarks only for kinds
-that change.
+The watch may also be alive: if etcd does not report progress, API servers send bookmarks only for
+kinds that change.
 """
 _SWEEP_S = 300.0
 _LOOK_S = 1.0
 _REASON = 256
-"""Number of characters of an error that a condition shows."""
+"""Maximum number of characters of an error in a condition."""
 _logger = logging.getLogger(__name__)
 
 
@@ -298,10 +298,10 @@ class Informer:
         """
         now_s = asyncio.get_running_loop().time()
         if self.silent_s > self._times.stale_s:
-            raise ClusterUnavailable(f"nothing came for {self.silent_s:.0f} s", 0.0)
+            raise ClusterUnavailable(f"no data for {self.silent_s:.0f} s", 0.0)
         behind_s = self._times.behind_s
         if self._cache.is_behind(self._scope) and now_s > self._swept_s + behind_s:
-            message = f"events have not brought what exists for {behind_s:.0f} s"
+            message = f"no events for existing objects for {behind_s:.0f} s"
             raise ClusterUnavailable(message, 0.0)
 
     # Sweeps.
@@ -334,23 +334,23 @@ class Informer:
     # Failures.
 
     def _failed(self, error: Exception) -> tuple[str, float]:
-        """Record a failure; return its reason in one word, and the least seconds until a retry."""
+        """Record a failure, and return its reason in one word and the seconds until a retry."""
         kind, namespace = self._scope
         where = namespace or "all namespaces"
         match error:
             case KindAbsent():
                 if self._cache.absent(self._scope) and not kind.optional:
-                    _logger.warning("%s; will look again", error)
+                    _logger.warning("%s; will check again", error)
                 return "absent", self._times.recheck_s
             case ClusterDenied():
                 if self._cache.denied(self._scope, error.verb):
-                    message = "missing permission: %s %s in %s; the rest goes on"
+                    message = "missing permission: %s %s in %s; the operator goes on without it"
                     _logger.error(message, error.verb, kind.qualified, where)
                 return "denied", self._times.recheck_s
 
         self._failures += 1
         if self._failures >= _FAILING and self._cache.failing(self._scope, str(error)[:_REASON]):
-            _logger.error("%s in %s cannot be listed; the rest goes on", kind.qualified, where)
+            _logger.error("%s in %s cannot be listed; the operator goes on", kind.qualified, where)
 
         match error:
             case Temporary():
@@ -368,7 +368,7 @@ class Informer:
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Keeps kopf from comparing objects, since the handler uses every event as it is.
+    """Keeps kopf from comparing objects, because the handler uses every event unchanged.
 
     The comparison copies each object twice, which is a third of the cost of an event.
     """
@@ -389,7 +389,7 @@ def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
     settings.scanning.disabled = True  # needs the right to watch definitions and namespaces
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = _NoDifferences()
-    # This timeout would kill the process after kopf has ended, even if kopf was started again.
+    # This timeout would kill the process after kopf has ended, even if kopf was restarted.
     settings.process.ultimate_exiting_timeout = None
     settings.networking.request_timeout = _REQUEST_S
     settings.networking.connect_timeout = _CONNECT_S
@@ -399,7 +399,7 @@ def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
     settings.watching.client_timeout = _WATCH_S[1] + _REQUEST_S
     settings.watching.inactivity_timeout = _SILENT_S
     settings.watching.chunk_size = _PAGE
-    settings.queueing.idle_timeout = 0.5  # each object's task and last event stay for so long
+    settings.queueing.idle_timeout = 0.5  # time that each object's task and last event are kept
     settings.queueing.exit_timeout = 0.5
     if kind.selector:
         settings.watching.label_selectors[kind.plural] = kind.selector
@@ -407,7 +407,7 @@ def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
 
 
 def keep_signals(stop: asyncio.Event) -> None:
-    """Let SIGINT and SIGTERM set `stop`, since each kopf operator replaces their handlers."""
+    """Let SIGINT and SIGTERM set `stop`, because each kopf operator replaces their handlers."""
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

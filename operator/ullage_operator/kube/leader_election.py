@@ -1,4 +1,4 @@
-"""Takes and renews the lead, or stands by, by a Lease at the API server."""
+"""Takes and renews the lead, or stands by, with a Lease at the API server."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 def own_namespace(served: list[str]) -> str:
-    """Return the pod's namespace; outside a cluster, the first served namespace."""
+    """Return the pod's namespace, or the first served namespace outside a cluster."""
     try:
         return SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
     except OSError:
@@ -38,7 +38,7 @@ def own_identity() -> str:
 
 def boot_s() -> float:
     """Return the seconds since the machine started, including suspension, in which a lease ages."""
-    # Only Linux has this clock. Elsewhere an operator runs for development only.
+    # Only Linux has this clock. On other systems an operator runs only for development.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -80,7 +80,7 @@ class LeaderElection:
         self._leads = False
         self._reported = ""
         self._holder = ""
-        """The leader that was logged last."""
+        """The last leader in the log."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class LeaderElection:
                 async with asyncio.timeout(_RELEASE_S):
                     await self._release()
             except (OperatorError, TimeoutError) as error:
-                _logger.warning("the lead was not given up, and ends by itself: %s", error)
+                _logger.warning("the lease was not released, so it expires by itself: %s", error)
 
     async def _stand(self) -> None:
         times = self._lead.candidacy.times
@@ -134,7 +134,7 @@ class LeaderElection:
         lease = await self._cluster.get(LEASE, *self._where)
         if lease is not None and is_of(lease, self._lead.candidacy.identity):
             await self._cluster.replace(release(lease, self._where, datetime.now(UTC)))
-            _logger.info("gave up the lead")
+            _logger.info("released the lease")
 
     def _stand_by(self, record: Mapping[str, Any]) -> None:
         holder = record.get("holderIdentity", "")
@@ -146,7 +146,7 @@ class LeaderElection:
         if isinstance(error, ClusterConflict):
             return  # another operator was faster
         where = "/".join(self._where)
-        message = f"the lease {where} cannot be had: {str(error) or 'no answer in time'}"
+        message = f"the lease {where} cannot be taken: {str(error) or 'no answer in time'}"
         if isinstance(error, ClusterDenied):
             message = f"missing permission: {error.verb} {LEASE.qualified} in {self._where[0]}"
         if message != self._reported:
@@ -163,5 +163,5 @@ class LeaderElection:
             _logger.info("leads, by the lease %s", "/".join(self._where))
             self._on_gained()
         else:
-            _logger.error("no longer leads: writes nothing until it does again")
+            _logger.error("no longer leads, so it writes nothing until it leads again")
             self._on_lost()

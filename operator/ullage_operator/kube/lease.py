@@ -1,11 +1,11 @@
-"""A Lease of coordination.k8s.io as a pure state machine: which of several operators leads.
+"""A Lease of coordination.k8s.io as a pure state machine that decides which operator leads.
 
 No two clocks are compared. Every operator measures, on its own monotonic clock, for how long the
 record has not changed. A record that stays unchanged for its whole duration is dead.
 
 A leader stops writing well before that: `renew_deadline_s` after it *began* its last successful
-renewal. The third of the duration in between allows for clocks that run at different speeds, and
-for writes that are on their way.
+renewal. The remaining third of the duration allows for clocks that run at different speeds, and for
+writes that are still in flight.
 """
 
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ class Times:
 
     @property
     def renew_deadline_s(self) -> float:
-        """Return the time without a renewal after which a leader writes nothing more."""
+        """Return the seconds without a renewal after which a leader stops writing."""
         return self.duration_s * 2 / 3
 
     @property
     def retry_s(self) -> float:
-        """Return the time between two attempts to take or renew the lease."""
+        """Return the seconds between two attempts to take or renew the lease."""
         return self.duration_s * 2 / 15
 
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """The state of the election as one operator sees it."""
+    """The state of the election from the view of one operator."""
 
     identity: str
     times: Times = Times()
@@ -46,10 +46,10 @@ class Candidacy:
     since_s: float = 0.0
     """Time at which this spec was first seen."""
     renewed_s: float | None = None
-    """Time at which the last successful renewal began; None for an operator that does not lead."""
+    """Time at which the last successful renewal began, or None if this operator does not lead."""
 
     def leads_for_s(self, now_s: float) -> float:
-        """Return the seconds for which this operator may write; 0 if it does not lead."""
+        """Return the seconds for which this operator may write (0 if it does not lead)."""
         if self.renewed_s is None:
             return 0.0
         return max(0.0, self.renewed_s + self.times.renew_deadline_s - now_s)
@@ -66,7 +66,7 @@ class Candidacy:
     def may_take(self, now_s: float) -> bool:
         """Return whether this operator may take the Lease.
 
-        It may if it holds the Lease already, if nobody does, or if the Lease has expired.
+        It may if it already holds the Lease, if nobody does, or if the Lease has expired.
         """
         record = self.record or {}
         holder = record.get("holderIdentity") or ""
@@ -91,7 +91,7 @@ def claim(
 
     Args:
         candidacy: the state of the election.
-        lease: the Lease that was read, whose resourceVersion is kept; None if there is none.
+        lease: the Lease that was read, whose resourceVersion is kept, or None if there is none.
         where: the namespace and name of the Lease.
         now: the current time.
     """
@@ -118,7 +118,7 @@ def release(lease: Object, where: tuple[str, str], now: datetime) -> Object:
 
 
 def lease_with(lease: Object | None, where: tuple[str, str], spec: Object) -> Object:
-    """Return the Lease of a spec, with the resourceVersion of the one that was read."""
+    """Return a Lease with a spec, and with the resourceVersion of the Lease that was read."""
     namespace, name = where
     meta = {"namespace": namespace, "name": name}
     if lease is not None:

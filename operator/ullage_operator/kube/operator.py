@@ -64,7 +64,7 @@ class Operator:
         """Run until SIGINT or SIGTERM.
 
         Args:
-            host: the address of the probes; None for all addresses.
+            host: the address of the probes, or None for all addresses.
             probes_port: the port of the probes.
 
         Raises:
@@ -82,7 +82,8 @@ class Operator:
         try:
             await self._run_kopf()
         finally:
-            # Only now: kopf may still read the API when its handlers of the end have run.
+            # The connection closes last, because kopf may still read the API after its cleanup
+            # handlers.
             await self._connection.close()
             await runner.cleanup()
 
@@ -138,6 +139,6 @@ class Operator:
             "services": len(running.cache.services()) if running else 0,
             "complete": self.is_ready,
             "leads": running is not None and running.leads,
-            "watches": "alive" if is_alive else f"nothing for {silent_s:.0f} s",
+            "watches": "alive" if is_alive else f"no data for {silent_s:.0f} s",
         }
         return web.json_response(facts, status=200 if is_alive else 500)

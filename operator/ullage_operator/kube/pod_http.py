@@ -1,6 +1,6 @@
 """HTTP requests to pods, with bounds on time and size.
 
-The metrics port of pods is plaintext and needs no key, even if the service uses TLS and keys.
+The metrics port of pods is plaintext and needs no API key, even if the service uses TLS and keys.
 """
 
 import aiohttp

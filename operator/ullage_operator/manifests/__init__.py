@@ -1,4 +1,4 @@
 """The Kubernetes objects that a service needs, as plain data.
 
-It writes manifests and configuration files from a specification, and applies nothing.
+This room builds manifests and configuration files from a spec. It applies nothing.
 """

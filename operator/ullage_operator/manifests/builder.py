@@ -36,7 +36,7 @@ class Builder:
         }
 
     def service(self, name: str, spec: Manifest) -> Manifest:
-        """Return a Service, dual-stack where the cluster has IPv4 and IPv6."""
+        """Return a Service, which is dual-stack if the cluster has IPv4 and IPv6."""
         return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
 
     def config_map(
@@ -66,7 +66,7 @@ class Builder:
         Args:
             name: the name of the object.
             selector: the selector of the pods.
-            most: the highest number of engines or routers.
+            most: the maximum number of engines or routers.
         """
         if most < 2:
             return []
@@ -85,7 +85,7 @@ class Builder:
 
 
 def owner_references(service: Service) -> list[Manifest]:
-    """Return the owner by which Kubernetes deletes an object together with its service.
+    """Return the owner reference by which Kubernetes deletes an object together with its service.
 
     Outside Kubernetes there is none.
     """

@@ -40,11 +40,11 @@ from ullage_operator.api.spec import CascadeSpec, Service, TenantsSpec
 from ullage_operator.policy.pool_sizes import may_sleep
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""The dumper of libyaml if it is installed, since writing YAML is most of the cost of a plan."""
+"""The dumper of libyaml if it is installed, because writing YAML is most of the cost of a plan."""
 LOG_LEVEL: LogLevel = "info"
 """Log level of pods whose service sets none.
 
-The operator's own level is not used, because changing it would replace all pods.
+The operator's own level does not apply, because changing it would replace all pods.
 """
 
 
@@ -99,16 +99,16 @@ def engine_config(
 
 
 def adapters_file(service: Service) -> str:
-    """Return the text of the file from which engines read their adapters."""
+    """Return the text of the file that engines read their adapters from."""
     return to_yaml(document(engine.AdaptersFile(adapters=service.spec.adapters)))
 
 
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
     """Return the memory section of a pool's engines.
 
-    Peers are the engines of the same pool, since they have the same model. The pool's headless
-    Service has their addresses. A host tier by default has no size here, because only the engine
-    knows how much memory is free.
+    Peers are the engines of the same pool, because they have the same model. The pool's headless
+    Service has their addresses. A default host tier has no size here, because only the engine knows
+    how much memory is free.
     """
     tiers = pool.memory.tiers
     remote = None
@@ -133,7 +133,8 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
 def device_of(device: engine.Device, settings: Settings) -> engine.Device:
     """Return the device of engines.
 
-    On Kubernetes, `auto` means CUDA: an engine that fell back to the CPU would hold its GPUs idle.
+    On Kubernetes, `auto` means CUDA, because an engine that fell back to the CPU would hold its
+    GPUs idle.
     """
     return "cuda" if device == "auto" and settings.on_kubernetes else device
 
@@ -219,7 +220,10 @@ def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
 
 
 def engines_server_name(service: Service) -> str:
-    """Return the name in the certificate of a service's engines, since routers call addresses."""
+    """Return the server name in the certificate of a service's engines.
+
+    Routers need it, because they call engines by address.
+    """
     engines = service.spec.tls.engines
     default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
     return (engines.server_name if engines else None) or default
@@ -230,7 +234,7 @@ def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
 
     Args:
         tenants: the tenants of the spec.
-        routers: the highest number of routers, among which quotas may be split.
+        routers: the maximum number of routers, among which quotas may be split.
     """
     return TenantsSection(
         keys_dir=naming.KEYS_DIR,
@@ -268,7 +272,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Return a configuration as plain data, without unset fields, for which defaults hold."""
+    """Return a configuration as plain data, without unset fields, which have defaults."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 
@@ -287,5 +291,5 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
 
 def digest(text: str) -> str:
-    """Return a short hash of a configuration, for the annotation by which a change rolls pods."""
+    """Return a short hash of a configuration, for the annotation that triggers a rolling update."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

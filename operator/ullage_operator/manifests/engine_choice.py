@@ -19,8 +19,8 @@ _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 def engine_image(spec: Spec, settings: Settings) -> str:
     """Return the image of engine pods.
 
-    The service's own image comes first. Without one, it is the operator's image with vLLM if any
-    pool needs vLLM, and else the image for the device.
+    The service's own image comes first. Without one, the operator's image with vLLM is used if any
+    pool needs vLLM, or else the image for the device.
     """
     if spec.image:
         return spec.image
@@ -56,7 +56,7 @@ def _refusal_by_vllm(spec: Spec, pool: PoolSpec) -> str:
 
 
 def image_has_vllm(image: str, settings: Settings) -> bool | None:
-    """Return whether an image has vLLM; None if its content is unknown."""
+    """Return whether an image has vLLM, or None if its content is unknown."""
     if image == settings.vllm_engine_image:
         return True
     return False if image in (ENGINE_IMAGE, CUDA_ENGINE_IMAGE) else None
@@ -70,16 +70,17 @@ def may_be_vllm(spec: Spec) -> bool:
 def expected_engine(
     spec: Spec, pool: PoolSpec, *, on_cuda: bool | None, has_vllm: bool | None, place: str
 ) -> str:
-    """Return one line with the expected engine of a pool's pods, and the reason or place.
+    """Return one line with the expected engine of a pool's pods, and the reason or condition.
 
     Args:
         spec: the spec of the service.
         pool: the pool.
-        on_cuda: whether the device is a CUDA GPU; None if it is unknown.
-        has_vllm: whether vLLM is installed; None if it is unknown.
+        on_cuda: whether the device is a CUDA GPU, or None if it is unknown.
+        has_vllm: whether vLLM is installed, or None if it is unknown.
         place: the place to look for vLLM, for example `image ullage/engine:1`.
     """
-    # Only the model's files say whether the native engine serves it, so both answers are tried.
+    # Only the model's files show whether the native engine serves the model, so both cases are
+    # tried.
     refusals = (
         (_NO_ADAPTERS,) if spec.serves_adapters else ("", "of a family that it does not know")
     )
@@ -102,7 +103,7 @@ def expected_engine(
     if len(choices) == 1:
         [(engine, reason)] = choices.items()
         if has_vllm is False:
-            missing = f", which {place} has not: {_IMAGE_WITH_VLLM}"
+            missing = f", which {place} does not have: {_IMAGE_WITH_VLLM}"
             reason += missing if engine == "vllm" else f", in {place}"
         if engine == "native" and spec.serves_adapters:
             return f"native, which serves no adapters: {_IMAGE_WITH_VLLM} ({reason})"
@@ -110,12 +111,12 @@ def expected_engine(
 
     if spec.serves_adapters:
         return (
-            f"vllm where {place} has vLLM; the native engine serves no adapters: {_IMAGE_WITH_VLLM}"
-            " where it has not"
+            f"vllm if {place} has vLLM; the native engine serves no adapters: {_IMAGE_WITH_VLLM}"
+            " if it does not"
         )
 
     conditions = [f"{place} has vLLM"] if has_vllm is None else []
     if not on_cuda:
         gpu = "a GPU is present or " if on_cuda is None else ""
         conditions.append(f"{gpu}the native engine does not serve the model")
-    return f"vllm where {' and '.join(conditions)}, else native"
+    return f"vllm if {' and '.join(conditions)}, else native"

@@ -29,7 +29,7 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return the variable USER for a UID without an account.
 
-    torch and Triton put the user's name into paths.
+    torch and Triton use the user's name in paths.
     """
     is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
     if is_known or "USER" in given_env(pool):
@@ -58,14 +58,14 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
         return []
     revision = f"metadata.annotations['{naming.GROUP_REVISION}']"
     return [
-        # vLLM tells the other nodes this address.
+        # vLLM announces this address to the other nodes.
         {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "ULLAGE_GROUP_REVISION", "valueFrom": {"fieldRef": {"fieldPath": revision}}},
     ]
 
 
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Return the environment of the AWS SDKs by which engines read buckets.
+    """Return the environment of the AWS SDKs, with which engines read buckets.
 
     Variables of the pod template take precedence. The keys form one credential, so if the pod
     template sets one of them, the operator sets none.
@@ -94,8 +94,8 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
 def s3_store(service: Service, pool: PoolSpec) -> str:
     """Return a digest of the endpoint or region of the bucket with the model.
 
-    It is empty for AWS without a region, and for models that are in no bucket. A digest is used,
-    because the address may come from a Secret.
+    It is empty for AWS without a region, and for models that are not in a bucket. The address is
+    hashed, because it may come from a Secret.
     """
     if not service.spec.model.source.startswith("s3://"):
         return ""
@@ -120,7 +120,7 @@ def _keys_of(secret: str) -> Iterator[Manifest]:
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return the environment of vLLM, whose variables a pod template may override.
 
-    It is empty for `ullage up`, since users have caches of their own.
+    It is empty for `ullage up`, because users have caches of their own.
     """
     if not settings.on_kubernetes or not may_be_vllm(service.spec):
         return []
@@ -131,7 +131,7 @@ def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
         "VLLM_CACHE_ROOT": f"{naming.CACHE_DIR}/vllm",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # A model from elsewhere must not wait for the hub, unless adapters may still come from it.
+    # A model from another source must not wait for the hub, unless adapters may come from the hub.
     if not pool.memory.max_loras and not service.spec.model.source.startswith("hf://"):
         env["HF_HUB_OFFLINE"] = "1"
 

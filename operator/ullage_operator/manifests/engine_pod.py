@@ -1,4 +1,4 @@
-"""Pod templates of engines, and of the followers of engines that span several pods. Pure."""
+"""Builds the pod templates of engines, and of their followers if they span several pods. Pure."""
 
 import math
 from typing import Any
@@ -34,13 +34,13 @@ Manifest = dict[str, Any]
 START_PERIOD_S = 5
 """Seconds between two startup probes."""
 FOLLOWER_START_S = 120
-"""Seconds within which a follower's process must answer; its imports are small."""
+"""Seconds within which a follower's process must answer (short, because it imports little)."""
 
 
 def engine_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Return the pod template of engines: the spec's, with the operator's fields over it."""
+    """Return the pod template of engines: the spec's, with the operator's fields merged over it."""
     own = own_engine(service, pool_name, pool, config, settings)
     return completed(pool.pod_template, own, settings)
 
@@ -104,7 +104,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
 
 
 def claims_of_pods(pool: PoolSpec) -> Manifest:
-    """Return the resourceClaims of a pool's pods; empty if they request devices by limits."""
+    """Return the resourceClaims of a pool's pods (empty if they request devices by limits)."""
     claims = [
         {"name": each.name, "resourceClaimTemplateName": each.resource_claim_template_name}
         for each in pool.resource_claims
@@ -126,7 +126,7 @@ def follower_template(
 ) -> Manifest:
     """Return the pod template of followers, which compute a part of an engine with vLLM.
 
-    A follower runs a worker in place of the server and has probes of its own. It has no serving
+    A follower runs a worker instead of the server and has probes of its own. It has no serving
     ports, no Secrets and no KV file tier.
     """
     leader = own_engine(service, pool_name, pool, config, settings)
@@ -167,7 +167,7 @@ def follower_template(
 
 
 def engine_pre_stop_s(settings: Settings) -> int:
-    """Return the seconds for which an ending engine goes on serving.
+    """Return the seconds for which a terminating engine continues to serve.
 
     Routers find engines by DNS, which withdraws an address late and announces its replacement late.
     """
@@ -177,7 +177,7 @@ def engine_pre_stop_s(settings: Settings) -> int:
 def follower_probes() -> Manifest:
     """Return the port and probes of a follower.
 
-    A follower is ready while its group is complete and computes, and is killed when it hangs.
+    A follower is ready while its group is complete and computes. It is killed if it hangs.
     """
     failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
     return {

@@ -13,13 +13,13 @@ Manifest = dict[str, Any]
 
 ROUTE_ACCEPTED = "RouteAccepted"
 _NO_TIMEOUT = "0s"
-"""No timeout, since routers limit the time of each request and many gateways end it after 15 s."""
+"""No timeout. Routers limit the time of each request, and many gateways would end it after 15 s."""
 
 
 def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
     """Return the HTTPRoute and the HorizontalPodAutoscaler of a service's routers.
 
-    Each is left out unless the spec asks for it and the cluster serves its kind.
+    Each is created only if the spec asks for it and the cluster serves its kind.
     """
     router = service.spec.router
     objects = []
@@ -68,10 +68,10 @@ def router_scaler(service: Service, scaling: RouterAutoscaling) -> Manifest:
 def route_condition(
     service: Service, serves: Collection[str], route: Mapping[str, Any] | None
 ) -> list[Condition]:
-    """Return the condition RouteAccepted; none for a service without Gateways.
+    """Return the condition RouteAccepted (none for a service without Gateways).
 
     Args:
-        route: the live HTTPRoute; None where there is none yet.
+        route: the live HTTPRoute, or None if there is none yet.
     """
     if service.spec.router.gateway is None:
         return []
@@ -92,8 +92,8 @@ def route_condition(
     answered = {_gateway_of(parent) for parent in parents}
     if silent := [name for name in wanted if name not in answered]:
         message = (
-            f"no controller has taken the route for Gateway {', '.join(silent)} yet: there is no "
-            "such Gateway, or no controller for its class"
+            f"no controller has accepted the route for Gateway {', '.join(silent)} yet: there is "
+            "no such Gateway, or no controller for its class"
         )
         return [Condition(ROUTE_ACCEPTED, False, "Pending", message)]
     message = f"clients reach the routers by Gateway {', '.join(dict.fromkeys(wanted))}"
@@ -101,15 +101,13 @@ def route_condition(
 
 
 def _refusals(parent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the reasons and messages of the conditions in which a Gateway's controller refuses a
-    route.
-    """
+    """Yield the reasons and messages of the conditions in which a Gateway refuses a route."""
     for condition in parent.get("conditions") or ():
         is_asked = condition.get("type") in ("Accepted", "ResolvedRefs")
         if is_asked and condition.get("status") == "False":
             text = condition.get("message") or condition.get("reason", "")
             reason = str(condition.get("reason") or "Refused")
-            yield reason, f"Gateway {_gateway_of(parent)} does not take the route: {text}"
+            yield reason, f"Gateway {_gateway_of(parent)} does not accept the route: {text}"
 
 
 def _gateway_of(parent: Mapping[str, Any]) -> str:

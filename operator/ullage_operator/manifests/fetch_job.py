@@ -28,10 +28,10 @@ from ullage_operator.manifests.volumes import cache_volumes, scratch_volume
 Manifest = dict[str, Any]
 
 DEADLINE_S = 6 * 3600
-"""Seconds for all tries of a Job, in which 32 MB a second fetch 700 GB."""
+"""Seconds for all tries of a Job, enough to fetch 700 GB at 32 MB/s."""
 RETRIES = 3
 KEPT_S = 3600
-"""Time for which Kubernetes keeps a Job that has ended."""
+"""Seconds for which Kubernetes keeps a Job that has ended."""
 MISUSE = 2
 """Exit status for a source that no retry can fetch."""
 _OF_PLACEMENT = (
@@ -61,7 +61,7 @@ class SharedCache(NamedTuple):
     pools: tuple[str, ...]
     """Pools whose engines read their model from the claim."""
     store: str = ""
-    """Digest of the endpoint of the bucket; empty if the source is enough to identify the model."""
+    """Digest of the endpoint of the bucket (empty if the source alone identifies the model)."""
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
@@ -123,7 +123,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
 
 
 def fetch_policy(service: Service, settings: Settings) -> Manifest:
-    """Build the NetworkPolicy by which the operator alone reaches the pods of these Jobs."""
+    """Build the NetworkPolicy that lets only the operator reach the pods of these Jobs."""
     match = naming.selector(service.name, naming.FETCHER)
     rules = {"ingress": [from_operator(naming.PROBE_PORT, settings)]}
     name = naming.fetcher_name(service.name)
@@ -169,8 +169,9 @@ def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Se
 
 
 def _outside_mesh(settings: Settings) -> Manifest:
-    """Return the annotation that keeps a mesh's sidecar out of the pod, which would never end.
+    """Return the annotation that keeps a mesh's sidecar out of the pod.
 
+    With a sidecar the pod would never end. Without a mesh there is no field `annotations`, because
     API servers drop an empty map, which would then look like drift.
     """
     return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
@@ -179,7 +180,7 @@ def _outside_mesh(settings: Settings) -> Manifest:
 def _given(pool: PoolSpec) -> Manifest:
     """Return the scheduling fields and the engine's environment of a pool's pod template.
 
-    Sidecars are left out, since they would keep a Job from ending.
+    Sidecars are left out, because they would keep a Job from ending.
     """
     spec = pool.pod_template.get("spec", {})
     containers = [

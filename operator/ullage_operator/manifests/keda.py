@@ -1,7 +1,7 @@
-"""The ScaledObject by which KEDA scales a pool. Pure.
+"""Builds the ScaledObject by which KEDA scales a pool. Pure.
 
 KEDA scales the pool's StatefulSet by the used share of each engine's KV memory. Engines report this
-share as the metric ullage_kv_used_ratio, and KEDA asks Prometheus for it.
+share as the metric ullage_kv_used_ratio, which KEDA queries from Prometheus.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ Manifest = dict[str, Any]
 
 KEDA_API = "keda.sh/v1alpha1"
 KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
+"""Annotation that makes KEDA scale to its value, and pause until the annotation is removed."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
@@ -29,7 +29,7 @@ _NEVER = "1000000"
 def scaler_objects(
     service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
 ) -> list[Manifest]:
-    """Return the ScaledObject of a pool; none unless KEDA scales it."""
+    """Return the ScaledObject of a pool (none unless KEDA scales it)."""
     scaling = autoscaling_of(pool)
     if scaling is None:
         return []
@@ -46,7 +46,7 @@ def scaler_objects(
 
 
 def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
-    """Return a live ScaledObject in which only the pause changes."""
+    """Return a live ScaledObject in which only the pause annotation changes."""
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
     annotations = dict(meta.get("annotations") or {})
@@ -59,7 +59,7 @@ def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
 def rules(pace: ScalingPace) -> Manifest:
     """Return the scaling rules of one direction.
 
-    The policy that allows the larger change holds, as in the operator's own autoscaling.
+    The policy that allows the larger change applies, as in the operator's own autoscaling.
     """
     period = max(1, round(pace.period))
     policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]
@@ -87,8 +87,8 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
         "maxReplicaCount": scaling.max_replicas,
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
         "triggers": [
-            # Memory decides how many engines there are, and requests whether there are any: cached
-            # prefixes take memory even without requests.
+            # Memory decides the number of engines, and requests decide whether there are any.
+            # Cached prefixes take memory even without requests.
             trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
             trigger(scaling, activity, _NEVER, "0"),
             *own_triggers(scaling),

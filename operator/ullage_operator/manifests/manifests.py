@@ -29,7 +29,8 @@ Manifest = dict[str, Any]
 MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
 """Annotation of a router Deployment that calls engines both in plaintext and with TLS.
 
-Its value is the section `tls.engines` by which routers speak TLS. The spec may no longer have it.
+Its value is the section `tls.engines` with which routers speak TLS. The spec may no longer have
+this section.
 """
 
 
@@ -39,7 +40,7 @@ def router_objects(
     """Return the router and its accompanying objects, in the order to apply.
 
     Args:
-        rollout_file: the file that routers read while they run; a change restarts nothing.
+        rollout_file: the text of the file that running routers read. A change restarts nothing.
         accepts_plaintext: whether some engines speak TLS and others plaintext.
     """
     name = naming.router_name(service.name)
@@ -116,7 +117,7 @@ def engine_objects(
     """Return the objects that the engines of all pools share.
 
     Args:
-        with_adapters: whether running engines have slots for adapters, though the spec has none.
+        with_adapters: whether running engines have slots for adapters although the spec has none.
     """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
@@ -189,9 +190,9 @@ def pool_objects(
 
 
 def disks(pool_name: str, pool: PoolSpec) -> Manifest:
-    """Return the StatefulSet fields of its pods' claim templates; empty without them.
+    """Return the StatefulSet fields of its pods' claim templates (empty without them).
 
-    A canary's claims are deleted with it, since the engines that follow it have claims of their
+    A canary's claims are deleted with it, because the engines that follow it have claims of their
     own.
     """
     templates = volume_claim_templates(pool)
@@ -213,7 +214,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
     """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
     If one pod of a group is missing, no pod of the group is ready. A budget of one pod therefore
-    protects all other groups. The rest of this group may be evicted, since it is not ready.
+    protects all other groups. The rest of this group may be evicted, because it is not ready.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -223,7 +224,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Return a pod template with the revision of its group."""
+    """Return a pod template with its group's revision."""
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 
@@ -234,10 +235,10 @@ def group_objects(
     """Return the objects of engines that span several pods.
 
     They are the followers' StatefulSet, the Service by which followers resolve their leaders before
-    these are ready, and the NetworkPolicy that lets them talk.
+    the leaders are ready, and the NetworkPolicies between the pods of a group.
 
     Args:
-        template: of the followers.
+        template: the pod template of the followers.
     """
     group = naming.group_pool(pool_name)
     name = naming.pool_name(service.name, group)
@@ -273,7 +274,7 @@ def group_objects(
 
 
 def max_engines(pool: PoolSpec) -> int:
-    """Return the number of engines that a pool may have."""
+    """Return the maximum number of engines of a pool."""
     scaling = autoscaling_of(pool)
     return max(pool.replicas, scaling.max_replicas if scaling else 0)
 
@@ -284,7 +285,7 @@ def followers(pool: PoolSpec) -> int:
 
 
 def grpc_protocol(is_secure: bool) -> str:
-    """Return the appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
+    """Return the appProtocol for meshes and gateways (h2c is HTTP/2 in plaintext)."""
     return "https" if is_secure else "kubernetes.io/h2c"
 
 
@@ -303,7 +304,7 @@ def policy_port(number: int) -> Manifest:
 
 
 def from_operator(number: int, settings: Settings) -> Manifest:
-    """Return the rule that lets the operator call a port."""
+    """Return the NetworkPolicy rule that lets the operator call a port."""
     pods = {"matchLabels": naming.operator_selector()}
     own = settings.namespace
     namespaces = {"matchLabels": {naming.NAMESPACE_LABEL: own}} if own else {}
@@ -314,7 +315,7 @@ def from_operator(number: int, settings: Settings) -> Manifest:
 
 
 def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
-    """Return the rule for the pods that may read metrics.
+    """Return the NetworkPolicy rule for the pods that may read metrics.
 
     Without permitted pods there is no rule, because an empty list of peers would permit everybody.
     """
@@ -326,7 +327,7 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
-    """Return the manifests, those of one kind without replicas, which another controller sets."""
+    """Return the manifests without replicas in those of one kind, which another controller sets."""
     return [
         {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
         if item["kind"] == kind

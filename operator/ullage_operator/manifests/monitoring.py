@@ -1,6 +1,6 @@
 """Builds the PodMonitors and the PrometheusRule of a service. Pure.
 
-By these a Prometheus operator scrapes the service, records burn rates and raises alerts.
+With these a Prometheus operator scrapes the service, records burn rates and raises alerts.
 docs/runbooks/service.md has the remedy for each alert.
 """
 
@@ -20,7 +20,7 @@ Manifest = dict[str, Any]
 Rule = dict[str, Any]
 
 BURN = "ullage:slo_burn:rate"
-"""Prefix of the recorded burn rates by window: error ratio divided by error budget."""
+"""Prefix of the recorded burn rates by window (error ratio divided by error budget)."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
 """Objectives of the slowest requests: name, multiple of e2eP95, share that may be slower."""
@@ -34,9 +34,9 @@ PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
 PAGE_REQUESTS = 100
 TICKET_REQUESTS = 500
 TAIL_REQUESTS = 1000
-"""Numbers of requests in an alert's window below which a share of failures means nothing."""
+"""Minimum numbers of requests in an alert's window for a meaningful error ratio."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
-"""Reasons of refusals that more memory or more engines would have prevented."""
+"""Refusal reasons that more memory or more engines would have prevented."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
 """Refusals a second, and their share of all requests, above which an alert fires."""
@@ -44,16 +44,16 @@ QUEUE_SHARE = 0.8
 """Share of the queue's bounds above which the queue is nearly full."""
 READING_SPEED = 4.0
 SLOW_STREAMS = 0.05
-"""Tokens a second that people read, and the share of streams that may be slower."""
+"""Reading speed of people in tokens a second, and the share of streams that may be slower."""
 CERTIFICATE_S = 3 * 86400
-"""Seconds before its expiry by which a certificate should have been renewed."""
+"""Seconds before expiry by which a certificate should have been renewed."""
 RESTARTS = 3
 """Worker restarts in a quarter of an hour above which an alert fires."""
 TIER_FAILURES = 100
 """Failed blocks of a KV tier in a quarter of an hour above which an alert fires."""
 BUSY_TOKENS = 500
 HIT_RATIO = 0.6
-"""Prompt tokens a second above which cache hits are judged, and the hit ratio that is low then."""
+"""Prompt tokens a second above which the hit ratio is judged, and the lowest good ratio."""
 
 
 def monitoring_objects(
@@ -91,7 +91,7 @@ def pod_monitor(service: Service, component: str, name: str) -> Manifest:
 
 
 def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """Return a manifest with the spec's labels; the operator's own take precedence."""
+    """Return a manifest with the spec's labels, over which the operator's own take precedence."""
     meta = manifest["metadata"]
     return manifest | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
 
@@ -147,7 +147,10 @@ def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
 
 
 def burn_rates(service: Service) -> list[Rule]:
-    """Return the recording rules of burn rates: 1 spends an error budget exactly, 0 nothing."""
+    """Return the recording rules of burn rates.
+
+    A burn rate of 1 spends the error budget exactly, and 0 spends nothing.
+    """
     slo = service.spec.slo
     of_routers = routers(service)
     late = {"ttft_p95": ("ttft", slo.ttft_p95, 0.05), "e2e_p95": ("e2e", slo.e2e_p95, 0.05)}
@@ -243,15 +246,15 @@ def budget_alerts(service: Service) -> list[Alert]:
             f"({' or '.join(pages)}) {and_several(service, PAGE_REQUESTS, '1h')}",
             "critical",
             "An objective is missed so often that a month's budget is gone within days.",
-            "The label objective says which. Both the last minutes and the last hours are bad.",
+            "The label objective names it. Both the last minutes and the last hours are bad.",
             "2m",
         ),
         Alert(
             "UllageBudgetBurnsSlowly",
             f"{lasting} {and_several(service, TICKET_REQUESTS, '6h')}",
             "warning",
-            "Over three days an objective was missed more often than it may be.",
-            "The label objective says which. It does not go away by itself.",
+            "Over three days an objective was missed more often than its budget allows.",
+            "The label objective names it. The problem does not go away by itself.",
             "15m",
         ),
     ]
@@ -264,7 +267,7 @@ def burn(service: Service, window: str, objectives: str) -> str:
 
 
 def and_several(service: Service, count: int, window: str) -> str:
-    """Return the condition that there were more than `count` requests."""
+    """Return the PromQL condition that there were more than `count` requests."""
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"
 
@@ -292,7 +295,7 @@ def router_alerts(service: Service) -> list[Alert]:
             f"(sum(rate({refusals}[1m])) > {REFUSED_RATE}) / {every} > {REFUSED_SHARE}",
             "warning",
             f"Engines have no room: more than {REFUSED_SHARE:.0%} of requests are refused for it.",
-            "Requests need more memory, or more time, than engines have left; clients get 429.",
+            "Requests need more memory or time than engines have left. Clients get 429.",
             "15s",
         ),
         Alert(
@@ -301,7 +304,7 @@ def router_alerts(service: Service) -> list[Alert]:
             f"or {waiting_bytes} > {QUEUE_SHARE * queue.max_bytes:g}",
             "warning",
             f"A router's queue is more than {QUEUE_SHARE:.0%} full.",
-            "Soon requests are refused that could have waited; routing.queue has the bounds.",
+            "Soon requests are refused that could have waited. routing.queue has the bounds.",
             "2m",
         ),
         Alert(
@@ -325,8 +328,8 @@ def connection_alerts(service: Service) -> list[Alert]:
             "UllageEnginesSilent",
             f"sum(rate(ullage_router_reports_missed_total{{{of_routers}}}[5m])) > 0",
             "warning",
-            "Routers miss reports of engines, and give them less than they could do.",
-            "An engine's server or the network has no time.",
+            "Routers miss reports of engines, and send them fewer requests than they could serve.",
+            "An engine's server or the network is overloaded.",
         ),
         Alert(
             "UllageEnginesStale",
@@ -340,16 +343,16 @@ def connection_alerts(service: Service) -> list[Alert]:
             "UllageEnginesDiffer",
             f"max by (pool) (ullage_router_fingerprints{{{of_routers}}}) > 1",
             "warning",
-            "Engines of a pool compute otherwise than one another, and so may their answers.",
-            "They share no KV. The condition EnginesConsistent says in what they differ.",
+            "Engines of a pool compute differently, so their answers may differ.",
+            "They share no KV. The condition EnginesConsistent names the differences.",
             "30m",
         ),
         Alert(
             "UllageCertificateExpires",
             f"min by (pod) ({ends} > 0) - time() < {CERTIFICATE_S}",
             "warning",
-            f"A certificate ends within {CERTIFICATE_S // 86400} days.",
-            "Nobody has renewed it; once it has ended nobody can connect.",
+            f"A certificate expires within {CERTIFICATE_S // 86400} days.",
+            "It was not renewed. After it expires nobody can connect.",
         ),
         Alert(
             "UllageCertificateUnusable",
@@ -357,7 +360,7 @@ def connection_alerts(service: Service) -> list[Alert]:
             f"or ullage_certificate_problems{{{of_engines}}}) > 0",
             "critical",
             "A certificate has expired, or its newest files cannot be used.",
-            "The one before stays in use until it ends.",
+            "The previous certificate stays in use until it expires.",
         ),
     ]
 
@@ -377,14 +380,14 @@ def engine_alerts(service: Service) -> list[Alert]:
             f"{grows('ullage_worker_restarts_total')} > {RESTARTS}",
             "warning",
             f"More than {RESTARTS} workers were restarted in a quarter of an hour.",
-            "The engine's log says with which status and why they ended.",
+            "The engine's log has their exit status and the reason.",
         ),
         Alert(
             "UllageEngineOutOfMemory",
             f"{grows('ullage_oom_events_total')} > 0",
             "critical",
-            "A step ran out of memory, which the engines' ledger is there to prevent.",
-            "The request goes on; another process took memory, or the ledger is wrong.",
+            "A step ran out of memory, which the engine's ledger should prevent.",
+            "The request continues. Another process took memory, or the ledger is wrong.",
         ),
         Alert(
             "UllageCollectiveErrors",
@@ -398,8 +401,8 @@ def engine_alerts(service: Service) -> list[Alert]:
             "UllageStartProofFailures",
             f"{grows('ullage_start_proof_failures_total')} > 0",
             "warning",
-            "A worker computed otherwise than at its verified start, and was not let serve.",
-            "The next start is tried; after three in a row the engine stays out.",
+            "A worker computed different results than its verified start, and may not serve.",
+            "The worker starts again. After three failures in a row the engine stays out.",
             "0s",
         ),
         Alert(
@@ -414,14 +417,14 @@ def engine_alerts(service: Service) -> list[Alert]:
             f"{grows('ullage_kv_tier_failures_total', ' by (tier, status) ')} > {TIER_FAILURES}",
             "warning",
             "A tier of KV fails again and again, so its KV is computed again.",
-            "The labels tier and status say which and how.",
+            "The labels tier and status name the tier and the error.",
         ),
         Alert(
             "UllagePrefixCacheMisses",
             f"{hits} / ({queries} > {BUSY_TOKENS}) < {HIT_RATIO}",
             "info",
             f"Less than {HIT_RATIO:.0%} of prompt tokens are found in the prefix cache.",
-            "Prompts share nothing, or the cache is too small for what they share.",
+            "Prompts have no common prefixes, or the cache is too small for them.",
         ),
     ]
 
@@ -435,7 +438,7 @@ def device_alerts(service: Service) -> list[Alert]:
             f"max by (pod) (ullage_engine_boost_off{{{of_engines}}}) > 0",
             "warning",
             "An engine runs smaller batches, because its GPUs are throttled.",
-            "Heat or power lowers their clocks; it takes less until they recover.",
+            "Heat or power limits lower their clocks. The engine takes less until they recover.",
             "2m",
         ),
         Alert(
@@ -443,7 +446,7 @@ def device_alerts(service: Service) -> list[Alert]:
             f"max by (pod) (ullage_gpu_driver_silent{{{of_engines}}}) > 0",
             "critical",
             "A GPU's driver does not answer an engine.",
-            "The GPU has fallen off the bus, or the driver hangs; the node needs a look.",
+            "The GPU has fallen off the bus, or the driver hangs. Check the node.",
             "2m",
         ),
     ]

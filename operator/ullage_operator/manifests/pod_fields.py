@@ -1,4 +1,4 @@
-"""Fields that the pods of engines and routers share. Pure.
+"""Builds the pod fields that engines and routers share. Pure.
 
 Both run as an ordinary user without privileges on a read-only root file system, and write to
 emptyDir volumes.
@@ -36,8 +36,8 @@ _PORTS_PAST_MESH = {
 def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
     """Return a spec's pod template with the operator's fields merged over it.
 
-    Unless the template says otherwise, the pods are spread over nodes, and the ports that the
-    operator calls are excluded from the cluster's mesh.
+    By default, the pods are spread over nodes, and the cluster's mesh does not intercept the ports
+    that the operator calls. The template can override both.
 
     Args:
         given: the pod template of the spec.
@@ -63,7 +63,7 @@ def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield the annotations that let the operator, outside the mesh, reach pods inside it.
 
-    The operator connects to pods in plaintext, and only to ports that are read-only.
+    The operator connects to pods in plaintext, and only to read-only ports.
     """
     if settings.mesh:
         yield _PORTS_PAST_MESH[settings.mesh], f"{naming.PROBE_PORT},{naming.METRICS_PORT}"
@@ -75,7 +75,7 @@ def metadata(match: dict[str, str], config: str) -> Manifest:
 
 
 def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
-    """Return the fields that all pods share, by the restricted profile of Pod Security."""
+    """Return the fields that all pods share, under the restricted profile of Pod Security."""
     secrets = [secret.name for secret in service.spec.image_pull_secrets]
     pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
     return {
@@ -109,7 +109,7 @@ def pod_security(service: Service) -> Manifest:
 
 
 def grace_s(service: Service, pre_stop_s: int) -> int:
-    """Return the termination grace period, in which a pod can drain one whole request."""
+    """Return the termination grace period, within which a pod can finish its longest request."""
     return pre_stop_s + math.ceil(service.spec.limits.total_timeout) + LAST_MARGIN_S
 
 

@@ -1,9 +1,9 @@
-"""CPU, memory and disk of engine and router containers: the spec's amounts over defaults. Pure.
+"""Sets CPU, memory and disk of containers: the spec's amounts, or else defaults. Pure.
 
-A node under pressure first evicts containers without requests, and its kernel first kills them. So
-every container requests CPU and memory, and engines that fetch their model also request ephemeral
-storage. Engines have no limits by default: their host memory is estimated, and a wrong estimate
-must not kill them.
+A node under pressure first evicts containers without requests, and its kernel first kills them.
+Every container therefore requests CPU and memory, and engines that fetch their model also request
+ephemeral storage. Engines have no limits by default: their host memory is estimated, and a wrong
+estimate must not kill them.
 """
 
 import math
@@ -21,21 +21,21 @@ from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import is_vllm
 
 Amounts = dict[str, dict[str, str]]
-"""Quantities by `requests` or `limits`, and by the resource's name."""
+"""Quantities by `requests` or `limits`, and by the name of the resource."""
 
 _MIB = 1 << 20
 _SERVER_BYTES = 512 * _MIB
 _WORKER_BYTES = 1024 * _MIB
 """Host memory of a worker without weights: Python, torch and the device's context."""
 _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
-"""Assumed weights on each GPU if the model's size is unknown; few models for GPUs are smaller."""
+"""Assumed weights on each GPU if the model's size is unknown. Few models for GPUs are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
 _COMPILED_BYTES = 2048 * _MIB
 """Bytes of kernels, graphs and tokenizer files in a cache, in addition to the weights."""
 CACHE_LIMIT = 4
 """Ratio of the size limit of a pod's own cache to the expected size of its content.
 
-The size is estimated from the model's name. A repository may hold its weights twice, and its main
+The size is estimated from the model's name. A repository may have its weights twice, and its main
 branch may change.
 """
 _KV_MARGIN_BYTES = 64 * _MIB
@@ -47,9 +47,9 @@ _ROUTER: Amounts = {
 _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z0-9])")
 """A number of parameters in lower case, for example 135m, 7b, 0.5b or 8x7b."""
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
-"""Block format of a GGUF file; Q4_K_M, for example, has four bits and scales."""
+"""Block format of a GGUF file. For example, Q4_K_M has four bits and scales."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-"""Name of a part of a split GGUF file; vLLM's checkpoint is made from the joined parts."""
+"""Name of a part of a split GGUF file. vLLM's checkpoint is made from the joined parts."""
 _BITS = (
     # gpt-oss is published as MXFP4 and does not say so in its name.
     (re.compile(r"int4|awq|gptq|mxfp4|4-?bit|gpt-oss(?!.*fp?16)"), 4.5),
@@ -60,7 +60,7 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
-    """Return the pool's own resources over defaults, with its GPUs.
+    """Return the pool's own resources, completed with defaults and its GPUs.
 
     GPUs are set as limits, by which the DCGM exporter also attributes them to pods. Pools on the
     CPU and pools with device claims get no GPU limits.
@@ -93,7 +93,7 @@ def cache_bytes(service: Service, pool: PoolSpec) -> int:
 
 
 def kv_file_bytes(size: int) -> int:
-    """Return the most bytes that the file tier may take of its volume.
+    """Return the maximum number of bytes that the file tier takes of its volume.
 
     The margin of a sixteenth and 64 MiB covers the file system itself, and files that are written
     before older ones are removed. A pod that takes more is evicted.
@@ -102,7 +102,7 @@ def kv_file_bytes(size: int) -> int:
 
 
 def _kv_folder_bytes(pool: PoolSpec) -> int:
-    """Return the most bytes of a file tier in a folder that is deleted with the pod."""
+    """Return the maximum bytes of a file tier in a folder that is deleted with the pod."""
     file = pool.memory.tiers.file
     if file is None or file.claim_name or file.host_path or kv_holders(pool):
         return 0
@@ -123,7 +123,7 @@ def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
 
 
 def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
-    """Return a short description of the tiers in which a pool's engines keep KV off the device."""
+    """Return a short description of the KV tiers of a pool's engines."""
     tiers = pool.memory.tiers
     vllm = is_vllm(service.spec, pool, settings)
     host_bytes = _host_tier_bytes(service, pool, vllm=vllm)
@@ -137,7 +137,7 @@ def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
 
 
 def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
-    """Return the most memory that an engine takes for its host tier.
+    """Return the maximum memory that an engine takes for its host tier.
 
     An engine has no tiers without a prefix cache, nor with vLLM on several stages or nodes.
     """
@@ -154,7 +154,7 @@ def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def router_resources(service: Service) -> Amounts:
-    """Return the router's own resources over the defaults."""
+    """Return the router's own resources, completed with defaults."""
     return _over(service.spec.router.resources, _ROUTER)
 
 
@@ -167,7 +167,7 @@ def model_bytes(model: ModelSection) -> int:
 
 
 def _num_parameters(model: ModelSection) -> float:
-    """Return the number of parameters in a model's name or source; 0 without one."""
+    """Return the number of parameters in a model's name or source (0 without one)."""
     text = f"{model.source} {model.name}".lower().replace("_", "-")
     counts = [
         int(experts or 1) * float(number) * {"m": 1e6, "b": 1e9}[unit]
@@ -184,12 +184,12 @@ def _bits(model: ModelSection) -> float:
 
 
 def _published_bits(model: ModelSection) -> float:
-    """Return the bits of a weight in a model's files; most are published in 16."""
+    """Return the bits of a weight in a model's files, which is 16 for most models."""
     return _named_bits(model) or 16.0
 
 
 def _named_bits(model: ModelSection) -> float:
-    """Return the bits of a weight by the format in a model's name or source; 0 without one."""
+    """Return the bits of a weight by the format in a model's name or source (0 without one)."""
     text = f"{model.source} {model.name}".lower()
     if blocks := _BLOCKS.search(text):
         return float(blocks[1]) + 0.5
@@ -213,7 +213,7 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     weights = pool.memory.device_bytes or model_bytes(model) if is_on_cpu else 0
     unknown = 0 if is_on_cpu else _UNKNOWN_WEIGHTS_BYTES * pool.gpus_per_pod
     if vllm and model.source.endswith(".gguf"):
-        # vLLM's checkpoint of the file stays in memory, and is there twice while it is written.
+        # vLLM's checkpoint of the file stays in memory, and exists twice while it is written.
         checkpoint = math.ceil(_num_parameters(model) * _dtype_bits(model) / 8) or unknown
         weights = max(checkpoint, weights) + checkpoint
         if _SPLIT.search(model.source):
@@ -228,11 +228,11 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
-    """Return given quantities over defaults, in the form in which the API server stores them.
+    """Return given quantities completed with defaults, in the API server's notation.
 
-    So an applied object equals the one that is read back. A default request gives way to a limit,
-    since Kubernetes uses the limit as the missing request. A default limit gives way to a request
-    above it, since Kubernetes refuses a request above its limit.
+    In this notation an applied object equals the one that is read back. A default request gives way
+    to a limit, because Kubernetes uses the limit as the missing request. A default limit gives way
+    to a request above it, because Kubernetes refuses a request above its limit.
     """
     merged: Amounts = {
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}

@@ -1,4 +1,4 @@
-"""Pod template of routers. Pure."""
+"""Builds the pod template of routers. Pure."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ Manifest = dict[str, Any]
 
 
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
-    """Return the pod template of routers: the spec's, with the operator's fields over it."""
+    """Return the pod template of routers: the spec's, with the operator's fields merged over it."""
     own = own_router(service, config, settings)
     return completed(service.spec.router.pod_template, own, settings)
 
@@ -93,8 +93,8 @@ def probe_ports(is_secure: bool) -> list[Manifest]:
 def router_probes(is_secure: bool) -> Manifest:
     """Return the probes of a router.
 
-    With TLS they use gRPC on a port of their own, since the serving ports may demand certificates
-    of clients.
+    With TLS they use gRPC on a port of their own, because the serving ports may demand client
+    certificates.
     """
     if is_secure:
         return {

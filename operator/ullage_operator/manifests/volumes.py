@@ -1,4 +1,4 @@
-"""Volumes of engine and router pods, and the Secrets that they mount. Pure."""
+"""Builds the volumes of engine and router pods, and chooses the Secrets that they mount. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ KV_VOLUME = "kv"
 MODEL_IMAGE = "model-image"
 SHM_BYTES = 1 << 30
 VLLM_SHM_BYTES = 256 << 20
-"""Shared memory for the rank of each GPU.
+"""Shared memory of the rank of each GPU.
 
 It holds the ring buffer of ten chunks of 24 MiB through which the rank answers vLLM's scheduler.
 """
@@ -83,7 +83,7 @@ def engine_secrets(service: Service) -> list[MountedSecret]:
 
 
 def ticket_secrets(service: Service) -> list[MountedSecret]:
-    """Return the Secret with the keys by which routers sign tickets and engines verify them."""
+    """Return the Secret with the keys with which routers sign tickets and engines verify them."""
     tickets = service.spec.tickets
     return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
@@ -106,7 +106,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
     """Return the volumes of an engine's pod."""
     return [
         config_volume(naming.pool_name(service.name, pool_name)),
-        # Weights in this memory outlive a worker, so that its restart takes only seconds.
+        # Weights in this memory survive a worker, so that its restart takes only seconds.
         memory_volume("run"),
         *cache_volumes(service, pool),
         *kv_volumes(pool),
@@ -154,8 +154,8 @@ def adapter_mounts(pool: PoolSpec) -> list[Manifest]:
 def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the volumes for downloads and compiled kernels.
 
-    Pods share the volume only if the spec names a claim or a host path. There is none if each pod
-    has a claim of its own, which the StatefulSet mounts.
+    Pods share the volume only if the spec names a claim or a host path. There is no volume here if
+    each pod has a claim of its own, which the StatefulSet mounts.
     """
     cache = pool.model_cache
     if cache.claim_template:
@@ -189,7 +189,7 @@ def storage_volume(
         name: the name of the volume.
         claim: the PersistentVolumeClaim, if any.
         host_path: the folder of the node, if any.
-        size_limit: the size limit of the emptyDir; None for no limit.
+        size_limit: the size limit of the emptyDir, or None for no limit.
     """
     if claim:
         return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
@@ -200,7 +200,7 @@ def storage_volume(
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
-    """Return the volume of the file tier; none if the pod template mounts its own there."""
+    """Return the volume of the file tier (none if the pod template mounts its own there)."""
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
@@ -256,7 +256,7 @@ def claim_mounts(service: Service) -> list[Manifest]:
 def image_volumes(service: Service) -> list[Manifest]:
     """Return the image volume of the model, which needs Kubernetes 1.31.
 
-    Nodes pull the image like that of a container, with the pull secrets of the pod.
+    Nodes pull the image like a container's, with the pull secrets of the pod.
     """
     reference = image_of(service.spec.model.source)
     policy = service.spec.model_pull_policy

@@ -57,13 +57,13 @@ def test_one_that_cannot_be_served_is_named_with_why_and_where() -> None:
     assert (found.holds, found.reason) == (False, "AdapterFailed")
     assert found.message == "sql: has r 32, but slots have room for 16 (pod s-0 and 1 more)"
     found = condition(s_0=[failed("sql", "gone", before="d"), served("law")])
-    assert found.message == "sql: gone (pod s-0); what was there before is served"
+    assert found.message == "sql: gone (pod s-0); the engine still serves the previous files"
 
 
 def test_other_files_under_one_name_are_told() -> None:
     found = condition(s_0=[served("sql"), served("law")], s_1=[served("sql", "e"), served("law")])
     assert (found.holds, found.reason) == (False, "AdaptersDiffer")
-    assert found.message == "sql has other files on s-0 than on s-1"
+    assert found.message == "sql has different files on s-0 and s-1"
 
 
 states = st.lists(

@@ -99,7 +99,7 @@ def test_a_pod_that_fits_no_node_tells_its_gpus_the_scheduler_and_the_remedy(
 def test_a_pod_without_a_node_for_its_memory_tells_that_the_request_may_be_an_estimate() -> None:
     given = unplaced("0/3 nodes: 3 Insufficient memory.")
     given["spec"]["containers"][0]["resources"]["requests"] = {"memory": "143Gi"}
-    assert "request 143Gi memory, which is an estimate where spec.pools" in found(given).message
+    assert "request 143Gi memory, which is an estimate if spec.pools" in found(given).message
 
 
 def test_a_slice_of_a_gpu_is_named_as_the_pod_asks_for_it() -> None:

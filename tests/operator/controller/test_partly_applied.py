@@ -76,7 +76,7 @@ def test_what_kubernetes_refuses_of_pods_is_told_with_the_part_of_the_manifest()
     result.on_failed(pods, ClusterRefused("spec.template.spec.dnsPolicy: Unsupported value"))
     [problem] = result.problems
     assert problem.message.startswith("StatefulSet demo-large-next: spec.template.spec.dnsPolicy: ")
-    assert problem.message.endswith("its pods are made of spec.pools.large: correct it")
+    assert problem.message.endswith("correct spec.pools.large, which describes its pods")
 
 
 def test_a_missing_secret_is_named_by_the_pods_events(world, played, start, monkeypatch) -> None:
