@@ -7,7 +7,7 @@ from ullage_common.process.api_keys import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure
 
 HELP = """examples:
-  ullage key new alice                          print a key and the entry that lets it in
+  ullage key new alice                          print a key and its entry for the Secret
   ullage key new alice --into secrets/my-keys   also add the entry to that folder (ullage up)
 """
 
@@ -17,13 +17,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "key",
         help="make an API key",
-        description="Makes API keys of tenants (spec.tenants).",
+        description="Make API keys for the tenants of a service (spec.tenants).",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     new = actions.add_parser("new", help="print a new key and its entry")
-    new.add_argument("tenant", metavar="TENANT", help="name of the key in the Secret")
+    new.add_argument("tenant", metavar="TENANT", help="tenant, and its key in the Secret")
     new.add_argument("--into", type=Path, metavar="DIR", help="add the entry to DIR/TENANT")
     new.set_defaults(run=run)
 
@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
         _add_entry(options.into / name, entry(key))
     print(f"key    {key}")
     print(f"entry  {entry(key)}")
-    print(f"\nThe key is for {name} alone and is kept nowhere; the entry is a line of {name}'s key")
-    print("in the Secret of spec.tenants.secretName. See docs/guide/tenants.md.")
+    print(f"\nGive the key only to {name}. It is stored nowhere. Add the entry to {name}'s")
+    print("key in the Secret of spec.tenants.secretName. See docs/guide/tenants.md.")
     return 0
 
 

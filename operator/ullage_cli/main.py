@@ -12,12 +12,12 @@ from ullage_operator.api.settings import VERSION
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
-  ullage top                                 watch it live
+  ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
-  ullage trace REQUEST_ID                    print one request's way from all logs
-  ullage profile smollm2 --steps 50          look at an engine's steps in Perfetto
+  ullage trace REQUEST_ID                    print the steps of one request from all logs
+  ullage profile smollm2 --steps 50          record an engine's next steps for Perfetto
   ullage key new alice                       make an API key
-  ullage upgrade-manifest -f old.yaml        print a manifest of 0.1.0 in today's form
+  ullage upgrade-manifest -f old.yaml        print a manifest of 0.1.0 with today's fields
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
 
@@ -26,7 +26,7 @@ COMMANDS = (up, top, trace, profile, plan, quantize, key, upgrade_manifest)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; each command sets its function as `run`."""
+    """Return the parser of the whole command line. Each command sets its function as `run`."""
     parser = argparse.ArgumentParser(
         prog="ullage",
         description="Language models that never run out of GPU memory.",
@@ -42,10 +42,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status, 2 for an error that the user can repair.
+    """Run a command, and return its exit status, which is 2 for an error that the user can fix.
 
     Args:
-        arguments: the command line without the program's name; by default this process's.
+        arguments: the command line without the program's name, by default this process's.
     """
     options = make_parser().parse_args(arguments)
     try:

@@ -16,7 +16,7 @@ from ullage_operator.api.renames import rounded, upgraded
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import Service
 
-BASE_HELP = "manifest of an LLMServiceBase that it names; once for each"
+BASE_HELP = "manifest of an LLMServiceBase that the service names (repeat for several)"
 """Help of the option --base, which several commands have."""
 
 
@@ -67,7 +67,7 @@ def read_bases(paths: Sequence[Path]) -> Bases:
 
 
 def _read_object(path: Path, kind: str) -> Any:
-    """Return the only object of a file, with each alias as an object of its own."""
+    """Return the only object of a file, with a copy of its own for each alias."""
     documents = read_documents(path)
     if len(documents) != 1:
         raise LocalFailure(
@@ -77,7 +77,7 @@ def _read_object(path: Path, kind: str) -> Any:
     if problems := [*not_json(documents[0], "")]:
         raise _failure(path, problems)
 
-    # Defaults are filled in at each place, so aliases may not share an object.
+    # Defaults are filled in at each place, so aliases must not share an object.
     return json.loads(json.dumps(documents[0]))
 
 
@@ -87,8 +87,7 @@ def upgraded_manifest(path: Path) -> tuple[str, list[str]]:
     Objects of other kinds stay unchanged.
 
     Raises:
-        LocalFailure: the file has no LLMService; or one line for each field that cannot be
-            upgraded.
+        LocalFailure: the file has no LLMService, or fields cannot be upgraded (one line for each).
     """
     documents = read_documents(path)
     definition = load_schema()["properties"]["spec"]

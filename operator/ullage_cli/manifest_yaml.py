@@ -1,7 +1,7 @@
 """Reads YAML as `kubectl apply` does: as JSON, in which no key occurs twice.
 
-Dates and keys become text, and values that JSON cannot represent are refused. Length, depth and
-the expansion of anchors are bounded, since a file of a kilobyte can expand to terabytes.
+Dates and keys become text, and values that JSON cannot represent are refused. Length, depth and the
+expansion of anchors are bounded, because a file of a kilobyte can expand to terabytes.
 """
 
 import math
@@ -16,9 +16,9 @@ from ullage_operator.api.errors import LocalFailure, Problem
 from ullage_operator.api.schema import join
 
 MAX_BYTES = 1 << 20
-"""Longest file that is read, bytes; etcd keeps no object of 1.5 MiB."""
+"""Maximum size of a file, bytes. etcd does not store an object of 1.5 MiB."""
 MAX_NODES = 100_000
-"""Most values of a document; a value counts as often as aliases repeat it."""
+"""Maximum number of values of a document, counted as often as aliases repeat them."""
 MAX_DEPTH = 100
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -29,16 +29,16 @@ _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 
 _MAX_NUMBER = 64
-"""Longest text that is parsed as a number; the conversion is quadratic in its length."""
+"""Maximum length of a number. The time to parse one is quadratic in its length."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a pair of UTF-16, which UTF-8 cannot encode."""
+"""One half of a surrogate pair of UTF-16, which UTF-8 cannot encode."""
 
 
 def read_documents(path: Path) -> list[Any]:
     """Return the documents of a YAML file, without empty ones.
 
     Raises:
-        LocalFailure: the file cannot be read, or is no YAML that an API server would accept.
+        LocalFailure: the file cannot be read, or is not YAML that an API server would accept.
     """
     try:
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def not_json(value: Any, path: str) -> Iterator[Problem]:
 
     Args:
         value: a parsed document, or a part of it.
-        path: the value's path in the document; empty for the document.
+        path: the value's path in the document (empty for the document).
     """
     if isinstance(value, dict):
         for name, item in value.items():
@@ -74,14 +74,14 @@ def not_json(value: Any, path: str) -> Iterator[Problem]:
             yield from not_json(item, f"{path}[{index}]")
     elif isinstance(value, str):
         if _SURROGATE.search(value):
-            yield Problem(path, f"{value!a} is no text that UTF-8 has; write another character")
+            yield Problem(path, f"{value!a} cannot be encoded in UTF-8; write another character")
     elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(path, f"{value} is no number that JSON has; write a finite one")
+        yield Problem(path, f"{value} is not a number in JSON; write a finite one")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield Problem(path, "is no number of 64 bits; write a smaller one, or text in quotes")
+        yield Problem(path, "exceeds 64 bits; write a smaller number, or text in quotes")
     elif value is not None and not isinstance(value, bool | int | float):
         kind = type(value).__name__
-        yield Problem(path, f"is of YAML's type {kind}, which JSON lacks; write text in quotes")
+        yield Problem(path, f"has YAML's type {kind}, which JSON lacks; write text in quotes")
 
 
 def _one_line(error: Exception) -> str:
@@ -92,7 +92,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that accepts only JSON values and refuses duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node, whose depth and number are bounded."""
+        """Return the next node, and refuse one beyond the bounds of depth and number."""
         self.depth: int = getattr(self, "depth", 0) + 1
         self.num_nodes: int = getattr(self, "num_nodes", 0) + 1
         if self.depth > MAX_DEPTH:
@@ -107,7 +107,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        """Refuse a tag of a type that the text does not have, such as `!!bool x`.
+        """Refuse a tag of a type that the text does not have, for example `!!bool x`.
 
         Long numbers are refused, too.
         """
@@ -127,14 +127,14 @@ class _Loader(yaml.SafeLoader):
         return yaml.composer.ComposerError(None, None, text, mark)
 
     def compose_document(self) -> Any:
-        """Return the root node of the next document, whose expanded size is bounded."""
+        """Return the root node of the next document, and refuse one that expands too far."""
         node = super().compose_document()
         if node is not None:
             self._check_size(node, {}, set())
         return node
 
     def _check_size(self, node: yaml.Node, sizes: dict[int, int], within: set[int]) -> int:
-        """Return the number of values in an expanded node; refuse a node that contains itself.
+        """Return the number of values in an expanded node, and refuse a node that contains itself.
 
         Args:
             node: the node to count.
@@ -144,7 +144,7 @@ class _Loader(yaml.SafeLoader):
         if id(node) in sizes:
             return sizes[id(node)]
         if id(node) in within:
-            text = "an anchor holds itself"
+            text = "an anchor contains itself"
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
 
         within.add(id(node))
@@ -175,7 +175,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
             if key.value in seen:
                 first = seen[key.value].line + 1
-                text = f"key {key.value!r} is there twice, first in line {first}; leave one out"
+                text = f"key {key.value!r} occurs twice, first in line {first}; leave one out"
                 raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
 
             seen[key.value] = key.start_mark

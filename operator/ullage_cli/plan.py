@@ -1,4 +1,4 @@
-"""`ullage plan`: prints every object that the operator would apply for a manifest."""
+"""`ullage plan` prints every object that the operator would apply for a manifest."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ HELP = """examples:
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
 Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_CUDA_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and
-ULLAGE_ROUTER_IMAGE, as in the operator. The standard error output names each pool's engine, the
+ULLAGE_ROUTER_IMAGE, as in the operator. Standard error names each pool's engine, the
 reason for it, and the places where its engines keep KV.
 """
 
@@ -36,7 +36,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "plan",
         help="print the objects that the operator would apply",
-        description="Prints every object that the operator would apply for an LLMService.",
+        description="Print every object that the operator would apply for an LLMService.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,13 +44,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
     parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="(yaml)")
     parser.add_argument(
-        "--pod-monitors", action="store_true", help="as if the Prometheus operator were installed"
+        "--pod-monitors", action="store_true", help="assume that the Prometheus operator is there"
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the objects, and notes about them on the standard error output."""
+    """Print the objects, and print notes about them to standard error."""
     service = read_service(options.file, options.base)
     # Objects of optional kinds are printed as if the cluster served their kinds.
     serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
     # The standard output is for kubectl.
     for path in overruled(options.file, options.base):
-        print(f"{path} is the default, so a base decides: leave it out", file=sys.stderr)
+        print(f"{path} is the default, so a base overrides it: leave it out", file=sys.stderr)
     for line in _pool_lines(service, settings):
         print(line, file=sys.stderr)
     return 0
@@ -75,14 +75,14 @@ def _render(objects: list[Manifest], output: str) -> str:
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """A YAML dumper without anchors: it writes shared values in full, which reads better."""
+    """A YAML dumper that writes shared values in full, without anchors, which reads better."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def _pool_lines(service: Service, settings: Settings) -> list[str]:
-    """Return lines for each pool: its engine, the reason and the image; and its KV tiers."""
+    """Return two lines for each pool: engine, reason and image, and the KV tiers."""
     spec = service.spec
     image = engine_image(spec, settings)
     expected = {

@@ -1,4 +1,4 @@
-"""`kubectl port-forward` as a context manager, for commands that reach into a cluster."""
+"""`kubectl port-forward` as a context manager, for commands that connect to a cluster."""
 
 import select
 import shutil
@@ -11,13 +11,13 @@ FORWARD_TIMEOUT_S = 20.0
 
 
 class PortForward:
-    """A running `kubectl port-forward`, started again after it has ended.
+    """A running `kubectl port-forward`, restarted if it has ended.
 
     It ends, for example, when its pod is replaced.
 
     Args:
         namespace: namespace of the target.
-        target: pod or workload, such as pod/NAME or deployment/NAME.
+        target: pod or workload, for example pod/NAME or deployment/NAME.
         port: port of the target.
     """
 
@@ -33,10 +33,10 @@ class PortForward:
         self._stop()
 
     def url(self) -> str:
-        """Return the URL of the port on this machine; start kubectl if it does not run.
+        """Return the URL of the port on this machine, and start kubectl if it does not run.
 
         Raises:
-            LocalFailure: kubectl is not here, or cannot forward the port.
+            LocalFailure: kubectl is not installed, or cannot forward the port.
         """
         if self._process is None or self._process.poll() is not None:
             self._stop()
@@ -46,7 +46,7 @@ class PortForward:
     def _start(self) -> str:
         if shutil.which("kubectl") is None:
             raise LocalFailure(
-                "kubectl is not here; install it, or forward the port yourself and name its address"
+                "kubectl is missing; install it, or forward the port yourself and pass its address"
             )
 
         pipe = subprocess.PIPE
@@ -62,7 +62,7 @@ class PortForward:
         host, _, port = line.removeprefix("Forwarding from ").partition(" ")[0].rpartition(":")
         if not port.isdecimal():
             process.terminate()
-            said = " ".join(process.stderr.read().split()) or "it said nothing"
+            said = " ".join(process.stderr.read().split()) or "no error message"
             raise LocalFailure(f"{' '.join(self._command)}: {said}")
         return f"http://{host}:{port}"
 

@@ -1,4 +1,4 @@
-"""`ullage profile`: records the next steps of a serving engine, for Perfetto."""
+"""`ullage profile` records the next steps of a serving engine, for Perfetto."""
 
 import argparse
 import contextlib
@@ -19,25 +19,25 @@ from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 
 MAX_STEPS = 1000
-"""Most steps of a profile; the engine refuses more."""
+"""Maximum number of steps of a profile, which the engine enforces."""
 MAX_SECONDS = 300
-"""Longest wait for the steps; the engine refuses more."""
+"""Maximum number of seconds to wait for the steps, which the engine enforces."""
 
 NOT_SERVED = (
-    "the engine serves no profiles at that port: with tickets.required clients reach the port, and "
-    "engines of earlier versions have no profiles"
+    "the engine serves no profiles at that port, because clients reach it (tickets.required) or "
+    "the engine's version is too old"
 )
 """Error of an engine that does not know the call."""
 
 HELP = """examples:
-  ullage profile smollm2                          50 steps of ullage up's engine: trace.json.gz
+  ullage profile smollm2                          record 50 steps of a local engine
   ullage profile smollm2 --steps 200 -o slow.json.gz
-  ullage profile smollm2 --timeline               which requests are in which steps
+  ullage profile smollm2 --timeline               show which requests are in which steps
   ullage profile chat --namespace prod --pool large --engine 1
   ullage profile chat --address 10.0.0.7:9000
 
 Open the file at https://ui.perfetto.dev or chrome://tracing. In a cluster the service needs
-observability.profiling.enabled. An engine without requests computes no steps: send some.
+observability.profiling.enabled. An engine computes steps only while it has requests.
 """
 
 
@@ -46,19 +46,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "profile",
         help="record an engine's next steps",
-        description="Records the next steps of an engine while it serves.",
+        description="Record the next steps of an engine while it serves.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("service", metavar="SERVICE", help="name of the LLMService")
-    parser.add_argument("--steps", type=steps, default=50, help=f"1 to {MAX_STEPS} (50)")
-    longest = f"longest wait for them, 1 to {MAX_SECONDS} (60)"
+    parser.add_argument("--steps", type=steps, default=50, help=f"steps, 1 to {MAX_STEPS} (50)")
+    longest = f"seconds to wait for them, 1 to {MAX_SECONDS} (60)"
     parser.add_argument("--seconds", type=seconds, default=60, help=longest)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("trace.json.gz"), help="(trace.json.gz)"
     )
-    parser.add_argument("--timeline", action="store_true", help="batches instead of operations")
-    parser.add_argument("--pool", help="pool of the engine (the one that takes ordinary requests)")
+    parser.add_argument("--timeline", action="store_true", help="record batches, not operations")
+    parser.add_argument("--pool", help="pool of the engine (default: for ordinary requests)")
     parser.add_argument(
         "--engine", type=int, default=0, metavar="N", help="number of the engine in its pool (0)"
     )
@@ -70,12 +70,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def steps(text: str) -> int:
-    """Return a number of steps; argparse names this function in its error."""
+    """Return a number of steps (argparse uses this function's name in its error)."""
     return _between(text, MAX_STEPS, "steps")
 
 
 def seconds(text: str) -> int:
-    """Return a number of seconds; argparse names this function in its error."""
+    """Return a number of seconds (argparse uses this function's name in its error)."""
     return _between(text, MAX_SECONDS, "seconds")
 
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         steps=options.steps,
         timeout_ms=1000 * options.seconds,
     )
-    # The chosen file stays as it was unless the profile is complete.
+    # The chosen file stays unchanged unless the profile is complete.
     partial = options.output.with_name(f"{options.output.name}.part")
 
     try:
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             partial.unlink(missing_ok=True)
 
     if not steps:
-        print("no step was computed meanwhile: send requests while it records", file=sys.stderr)
+        print("the engine computed no steps: send requests while it records", file=sys.stderr)
     print(
         f"{options.output}: {steps} steps, {size / 1e6:.1f} MB; open it at https://ui.perfetto.dev"
     )
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
-    """Write the profile while it arrives; return its size in bytes and its number of steps."""
+    """Write the profile while it arrives, and return its size in bytes and its number of steps."""
     size = num_seen = 0
     is_live = sys.stderr.isatty()
     with path.open("wb") as file:
@@ -167,7 +167,7 @@ def _first_pool(namespace: str, service: str) -> str:
     """Return the service's default pool, which its status names.
 
     Raises:
-        LocalFailure: kubectl is not here, or the service has no status.
+        LocalFailure: kubectl is not installed, or the service has no status.
     """
     command = ["kubectl", "--namespace", namespace, "get", "llms", service]
     try:
@@ -175,7 +175,7 @@ def _first_pool(namespace: str, service: str) -> str:
             [*command, "-o", "jsonpath={.status.selector}"], capture_output=True, text=True
         )
     except FileNotFoundError:
-        raise LocalFailure("kubectl is not here; install it, or give --address") from None
+        raise LocalFailure("kubectl is missing; install it, or give --address") from None
 
     label = re.search(rf"{re.escape(naming.POOL_LABEL)}=([a-z0-9]+)", done.stdout)
     if label is None:
@@ -185,10 +185,10 @@ def _first_pool(namespace: str, service: str) -> str:
 
 
 def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the chosen engine of a running `ullage up`, as its state.json has it.
+    """Return the chosen engine from the state.json of a running `ullage up`.
 
     Raises:
-        LocalFailure: no such engine runs here.
+        LocalFailure: there is no such engine on this machine.
     """
     pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
     pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
@@ -199,7 +199,7 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
         owner = f"{options.service}-{options.pool}" if options.pool else options.service
         ids = ", ".join(each["id"] for each in engines) or "none"
         raise LocalFailure(
-            f"no engine {options.engine} of {owner} runs here, only {ids}; "
+            f"no engine {options.engine} of {owner} runs here (running: {ids}); "
             "for a cluster give --namespace"
         )
     return matching[0]

@@ -1,4 +1,4 @@
-"""`ullage quantize`: runs the engine's offline tool, which writes a model in a smaller format."""
+"""`ullage quantize` runs the engine's offline tool, which writes a model in a smaller format."""
 
 import argparse
 import signal
@@ -8,7 +8,7 @@ import sys
 from ullage_operator.api.errors import LocalFailure
 
 MODULE = "ullage_engine.quantize.convert"
-"""The engine's tool. It runs as a process, since the command does not import the engine."""
+"""The engine's tool. It runs as a process, because the command does not import the engine."""
 
 EXPECTED_STATUSES = (0, 2, 130, 143)
 """Exit statuses that pass through: success, an error that the tool printed, SIGINT, SIGTERM."""
@@ -28,12 +28,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the engine's tool with the given arguments; return its exit status."""
+    """Run the engine's tool with the given arguments, and return its exit status."""
     return quantize([sys.executable, "-m", MODULE, *options.arguments])
 
 
 def quantize(command: list[str]) -> int:
-    """Run the tool, which prints its own progress and errors; return its exit status.
+    """Run the tool, which prints its own progress and errors, and return its exit status.
 
     Raises:
         LocalFailure: the tool could not be started, was killed, or crashed.
@@ -47,7 +47,7 @@ def quantize(command: list[str]) -> int:
 
     if status < 0:
         raise LocalFailure(
-            f"quantize was ended by signal {-status}; if that was for memory, it needs room for "
+            f"quantize was killed by signal {-status}; if memory was the reason, free enough for "
             "the largest matrix and a shard of 2 GiB"
         )
     if status not in EXPECTED_STATUSES:

@@ -1,4 +1,4 @@
-"""`ullage up`: serves the LLMService of a manifest on this machine until Ctrl-C.
+"""`ullage up` serves the LLMService of a manifest on this machine until Ctrl-C.
 
 The progress of the start is one live table on a terminal, and plain lines elsewhere.
 """
@@ -35,10 +35,10 @@ from ullage_operator.api.spec import Service
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml
-  ullage up -f service.yaml --http-port 8080 --grpc-port 0     (0: any free port)
+  ullage up -f service.yaml --http-port 8080 --grpc-port 0    (0 chooses any free port)
   ullage up -f service.yaml --secrets ./secrets               (./secrets/NAME/KEY for each Secret)
   ullage up -f service.yaml --run-dir ./run                    (keeps configuration and logs)
-  ullage up -f service.yaml --otlp-endpoint http://127.0.0.1:4318   (spans, such as to Jaeger)
+  ullage up -f service.yaml --otlp-endpoint http://127.0.0.1:4318   (spans, for example to Jaeger)
 """
 
 
@@ -47,32 +47,32 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "up",
         help="serve a manifest on this machine until Ctrl-C",
-        description="Serves an LLMService on this machine: the operator's own plan, as processes.",
+        description="Serve an LLMService on this machine: the operator's plan, run as processes.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
     parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
-    parser.add_argument("--http-port", type=port, default=8000, help="OpenAI HTTP (8000)")
-    parser.add_argument("--grpc-port", type=port, default=9000, help="gRPC (9000)")
+    parser.add_argument("--http-port", type=port, default=8000, help="port of the HTTP API (8000)")
+    parser.add_argument("--grpc-port", type=port, default=9000, help="port of the gRPC API (9000)")
     parser.add_argument(
-        "--secrets", type=Path, help="folder with one folder a Secret, one file a key"
+        "--secrets", type=Path, help="folder with one folder per Secret, with one file per key"
     )
-    parser.add_argument("--run-dir", type=Path, help="configuration and logs, kept afterwards")
-    parser.add_argument("--state-file", type=Path, help="also write state.json here when ready")
+    parser.add_argument("--run-dir", type=Path, help="keep configuration and logs in this folder")
+    parser.add_argument("--state-file", type=Path, help="also write state.json to this path")
     parser.add_argument(
         "--otlp-endpoint",
         type=collector,
         metavar="URL",
-        help="send spans there instead of where the manifest says; over HTTP at port 4318 or with "
-        "a path, over gRPC otherwise",
+        help="send spans to this collector instead of the manifest's (over HTTP for port 4318 or "
+        "a URL with a path, otherwise over gRPC)",
     )
     parser.add_argument("--verbose", action="store_true", help="log at debug level")
     parser.set_defaults(run=run)
 
 
 def port(text: str) -> int:
-    """Return a TCP port; 0 means any free one."""
+    """Return a TCP port (0 for any free port)."""
     number = int(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port; use 0 to 65535")
@@ -80,7 +80,7 @@ def port(text: str) -> int:
 
 
 def collector(text: str) -> TracingSection:
-    """Return the section of tracing for a collector at a URL.
+    """Return the tracing section for a collector at a URL.
 
     The protocol is OTLP over HTTP for port 4318 or a URL with a path, and over gRPC otherwise.
     """
@@ -93,7 +93,7 @@ def collector(text: str) -> TracingSection:
 
 
 def traced_to(service: Service, section: TracingSection) -> Service:
-    """Return the service with another section of tracing."""
+    """Return the service with another tracing section."""
     replaced = msgspec.structs.replace
     observability = replaced(service.spec.observability, tracing=section)
     return replaced(service, spec=replaced(service.spec, observability=observability))
@@ -103,7 +103,8 @@ def run(options: argparse.Namespace) -> int:
     """Serve the manifest until it is stopped.
 
     Raises:
-        LocalFailure: the manifest is wrong, this machine cannot serve it, or a pod failed for good.
+        LocalFailure: the manifest is invalid, this machine cannot serve it, or a pod failed for
+            good.
     """
     for extra in ("router", "engine"):  # both run in this interpreter's environment
         if error := missing_extra(extra):
@@ -151,7 +152,7 @@ def _run_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
-    """Run the plan until SIGINT or SIGTERM; a second signal kills the processes that still stop.
+    """Run the plan until SIGINT or SIGTERM. A second signal kills the processes that still stop.
 
     Args:
         plan: the processes to run.
@@ -199,7 +200,7 @@ async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> Non
 
 @contextlib.asynccontextmanager
 async def _scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
-    """Scale pools within the block by the measures of the router."""
+    """Scale pools within the block by the router's load reports."""
     if not plan.policies:
         yield
         return
@@ -229,7 +230,7 @@ async def _first_of(
 
     Args:
         failed: ends with the error of a pod that can never work.
-        ready: ends when all pods are ready; None to wait for the others only.
+        ready: ends when all pods are ready, or None to wait only for the others.
         stop: set by a signal.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`ullage upgrade-manifest`: prints a manifest of 0.1.0 with today's fields."""
+"""`ullage upgrade-manifest` prints a manifest of 0.1.0 with today's fields."""
 
 import argparse
 import sys
@@ -11,17 +11,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command's parser."""
     parser = commands.add_parser(
         "upgrade-manifest",
-        help="print a manifest of 0.1.0 in today's form",
-        description="Prints a manifest of 0.1.0 with today's fields (docs/guide/upgrading.md). "
-        "Comments are lost. Values that cannot stay the same are named on the standard error "
-        "output.",
+        help="print a manifest of 0.1.0 with today's fields",
+        description="Print a manifest of 0.1.0 with today's fields (docs/guide/upgrading.md). "
+        "Comments are lost. Values that must change are listed on standard "
+        "error.",
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of 0.1.0")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the manifest, and a note for each changed value on the standard error output."""
+    """Print the manifest, and print a note for each changed value to standard error."""
     text, changes = upgraded_manifest(options.file)
     print(text, end="")
     for each in changes:

@@ -73,7 +73,7 @@ def test_a_plan_says_of_each_pool_which_engine_it_will_be(
         assert main(["plan", "-f", str(path)]) == 0
         return capsys.readouterr().err.splitlines()
 
-    unknown = "engine vllm where image native:1 has vLLM, else native (image native:1)"
+    unknown = "engine vllm if image native:1 has vLLM, else native (image native:1)"
     assert lines()[:2] == [f"pool single: {unknown}", f"pool large: {unknown}"]
     monkeypatch.setenv("ULLAGE_VLLM_ENGINE_IMAGE", "vllm:1")
     reason = "vLLM is installed and the device is a CUDA GPU"
@@ -191,20 +191,20 @@ HEAD = "apiVersion: serving.ullage.dev/v1alpha1\nkind: LLMService\nmetadata: {na
 MODEL = "spec:\n  model: {source: 'hf://a/b', name: m}\n"
 LEVELS = "".join(f"  l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 12))
 WRONG_FILES = [
-    ("  device: CPU\n  device: CUDA\n", "key 'device' is there twice, first in line 6"),
-    ("  memory: {maxKV: 1Gi, 'maxKV': 2Gi}\n", "key 'maxKV' is there twice"),
+    ("  device: CPU\n  device: CUDA\n", "key 'device' occurs twice, first in line 6"),
+    ("  memory: {maxKV: 1Gi, 'maxKV': 2Gi}\n", "key 'maxKV' occurs twice"),
     ("  image: 2026-01-02\n  x: 1\n", "spec.x: unknown field"),
     ("  device: 2026-01-02\n", "must be one of Auto, CUDA, CPU, not '2026-01-02'"),
     ("  l0: &l0 [a, a]\n" + LEVELS, "with its aliases it has more than 100000 values"),
-    ("  pools: &p {single: *p}\n", "an anchor holds itself"),
+    ("  pools: &p {single: *p}\n", "an anchor contains itself"),
     ("  pools: " + "[" * 2000, "nested more than 100 deep"),
     ("  pools: " + "{a: " * 2000, "nested more than 100 deep"),
-    ("  vllm: {args: {1: .inf}}\n", "inf is no number that JSON has"),
+    ("  vllm: {args: {1: .inf}}\n", "inf is not a number in JSON"),
     ("  vllm: {args: {seed: " + "9" * 5000 + "}}\n", "a number of 5000 characters"),
     ("  vllm: {args: {seed: 0x" + "f" * 5000 + "}}\n", "a number of 5002 characters"),
-    ("  vllm: {args: {seed: " + "9" * 30 + "}}\n", "is no number of 64 bits"),
+    ("  vllm: {args: {seed: " + "9" * 30 + "}}\n", "exceeds 64 bits"),
     ("  image: !!binary aGk=\n", "'aGk=' cannot have the tag binary"),
-    ("  image: !!set {a, b}\n", "is of YAML's type set"),
+    ("  image: !!set {a, b}\n", "has YAML's type set"),
     ("  image: !!timestamp 2026-13-45\n", "cannot have the tag timestamp"),
     ("  image: !!timestamp x\n", "cannot have the tag timestamp"),
     ("  image: !!bool x\n", "'x' cannot have the tag bool"),
@@ -213,7 +213,7 @@ WRONG_FILES = [
     ("  null: 1\n", "a key must be text"),
     ("  [a]: 1\n", "a key must be text"),
     ("  ? {a: b}\n  : 1\n", "a key must be text"),
-    ('  image: "\\ud800"\n', "is no text that UTF-8 has"),
+    ('  image: "\\ud800"\n', "cannot be encoded in UTF-8"),
     ("  image: *nowhere\n", "found undefined alias"),
     ("#" * (1 << 20), "longer than 1048576 bytes"),
 ]

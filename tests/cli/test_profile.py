@@ -25,7 +25,7 @@ def test_errors_say_what_is_wrong(
 ) -> None:
     output = tmp_path / "t.json.gz"
     wrong = [
-        (["other"], "no engine 0 of other runs here, only chat-single-0"),
+        (["other"], "no engine 0 of other runs here (running: chat-single-0)"),
         (["chat", "--pool", "large"], "no engine 0 of chat-large runs here"),
         (["chat", "--engine", "3"], "no engine 3 of chat"),
         (["chat", "-o", str(output)], "127.0.0.1:1"),

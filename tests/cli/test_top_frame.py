@@ -133,7 +133,7 @@ def test_a_frame_is_drawn_in_letters_where_blocks_cannot_be_shown() -> None:
         "7 of 16",
         "oldest 1.5 s",
         "429 retry 7 s",
-        "still asking: connection refused",
+        "retrying: connection refused",
     ):
         assert words in text, words
     empty = {**STATS, "engines": [], "latest": [], "decisions": []}

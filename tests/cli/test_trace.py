@@ -122,7 +122,7 @@ def test_the_folder_of_a_running_service_is_found(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(logs.parent))
     assert main(["trace", "mine"]) == 2
-    assert "no ullage up runs here; name the folder" in capsys.readouterr().err
+    assert "no ullage up runs here; pass the folder" in capsys.readouterr().err
     (logs / "state.json").write_text("{}")
     assert main(["trace", "mine", "-o", "json"]) == 0
     assert len(told(capsys)) == len(ORDER)
@@ -143,8 +143,8 @@ def test_errors_say_where_was_looked_and_what_to_do(
     wrong = [
         (["trace", "other", "--logs", str(logs)], "request 'other' is not in 2 logs in"),
         (["trace", "mine", "--logs", str(tmp_path)], "has no *.log"),
-        (["trace", "mine", "--logs", "/nowhere"], "is no folder"),
-        (["trace", "mine", "--logs", "x", "-n", "y"], "give the one or the other"),
+        (["trace", "mine", "--logs", "/nowhere"], "is not a folder"),
+        (["trace", "mine", "--logs", "x", "-n", "y"], "give only one of them"),
     ]
     for arguments, words in wrong:
         assert main(arguments) == 2

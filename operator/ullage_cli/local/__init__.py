@@ -1,4 +1,4 @@
 """Plans a service for this machine: the operator's pods as commands, files and loopback ports.
 
-It starts no process (`processes` does), and knows no cluster.
+This room starts no process (`processes` does), and knows no cluster.
 """

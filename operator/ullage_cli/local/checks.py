@@ -1,4 +1,4 @@
-"""Refuses services that need a cluster, or an environment that this machine does not have."""
+"""Refuses services that need a cluster, or software that this environment lacks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def check_service(service: Service, has_vllm: bool) -> None:
         has_vllm: whether engines here can be vLLM.
 
     Raises:
-        LocalFailure: a field of the spec cannot be met here; the message names the first of them.
+        LocalFailure: this machine cannot provide a field of the spec. The message names the first.
     """
     _check_not_stopped(service)
     _check_vllm(service, has_vllm)
@@ -32,14 +32,14 @@ def _check_not_stopped(service: Service) -> None:
 
 
 def _check_vllm(service: Service, has_vllm: bool) -> None:
-    """Refuse features of vLLM where this environment does not have vLLM."""
+    """Refuse features of vLLM if this environment lacks vLLM."""
     if has_vllm:
         return
 
-    remedy = "install ullage[vllm] into it (make install-vllm makes one that has it)"
+    remedy = "install ullage[vllm] in it (make install-vllm makes an environment with vLLM)"
     if service.spec.engine == "vllm":
         raise LocalFailure(
-            f"spec.engine: VLLM needs vLLM, which this environment has not; {remedy}, or set "
+            f"spec.engine: VLLM needs vLLM, which this environment lacks; {remedy}, or set "
             "engine to Auto"
         )
     if service.spec.serves_adapters:
@@ -54,13 +54,13 @@ def _check_model_image(service: Service) -> None:
     source = service.spec.model.source
     if image_of(source):
         raise LocalFailure(
-            f"spec.model.source {source}: ullage up mounts no images; unpack it, such as with "
+            f"spec.model.source {source}: ullage up mounts no images; unpack it, for example with "
             "skopeo and umoci, and name its folder, file:///path"
         )
 
 
 def _check_cascade(service: Service) -> None:
-    """Refuse cascade steps that name a Service, since only a cluster's DNS resolves them."""
+    """Refuse cascade steps that name a Service, because only a cluster's DNS resolves them."""
     cascade = service.spec.cascade
     names = [step.service for step in cascade.steps if step.service] if cascade else []
     if names:
@@ -71,7 +71,7 @@ def _check_cascade(service: Service) -> None:
 
 
 def _check_nodes(service: Service) -> None:
-    """Refuse engines that span nodes, since this machine is one node."""
+    """Refuse engines that span nodes, because this machine is one node."""
     for name, pool in service.spec.pools.items():
         if pool.nodes > 1:
             raise LocalFailure(
@@ -89,10 +89,10 @@ def _check_pod_templates(service: Service) -> None:
 
 
 def _check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> None:
-    """Refuse other containers, volumes, and environment variables that are looked up.
+    """Refuse other containers, volumes, and environment variables with references.
 
     Args:
-        section: path of the section that has the template, such as spec.router.
+        section: path of the section that has the template, for example spec.router.
         own: name of Ullage's own container.
         template: the section's `podTemplate`.
     """

@@ -1,4 +1,4 @@
-"""Makes the configuration file of every pod: the cluster's, with this machine's addresses."""
+"""Builds the configuration file of every pod: the cluster's, with this machine's addresses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ def pod_files(
         owner = workload["metadata"]["name"]
         for name in pod_names(workload):
             folder = run_dir / name / "config"
-            # Parsed again for every pod, which changes its own copy.
+            # Parse the files again for every pod, which changes its own copy.
             data = {key: yaml.safe_load(text) for key, text in configs[owner].items()}
             if engine := data.get(naming.ENGINE_CONFIG):
                 engine = _local_engine(
@@ -71,7 +71,7 @@ def _local_engine(
     cores: Document,
     pool: Sequence[str],
 ) -> Document:
-    """Return an engine's configuration; all engines of this machine share the prepared weights.
+    """Return an engine's configuration. All engines of this machine share the prepared weights.
 
     Args:
         document: the configuration that the engine has in a cluster.
@@ -116,16 +116,16 @@ def _local_router(
 ) -> dict[str, Document]:
     """Return the router's configuration files by name.
 
-    A pool's Service name becomes the addresses of its engines, and a pool without engines is left
-    out. No canary can run here, so the rollout file holds only the adapters of engines that sleep,
-    and is left out where there are none.
+    A pool's Service name is replaced by the addresses of its engines, and a pool without engines is
+    left out. No canary can run here, so the rollout file has only the adapters of engines that
+    sleep. Without adapters there is no rollout file.
 
     Args:
         data: the configuration files that the router has in a cluster, by name.
         folder: folder of the files.
         ports: the router's loopback ports.
-        targets: gRPC addresses of engines, by the name of their StatefulSet, which is the name of
-            their Service, too.
+        targets: gRPC addresses of engines, by the name of their StatefulSet, which is also the name
+            of their Service.
     """
     document = data[naming.ROUTER_CONFIG]
     pools = [pool | {"targets": _addresses(pool["targets"], targets)} for pool in document["pools"]]
@@ -154,7 +154,7 @@ def _addresses(services: Iterable[str], targets: Mapping[str, Sequence[str]]) ->
 
 
 def adapters_of(service: Service, run_dir: Path) -> File:
-    """Return the file from which all engines read their adapters."""
+    """Return the file that all engines read their adapters from."""
     return File(_adapters_path(run_dir), adapters_file(service))
 
 

@@ -1,7 +1,7 @@
 """The operator's plan for one machine: pods become commands, configuration files and ports.
 
 Addresses of the cluster become loopback addresses, volumes become folders, and a Secret becomes a
-folder with one file a key. Nothing is written or started here, but ports are reserved.
+folder with one file per key. This module writes and starts nothing, but it reserves ports.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from ullage_operator.planning.plan import plan
 from ullage_operator.policy.pool_sizes import autoscaling_of, replicas
 
 MAX_SOCKET_PATH = 107
-"""Longest path of a Unix socket, bytes: `sockaddr_un` holds 108 with the closing zero."""
+"""Maximum length of a Unix socket's path, bytes: `sockaddr_un` has 108 with the final zero."""
 SOCKET_NAME = "/worker-9999.ipc"
-"""Longest name of a socket that an engine makes in its folder."""
+"""Longest name of a socket that an engine creates in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class LocalPlan:
 
     model: str
     pods: list[Pod]
-    """All pods, including those of pools that scale which do not run yet."""
+    """All pods, including those of scaling pools that do not run yet."""
     files: list[File]
     policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
     """Autoscaling policies, by pool that scales."""
     engines: Sequence[str] = ()
-    """A line for each pool: the engine that it will be here, and why."""
+    """A line for each pool with its expected engine and the reason."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Number of engines at the start, by pool that scales."""
     folders: Sequence[Path] = ()
@@ -70,17 +70,17 @@ def plan_local(
     Args:
         service: the service to run.
         run_dir: folder of configuration, logs, sockets and downloads.
-        http_port: the router's port for HTTP; 0 means any free one.
-        grpc_port: the router's port for gRPC; 0 means any free one.
+        http_port: the router's port for HTTP (0 for any free port).
+        grpc_port: the router's port for gRPC (0 for any free port).
         log_level: log level of services that name none.
         secrets: folder with one folder for every Secret that the service names.
         has_vllm: whether engines here can be vLLM.
         kept: reserves the pods' ports until it is closed.
 
     Raises:
-        LocalFailure: a port is taken; no pool asks for an engine; the service needs an engine,
-            another service or a Secret that this machine does not have; the path of `run_dir` is
-            too long for sockets.
+        LocalFailure: a port is taken, no pool asks for an engine, or the path of `run_dir` is too
+            long for sockets. Or the service needs an engine, another service or a Secret that this
+            machine does not have.
     """
     check_service(service, has_vllm)
     observed = Observed(now=datetime.now(UTC))
@@ -117,8 +117,8 @@ def _adapted(service: Service, log_level: str) -> Service:
     """Return the service as this machine runs it.
 
     All engines that a pool can scale to get their ports and files at the start. There is one
-    router, since several would share one port. A service that names no log level gets `log_level`.
-    Profiling is on: its ports are on loopback, for the user of this machine.
+    router, because several would share one port. A service that names no log level gets
+    `log_level`. Profiling is on, because its ports are on loopback, for the user of this machine.
     """
     replace = msgspec.structs.replace
     spec = service.spec
@@ -139,13 +139,13 @@ def _adapted(service: Service, log_level: str) -> Service:
 
 
 def _policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return the policies of pools that scale, by pool; `ullage up` scales for every provider."""
+    """Return the policies of scaling pools, which `ullage up` scales for every provider."""
     autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: scaling for name, scaling in autoscaling.items() if scaling}
 
 
 def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
-    """Return a line for each pool: the engine that it will be here, and why."""
+    """Return a line for each pool with its expected engine and the reason."""
     spec = service.spec
     on_cuda = {"cuda": True, "cpu": False}.get(spec.device)
     place = "this environment"
@@ -157,7 +157,7 @@ def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
 
 
 def _check_engines(pods: Iterable[Pod]) -> None:
-    """Refuse a plan of routers alone."""
+    """Refuse a plan that has only routers."""
     if all("http" in pod.ports for pod in pods):
         raise LocalFailure(
             "spec.pools: no pool asks for an engine; set spec.replicas, or replicas of a pool, to 1"

@@ -1,4 +1,4 @@
-"""Makes commands of pods: arguments, environment, volumes as folders, and loopback ports."""
+"""Turns pods into commands: arguments, environment, volumes as folders, and loopback ports."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from ullage_cli.local.workloads import Manifest, pod_names, pod_spec, workloads
 from ullage_operator.api import naming
 
 ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
-"""Modules of the images' commands; they run in this interpreter's environment."""
+"""Modules of the images' commands, which run in this interpreter's environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Pod:
     owner: str
     """Name of the Deployment or StatefulSet."""
     part: str
-    """Part of the spec that the pod belongs to, such as pools.single or router."""
+    """Section of the spec that the pod belongs to, for example pools.single or router."""
     command: tuple[str, ...]
     env: Mapping[str, str]
     ports: Mapping[str, int]
     """Loopback port of every named container port."""
     grace_s: float
-    """Time from SIGTERM to SIGKILL, seconds; answers under way end within it."""
+    """Seconds from SIGTERM to SIGKILL, within which running answers end."""
 
 
 def make_pods(
@@ -40,7 +40,7 @@ def make_pods(
         objects: the operator's plan.
         run_dir: folder in which the volumes of pods are folders.
         ports: loopback ports by pod name.
-        secrets: folder with one folder a Secret.
+        secrets: folder with one folder per Secret.
 
     Raises:
         LocalFailure: an environment variable needs a Secret that has no folder, or lacks the key.
@@ -84,7 +84,7 @@ def _make_pod(
 
 
 def _spec_part(workload: Manifest) -> str:
-    """Return the part of the spec that a workload belongs to, such as pools.single or router."""
+    """Return the spec's section for a workload, for example pools.single or router."""
     labels = workload["spec"]["template"]["metadata"]["labels"]
     pool = labels.get(naming.POOL_LABEL)
     return f"pools.{pool}" if pool else str(labels["app.kubernetes.io/component"])
@@ -95,7 +95,7 @@ def _entry_point(command: Sequence[str]) -> list[str]:
 
 
 def _variable_value(variable: Manifest, pod_name: str) -> str:
-    """Return an environment variable's literal value, empty where none is given.
+    """Return an environment variable's literal value (empty if none is given).
 
     `metadata.name` is the only downward-API field that the manifests use.
     """
@@ -106,7 +106,7 @@ def _variable_value(variable: Manifest, pod_name: str) -> str:
 
 
 def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path]:
-    """Return the folder on this machine of every mount path; all pods share downloads."""
+    """Return the folder on this machine of every mount path. All pods share downloads."""
     return {
         mount["mountPath"]: run_dir / mount["name"]
         if mount["mountPath"] == naming.CACHE_DIR

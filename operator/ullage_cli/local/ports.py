@@ -22,12 +22,12 @@ def assign_ports(
 
     Args:
         objects: the operator's plan.
-        fixed: ports that the user chose, by workload and container port; 0 means any free one.
-        kept: holds the reservations. Closing it releases the ports; without it, they are released
-            before this function returns.
+        fixed: ports that the user chose, by workload and container port (0 for any free port).
+        kept: holds the reservations, and releases the ports when it is closed. Without it, they are
+            released before this function returns.
 
     Raises:
-        LocalFailure: a fixed port cannot be bound, or is asked for twice; the message names flags.
+        LocalFailure: a fixed port cannot be bound, or is used twice. The message names the flags.
     """
     _check_distinct(fixed)
 
@@ -48,11 +48,11 @@ def assign_ports(
 
 
 def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
-    """Refuse one port for two listeners."""
+    """Refuse the same port for two listeners."""
     given = [port for ports in fixed.values() for port in ports.values() if port]
     if twice := next((port for port in given if given.count(port) > 1), 0):
         raise LocalFailure(
-            f"port {twice} is asked for twice; choose another with --http-port or --grpc-port, "
+            f"port {twice} is given twice; choose another with --http-port or --grpc-port, "
             "or 0 for any"
         )
 
@@ -60,10 +60,11 @@ def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
 def _reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
     """Bind the port, so that the kernel gives it to no program that asks for any free port.
 
-    The pod's server can still bind it: nothing listens here, and both sockets have SO_REUSEADDR.
+    The pod's server can still bind it, because nothing listens here and both sockets have
+    SO_REUSEADDR.
     """
     sock = socket.socket()
-    # SO_REUSEADDR also makes a port free whose old connections linger in TIME_WAIT.
+    # SO_REUSEADDR also allows a port whose old connections linger in TIME_WAIT.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     try:

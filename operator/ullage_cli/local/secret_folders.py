@@ -1,4 +1,4 @@
-"""Replaces each Secret with a folder of one file a key, as the kubelet would mount it."""
+"""Replaces each Secret with a folder of one file per key, as the kubelet would mount it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -21,7 +21,8 @@ def is_secret_variable(variable: Manifest) -> bool:
 def secret_env(variables: Iterable[Manifest], secrets: Path | None) -> dict[str, str]:
     """Return the values of environment variables that are keys of Secrets.
 
-    Without a folder of Secrets there are none: processes inherit the environment of `ullage up`.
+    Without a folder of Secrets there are none, and processes inherit the environment of `ullage
+    up`.
 
     Raises:
         LocalFailure: a Secret has no folder, or lacks a key.
@@ -42,11 +43,11 @@ def secret_env(variables: Iterable[Manifest], secrets: Path | None) -> dict[str,
 
 
 def secret_mounts(objects: Iterable[Manifest], secrets: Path | None) -> dict[str, dict[str, Path]]:
-    """Return the folder on this machine of each path at which a pod mounts a Secret, by pod name.
+    """Return the folders of the Secrets that pods mount, by pod name and mount path.
 
     Args:
         objects: the operator's plan.
-        secrets: folder with one folder a Secret, by its name.
+        secrets: folder with one folder per Secret, by its name.
 
     Raises:
         LocalFailure: a Secret has no folder.
@@ -74,7 +75,7 @@ def _secret_folder(name: str, secrets: Path | None) -> Path:
         )
     folder = (secrets / name).resolve()
     if not folder.is_dir():
-        raise LocalFailure(f"--secrets {secrets}: has no folder {name}; make it, one file a key")
+        raise LocalFailure(f"--secrets {secrets}: has no folder {name}; add it, one file per key")
     return folder
 
 

@@ -1,7 +1,7 @@
 """Divides this machine's memory and cores among the engines.
 
-In a cluster, the limits of its container bound an engine. Here every engine would take the whole
-machine.
+In a cluster, an engine is bounded by the limits of its container. Here every engine would otherwise
+take the whole machine.
 """
 
 import os
@@ -17,8 +17,10 @@ from ullage_operator.api import naming
 from ullage_operator.manifests.config_files import to_yaml
 
 MIN_OWN_CORES = 2
-"""Fewest physical cores a worker for which engines get cores of their own. With fewer, an engine
-that is busy alone would leave most of the machine idle."""
+"""Minimum number of physical cores per worker for which engines get cores of their own.
+
+With fewer cores, an engine that is busy alone would leave most of the machine idle.
+"""
 
 EngineConfigs = Mapping[str, Mapping[str, Any]]
 """Parsed configuration files of engines, by workload name."""
@@ -27,8 +29,8 @@ EngineConfigs = Mapping[str, Mapping[str, Any]]
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     """Return the objects with a memory budget for every worker.
 
-    Workers without `deviceBytes` get equal parts of the machine's usable memory, less the budgets
-    of the other workers and the host tiers that were asked for.
+    Workers without `deviceBytes` get equal parts of the machine's usable memory, after the budgets
+    of the other workers and the requested host tiers are subtracted.
     """
     engines: dict[str, dict[str, Any]] = {
         item["metadata"]["name"]: yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
@@ -64,7 +66,7 @@ def _with_engine_config(item: Manifest, engine: Mapping[str, Any]) -> Manifest:
 
 
 def _host_tier_bytes(engines: EngineConfigs, num_pods: Mapping[str, int]) -> int:
-    """Return the size of all host tiers together; without a prefix cache an engine has none."""
+    """Return the size of all host tiers together. An engine without a prefix cache has none."""
     sizes = [
         engine["memory"]["tiers"]["host"].get("size", 0) * num_pods[name]
         for name, engine in engines.items()
@@ -74,7 +76,7 @@ def _host_tier_bytes(engines: EngineConfigs, num_pods: Mapping[str, int]) -> int
 
 
 def machine_cores() -> list[list[int]]:
-    """Return the physical cores that this process may keep busy, each as its threads."""
+    """Return the physical cores that this process may keep busy, each as its hardware threads."""
     allowed = sorted(os.sched_getaffinity(0))
     return physical_cores(allowed[: usable_cores()])
 
@@ -85,14 +87,14 @@ def share_cores(
     """Return the settings of cores for each engine's section `server`, by pod name.
 
     A lone engine owns all cores. Several engines get cores of their own, in proportion to their
-    workers, where there are at least MIN_OWN_CORES for each worker. Otherwise they share all cores,
+    workers, if there are at least MIN_OWN_CORES for each worker. Otherwise they share all cores,
     and their threads sleep while they wait for one another instead of spinning. All engines of a
-    pool that scales count, whether they run or not.
+    scaling pool count, whether they run or not.
 
     Args:
         objects: the operator's plan.
-        cores: physical cores, each as its threads. The threads of a core stay together, since they
-            compute in turns.
+        cores: physical cores, each as its hardware threads. The threads of a core stay together,
+            because they compute in turns.
     """
     num_workers = _workers_by_pod(objects)
     if len(num_workers) == 1:

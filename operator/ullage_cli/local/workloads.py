@@ -15,7 +15,7 @@ def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
 
 
 def pod_names(workload: Manifest) -> list[str]:
-    """Return the names of a workload's pods: stable ones, as a StatefulSet gives them."""
+    """Return the names of a workload's pods, numbered as in a StatefulSet."""
     name = workload["metadata"]["name"]
     return [f"{name}-{index}" for index in range(workload["spec"]["replicas"])]
 

@@ -1,4 +1,5 @@
 """Runs the pods of a local plan as processes, and scales them: `ullage up` after its plan.
 
-It knows processes, probes and the router's measures, and neither manifests nor a cluster.
+This room knows processes, probes and the router's load reports, and neither manifests nor a
+cluster.
 """

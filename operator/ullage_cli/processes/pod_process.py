@@ -19,15 +19,15 @@ from ullage_operator.api.errors import LocalFailure
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
-"""A process that was ready for this long starts over with the first backoff."""
+"""Seconds of readiness after which a process starts over with the first backoff."""
 MAX_FAILURES = 5
-"""Exits in a row, none after a steady run, until the pod fails for good."""
+"""Consecutive exits, none after a steady run, after which the pod fails for good."""
 
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
-"""Longest line of output, bytes; a longer one is logged as several."""
+"""Maximum length of a line of output, bytes. A longer line is logged as several."""
 TAIL_LINES = 5
-"""Lines of the log in the error of a pod that printed no error of its own."""
+"""Number of log lines in the error of a pod that printed no error of its own."""
 
 MISUSE = 2
 """Exit status of a process whose configuration can never work."""
@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class PodFailed(LocalFailure):
-    """A pod that can never work; the message is the pod's last error."""
+    """A pod that can never work. The message is the pod's last error."""
 
 
 class PodProcess:
@@ -53,7 +53,7 @@ class PodProcess:
         self.log_path = log_path
         self.restarts = 0
         self.ready_since: float | None = None
-        """Monotonic time at which the present process was first ready; None if it was not yet."""
+        """Monotonic time at which the present process was first ready, or None if not yet."""
         self._on_progress = on_progress
         self._process: asyncio.subprocess.Process | None = None
         self._last_error = ""
@@ -61,15 +61,15 @@ class PodProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the present process; 0 before the first."""
+        """Process id of the present process (0 before the first)."""
         return self._process.pid if self._process else 0
 
     async def run(self) -> None:
         """Keep the process running until `stop`.
 
         Raises:
-            PodFailed: the process exited too often in a row, or with the status for which a restart
-                cannot help.
+            PodFailed: the process exited too often in a row, or with a status that no restart can
+                fix.
         """
         failures = 0
         while not self._stopping.is_set():
@@ -117,7 +117,7 @@ class PodProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        """Run the process until it ends; return its exit status."""
+        """Run the process until it ends, and return its exit status."""
         self._last_error = ""
         self.ready_since = None
         self._process = await asyncio.create_subprocess_exec(
@@ -126,7 +126,7 @@ class PodProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # Ctrl-C in a terminal goes to the whole foreground group; pods are stopped in order.
+            # Ctrl-C in a terminal goes to the whole foreground group, but pods must stop in order.
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
@@ -150,13 +150,14 @@ class PodProcess:
     def _was_steady(self) -> bool:
         """Return whether the process that ended had been ready for at least STEADY_S.
 
-        The time of its start does not count: a long start is no sign that the next one succeeds.
+        The time of its start does not count, because a long start does not mean that the next one
+        succeeds.
         """
         ready_since = self.ready_since
         return ready_since is not None and time.monotonic() - ready_since > STEADY_S
 
     async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
-        """Append the output to the log; note the last error and report progress."""
+        """Append the output to the log, record the last error, and report progress."""
         async for line in lines_of(output):
             print(line, file=log, flush=True)
             if "error: " in line and not line.startswith("{"):
@@ -168,14 +169,14 @@ class PodProcess:
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, in any way.
 
-    It runs in the child before exec. The signal is SIGKILL: after a SIGTERM no parent would be left
-    to enforce the end. An engine's worker asks for the same.
+    It runs in the child before exec. The signal is SIGKILL, because after a SIGTERM no parent would
+    be left to enforce the end. An engine's worker asks for the same.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield lines as they are written; one longer than LONGEST_LINE comes in pieces.
+    """Yield lines as they are written, with a line longer than LONGEST_LINE in pieces.
 
     At most one line is held in memory.
     """
@@ -207,7 +208,7 @@ class LogLine(msgspec.Struct):
 
 
 def progress_of(line: str) -> str:
-    """Return the stage and percentage that a JSON log line reports; empty if it has none."""
+    """Return the stage and percentage that a JSON log line reports (empty if it has none)."""
     if not line.startswith("{"):
         return ""
     with contextlib.suppress(msgspec.MsgspecError):

@@ -16,9 +16,10 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def wait_ready(pod: Pod) -> None:
-    """Return once the pod answers its readiness probe. There is no timeout.
+    """Return when the pod answers its readiness probe, without a timeout.
 
-    As in Kubernetes, a pod without a probe, which is one without ports, is ready when it starts.
+    As in Kubernetes, a pod without a probe is ready when it starts. These are the pods without
+    ports.
     """
     if not pod.ports:
         return

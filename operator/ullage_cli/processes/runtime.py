@@ -1,6 +1,6 @@
 """Runs the pods of a plan as processes, and ends every process when it is stopped.
 
-Pools scale by the measures and decisions that scale them in a cluster.
+Pools scale by the same load reports and decisions as in a cluster.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
 END_TIMEOUT_S = 20.0
-"""Time that all processes have to end after they were asked to, seconds."""
+"""Seconds within which all processes must end after they were asked to."""
 
 OnProgress = Callable[[str, str], None]
 """Called with a pod's name and its progress."""
@@ -32,7 +32,7 @@ class LocalRuntime:
         pods: all pods that may run.
         run_dir: folder of the pods' logs.
         on_progress: called with the name and progress of each pod.
-        sizes: number of pods that run at the start, by pool; a pool that is not named runs all.
+        sizes: number of pods that run at the start, by pool. A pool that is not named runs all.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class LocalRuntime:
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
         """Run all processes within the block.
 
-        Yields a future that ends only by `PodFailed`. At the end of the block routers stop before
-        engines, so that streams end as answers and not as errors.
+        The block gets a future that ends only by `PodFailed`. At the end of the block routers stop
+        before engines, so that streams end as answers and not as errors.
         """
         self._failed = asyncio.get_running_loop().create_future()
         for process in self.processes:
@@ -81,7 +81,7 @@ class LocalRuntime:
                 self._failed.exception()
 
     async def scale(self, pool: str, size: int) -> None:
-        """Start pods of a pool, or stop its last ones and wait for their end."""
+        """Start pods of a pool, or stop its last ones and wait until they have ended."""
         sizes = {pool: size}
         for pod in self._pods:
             if pod.part != f"pools.{pool}":
@@ -104,7 +104,7 @@ class LocalRuntime:
             process.kill()
 
     async def ready(self) -> None:
-        """Return once every pod answers its readiness probe."""
+        """Return when every pod answers its readiness probe."""
         await asyncio.gather(*(self._ready(process.pod) for process in self.processes))
 
     async def _ready(self, pod: Pod) -> None:
@@ -115,7 +115,7 @@ class LocalRuntime:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """Wait for the end of all processes, which were asked to stop."""
+        """Wait until all processes have ended, which were asked to stop."""
         if self._runs:
             await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
@@ -140,7 +140,7 @@ class LocalRuntime:
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
     """Return whether a pod is among the first of its pool, up to the pool's size.
 
-    Pods of pools without a size, and routers, always are.
+    Routers, and pods of pools without a size, always are.
     """
     size = sizes.get(pod.part.removeprefix("pools."))
     mates = [each.name for each in pods if each.part == pod.part]
@@ -154,7 +154,7 @@ async def keep_scaled(
     metrics_port: int,
     on_scaled: OnScaled,
 ) -> None:
-    """Start and stop engines as the router's measures demand, until cancelled.
+    """Start and stop engines as the router's load reports demand, until cancelled.
 
     Args:
         runtime: the processes to scale.
@@ -170,7 +170,8 @@ async def keep_scaled(
 
     try:
         while True:
-            # Cleared before the decisions are read, so that none is missed while pods start.
+            # Clear the event before the decisions are read, so that none is missed while pods
+            # start.
             changed.clear()
             for pool, decision in scaler.follow("", followed, sizes).pools.items():
                 count = decision.replicas

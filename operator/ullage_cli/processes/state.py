@@ -14,7 +14,7 @@ from ullage_cli.processes.pod_process import PodProcess
 from ullage_operator.api.errors import LocalFailure
 
 RUN_DIR_PREFIX = "ullage-"
-"""Start of the names of run directories that `ullage up` makes, among temporary files."""
+"""Prefix of the temporary run directories that `ullage up` creates."""
 STATE_FILE = "state.json"
 
 State = dict[str, Any]
@@ -79,7 +79,7 @@ def running_folders() -> list[Path]:
     folders = [path.parent for path in sorted(states, key=_modified, reverse=True)]
     if not folders:
         raise LocalFailure(
-            "no ullage up runs here; name the folder that it prints as logs with --logs, or a "
+            "no ullage up runs here; pass the folder that it prints as logs with --logs, or a "
             "namespace of a cluster with --namespace"
         )
     return folders
@@ -93,7 +93,7 @@ def _modified(path: Path) -> float:
 
 
 def engines_of(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the engines in a run directory's state file; none if the service has just ended."""
+    """Return the engines in a run directory's state file (none if the service has just ended)."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The command `ullage top`: samples a router, and shows a frame every interval."""
+"""The command `ullage top`, which samples a router and shows a frame every interval."""
 
 import argparse
 import contextlib
@@ -26,14 +26,14 @@ TIMEOUT_S = 5.0
 """Longest time until the router answers, seconds."""
 
 HELP = """examples:
-  ullage top                                       of ullage up on this machine
-  ullage top --url http://127.0.0.1:8080           of ullage up --http-port 8080
-  ullage top --namespace prod --service chat       of a cluster, through kubectl port-forward
-  ullage top --once                                one frame as plain text; rates over --interval
+  ullage top                                       watch ullage up on this machine
+  ullage top --url http://127.0.0.1:8080           watch ullage up --http-port 8080
+  ullage top --namespace prod --service chat       watch a cluster, by kubectl port-forward
+  ullage top --once                                print one frame, with rates over --interval
   ullage top --once -o json | jq '.engines[].headroom_bytes'
 
-It reads /stats and /metrics, which routers serve at the port of the metrics (9090), and ullage up
-at the port of the API, too. With tenants.protectStats, set ULLAGE_API_KEY to a tenant's key.
+It reads /stats and /metrics, which routers serve at the metrics port (9090), and ullage up
+also at the API's port. With tenants.protectStats, set ULLAGE_API_KEY to a tenant's key.
 """
 
 
@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "top",
         help="watch engines, queue and decisions live",
-        description="Shows a service's engines, queue and decisions, live in the terminal.",
+        description="Show a service's engines, queue and decisions live in the terminal.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,13 +52,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "-n", "--namespace", default="default", help="namespace of the LLMService (default)"
     )
     parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="SECONDS", help="between frames (1)"
+        "--interval", type=seconds, default=1.0, metavar="SECONDS", help="time between frames (1)"
     )
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="json: a frame a line"
+        "-o", "--output", choices=("table", "json"), default="table", help="json: one frame a line"
     )
-    parser.add_argument("--api-key", help="default: $ULLAGE_API_KEY")
+    parser.add_argument("--api-key", help="API key of a tenant (default: $ULLAGE_API_KEY)")
     parser.set_defaults(run=run)
 
 
@@ -66,7 +66,7 @@ def seconds(text: str) -> float:
     """Return the time between frames, seconds."""
     number = float(text)
     if not 0.1 <= number <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} s is no interval; use 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{text} s is not an interval; use 0.1 to 3600")
     return number
 
 
@@ -77,11 +77,12 @@ def run(options: argparse.Namespace) -> int:
         LocalFailure: the router cannot be reached.
     """
     if options.url and options.service:
-        raise LocalFailure("--url and --service: give the one or the other")
+        raise LocalFailure("--url and --service: give only one of them")
     key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
 
     if threading.current_thread() is threading.main_thread():
-        # SIGTERM unwinds the stack below, which ends kubectl; it would outlive this process.
+        # SIGTERM unwinds the stack below, which ends kubectl. Otherwise kubectl would outlive this
+        # process.
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         with contextlib.ExitStack() as stack:
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             router = stack.enter_context(RouterPages(url, key))
             _watch(router, options)
     except (KeyboardInterrupt, BrokenPipeError):
-        pass  # Ctrl-C is how people end it, and head -n 1 how scripts do
+        pass  # people end the command with Ctrl-C, and scripts with head -n 1
     return 0
 
 
@@ -109,7 +110,7 @@ def _router_url(options: argparse.Namespace, stack: contextlib.ExitStack) -> Cal
 
 
 def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
-    """Show frames until interrupted: in place on a terminal, else one below the other.
+    """Show frames until interrupted: in place on a terminal, otherwise one below the other.
 
     Raises:
         LocalFailure: the router does not answer the first time. Later failures are shown.
@@ -157,8 +158,8 @@ class RouterPages:
     Its connection stays open, so the same router answers each time.
 
     Args:
-        url: returns the router's URL, before every sample.
-        key: API key of a tenant; empty where none is needed.
+        url: returns the router's URL. It is called before every sample.
+        key: API key of a tenant (empty if none is needed).
     """
 
     def __init__(self, url: Callable[[], str], key: str) -> None:
@@ -176,7 +177,7 @@ class RouterPages:
         """Read both pages.
 
         Raises:
-            LocalFailure: the router does not answer, or is no router of Ullage.
+            LocalFailure: the router does not answer, or is not a router of Ullage.
         """
         url = self._url()
         stats = self._page(f"{url}/stats")
@@ -185,13 +186,13 @@ class RouterPages:
             document = stats.json()
             return Sample(time.monotonic(), document, read_metrics(metrics.text))
         except ValueError as error:
-            raise LocalFailure(f"{url}/stats: no page of a router of Ullage ({error})") from None
+            raise LocalFailure(f"{url}/stats: not a page of an Ullage router ({error})") from None
 
     def _page(self, url: str) -> httpx.Response:
         """Return a page.
 
         Raises:
-            LocalFailure: the router does not answer, or not with status 200.
+            LocalFailure: the router does not answer with status 200.
         """
         try:
             page = self._http.get(url)
@@ -205,7 +206,7 @@ class RouterPages:
             raise LocalFailure(f"{url}: needs a tenant's key; give --api-key or ULLAGE_API_KEY")
         if page.status_code != httpx.codes.OK:
             raise LocalFailure(
-                f"{url}: status {page.status_code}; in a cluster the port of the metrics (9090) "
-                "serves this, or the API's with router.publicStats"
+                f"{url}: status {page.status_code}; in a cluster the metrics port (9090) "
+                "serves this page, and with router.publicStats also the API's port"
             )
         return page

@@ -11,7 +11,7 @@ from ullage_cli.top.frame import EngineRow, Frame, LatestRow, total_headroom
 BAR_CELLS = 20
 """Width of the bar of a KV pool, characters."""
 PLAIN_WIDTH = 140
-"""Width of the output where there is no terminal, characters."""
+"""Width of the output without a terminal, characters."""
 MAX_DECISIONS = 8
 MAX_LATEST = 12
 
@@ -31,7 +31,7 @@ LETTERS = "#=+."
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal, or as PLAIN_WIDTH where there is none."""
+    """Return a console as wide as the terminal, or as PLAIN_WIDTH without one."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
@@ -46,12 +46,12 @@ def draw(frame: Frame, problem: str, with_blocks: bool) -> Group:
 
     Args:
         frame: the latest frame.
-        problem: why there is no newer frame; empty if this one is new.
+        problem: why there is no newer frame (empty if this one is new).
         with_blocks: whether the terminal can show block characters.
     """
     lines: list[Text | Table] = [_headline(frame)]
     if problem:
-        lines.append(Text(f"no answer, still asking: {problem}", style="bold red"))
+        lines.append(Text(f"no answer, retrying: {problem}", style="bold red"))
 
     lines += [Text(), _engines_table(frame, with_blocks), _legend(with_blocks)]
     lines += [Text(), _queue_line(frame)]
@@ -113,7 +113,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
 
 
 def bar(engine: EngineRow, cells: str) -> Text:
-    """Draw a KV pool; each part that is not empty gets at least one cell."""
+    """Draw a KV pool, with at least one cell for each part that is not empty."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
     text = Text()
     num_free = BAR_CELLS
@@ -178,7 +178,7 @@ def _latest_table(rows: tuple[LatestRow, ...]) -> Table:
 
 
 def _size(count: int | None) -> str:
-    """Return a number of bytes with a binary unit; empty for None."""
+    """Return a number of bytes with a binary unit (empty for None)."""
     if count is None:
         return ""
     number = float(count)

@@ -1,6 +1,6 @@
 """The figures that `ullage top` shows at one moment, computed from two samples of a router.
 
-Pure: neither HTTP nor a clock.
+This module is pure. It knows neither HTTP nor a clock.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 PREFIX = "ullage_router_"
 """Prefix of the metrics that are read."""
 MAX_LATEST = 50
-"""Latest requests in a frame."""
+"""Maximum number of latest requests in a frame."""
 
 Document = Mapping[str, Any]
 """A parsed JSON object."""
@@ -27,8 +27,11 @@ class Sample(msgspec.Struct, frozen=True):
     stats: Document
     """The page /stats."""
     totals: Mapping[tuple[str, ...], float]
-    """Counters and gauges of the page /metrics. A key is the metric's name without PREFIX, then the
-    values of the labels, in the order of the labels' names."""
+    """Counters and gauges of the page /metrics.
+
+    A key is the metric's name without PREFIX, then the values of the labels in the order of the
+    labels' names.
+    """
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -44,7 +47,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     """KV of running sequences."""
     committed_bytes: int = 0
-    """Reserved for admitted requests, and not used yet."""
+    """Bytes reserved for admitted requests and not used yet."""
     reclaimable_bytes: int = 0
     """Cached KV that new requests can evict."""
     headroom_bytes: int = 0
@@ -53,7 +56,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     tokens_per_s: float = 0.0
     """Decode speed of all running sequences together."""
     restarts: int = 0
-    """Restarts of its workers and its server."""
+    """Number of restarts of the engine's workers and server."""
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
@@ -102,7 +105,8 @@ class Frame(msgspec.Struct, frozen=True):
     queue_oldest_s: float
     """Longest wait in the queue, seconds."""
     retry_after_s: tuple[int, int] | None
-    """Smallest and largest Retry-After of the latest requests, seconds; None without refusals."""
+    """Smallest and largest Retry-After of the latest requests, seconds, or None without refusals.
+    """
     engines: tuple[EngineRow, ...]
     decisions: tuple[DecisionRow, ...]
     """Most frequent first."""
@@ -126,7 +130,7 @@ def read_metrics(text: str) -> dict[tuple[str, ...], float]:
 
 
 def make_frame(before: Sample | None, now: Sample) -> Frame:
-    """Return the figures of a moment; all rates are 0 without an earlier sample."""
+    """Return the figures of a moment. Without an earlier sample all rates are 0."""
     stats = now.stats
     queue = stats["queue"]
 
@@ -169,7 +173,7 @@ def _engine(engine: Document) -> EngineRow:
         pool_bytes=pool,
         used_bytes=max(0, pool - free - reclaimable),
         committed_bytes=committed,
-        # Committed bytes are taken from free ones first, and evict cached KV only then.
+        # Committed bytes are first taken from free ones, and only then evict cached KV.
         reclaimable_bytes=max(0, reclaimable - max(0, committed - free)),
         headroom_bytes=engine["headroom_bytes"],
         running=engine["requests_running"],
@@ -213,7 +217,7 @@ def _rate(before: Sample | None, now: Sample, name: str) -> float:
 
 
 def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
-    """Return the growth per second; 0 after a restart of the router, whose counters begin at 0."""
+    """Return the growth per second (0 after a restart of the router, whose counters begin at 0)."""
     if before is None or now.at <= before.at:
         return 0.0
     return round(max(0.0, grown) / (now.at - before.at), 2)

@@ -1,4 +1,4 @@
-"""The command `ullage trace`: reads logs, and prints the steps of a request."""
+"""The command `ullage trace`, which reads logs and prints the steps of a request."""
 
 import argparse
 import json
@@ -12,13 +12,13 @@ from ullage_cli.trace.steps import TraceStep, steps_of
 from ullage_operator.api.errors import LocalFailure
 
 HELP = """examples:
-  ullage trace 8f14e45fceea167a5a36dedd4bea2543          of ullage up on this machine
-  ullage trace my-id --logs ./run                       of ullage up --run-dir ./run
-  ullage trace my-id --namespace prod                   of a cluster, through kubectl logs
+  ullage trace 8f14e45fceea167a5a36dedd4bea2543    logs of ullage up on this machine
+  ullage trace my-id --logs ./run                  logs of ullage up --run-dir ./run
+  ullage trace my-id --namespace prod              logs of a cluster, through kubectl logs
   ullage trace my-id --namespace prod --service chat --since 15m
   ullage trace my-id -o json | jq 'select(.event == "decided")'
 
-Every answer and every error has the id in its header x-request-id; clients may choose it.
+Every answer and every error has the id in its header x-request-id. Clients may choose it.
 """
 
 
@@ -26,19 +26,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command's parser."""
     parser = commands.add_parser(
         "trace",
-        help="print one request's way from all logs",
-        description="Prints the steps of one request in router, engine and worker, with times.",
+        help="print the steps of one request from all logs",
+        description="Print the steps of one request in router, engine and worker, with times.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("request_id", metavar="REQUEST_ID", help="header x-request-id")
     parser.add_argument(
-        "--logs", type=Path, metavar="DIR", help="folder of logs (that of a running ullage up)"
+        "--logs", type=Path, metavar="DIR", help="folder of logs (default: of a running ullage up)"
     )
-    parser.add_argument("-n", "--namespace", help="read the pods' logs there, by kubectl")
+    parser.add_argument("-n", "--namespace", help="read the logs of pods there, with kubectl")
     parser.add_argument("--service", metavar="NAME", help="only pods of this LLMService")
     parser.add_argument(
-        "--since", default="1h", metavar="TIME", help="how old a pod's lines may be, as 15m (1h)"
+        "--since", default="1h", metavar="TIME", help="maximum age of lines, such as 15m (1h)"
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="(text)")
     parser.set_defaults(run=run)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         LocalFailure: no log has the request, or logs cannot be read.
     """
     if options.logs and (options.namespace or options.service):
-        raise LocalFailure("--logs and --namespace: give the one or the other")
+        raise LocalFailure("--logs and --namespace: give only one of them")
 
     if options.namespace or options.service:
         namespace = options.namespace or "default"
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if not steps:
         raise LocalFailure(
             f"request {options.request_id!r} is not in {where}; copy the id from the answer's "
-            "header x-request-id, and see that observability.logLevel is Info or Debug"
+            "header x-request-id, and check that observability.logLevel is Info or Debug"
         )
 
     try:

@@ -16,9 +16,9 @@ PART_OF = "app.kubernetes.io/part-of=ullage"
 INSTANCE = "app.kubernetes.io/instance"
 """Name of the label whose value is a pod's LLMService."""
 KUBECTL_S = 60.0
-"""Longest time of one call of kubectl, seconds."""
+"""Timeout of one kubectl command, seconds."""
 READERS = 8
-"""Number of pods whose logs are read at the same time."""
+"""Number of pods whose logs are read concurrently."""
 
 
 class Log(NamedTuple):
@@ -36,7 +36,7 @@ def logs_of_files(folder: Path) -> list[Log]:
     """
     paths = sorted(folder.glob("*.log"))
     if not paths:
-        problem = "has no *.log" if folder.is_dir() else "is no folder"
+        problem = "has no *.log" if folder.is_dir() else "is not a folder"
         raise LocalFailure(f"--logs {folder}: {problem}; ullage up prints its folder as logs")
     return [Log(path.stem, _lines_of(path)) for path in paths]
 
@@ -47,15 +47,15 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def logs_of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
-    """Read the logs of a namespace's pods, including those of containers before their restart.
+    """Return the logs of a namespace's pods, including those from before a container's restart.
 
     Args:
         namespace: namespace of the pods.
-        service: the pods' LLMService; None for all services.
-        since: age of the oldest lines, as kubectl takes it, such as 1h.
+        service: the pods' LLMService, or None for all services.
+        since: maximum age of lines in kubectl's notation, for example 1h.
 
     Raises:
-        LocalFailure: kubectl is not here or fails for all pods, or there is no pod.
+        LocalFailure: kubectl is not installed or fails for all pods, or there is no pod.
     """
     if shutil.which("kubectl") is None:
         raise LocalFailure("--namespace needs kubectl; install it, or give saved logs with --logs")
@@ -87,7 +87,7 @@ def logs_of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
     with ThreadPoolExecutor(READERS) as readers:
         answers = list(readers.map(read, wanted))
 
-    # A pod that starts has no log yet, and the log before a restart may be gone.
+    # A starting pod has no log yet, and the log from before a restart may be gone.
     failures = [each for each in answers if isinstance(each, LocalFailure)]
     if len(failures) == len(answers):
         raise failures[0]
@@ -107,7 +107,7 @@ def _kubectl(namespace: str, *arguments: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_S)
     except subprocess.TimeoutExpired:
-        raise LocalFailure(f"{' '.join(command)}: no end after {KUBECTL_S:.0f} s") from None
+        raise LocalFailure(f"{' '.join(command)}: timed out after {KUBECTL_S:.0f} s") from None
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise LocalFailure(f"{' '.join(command)}: {said}")

@@ -14,7 +14,7 @@ _PROCESSES = (
     ("ullage.engine.group", "worker"),
     ("ullage.engine", "engine"),
 )
-"""Process by the start of the logger's name; the first match counts."""
+"""Process by the prefix of the logger's name. The first match counts."""
 
 _ORDER = (
     ("router", "arrived"),
@@ -35,13 +35,13 @@ _ORDER = (
     ("engine", "finished"),
     ("router", "finished"),
 )
-"""Order of the events of one millisecond, since log lines have whole milliseconds."""
+"""Order of events in the same millisecond, because log lines have whole milliseconds."""
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
 
 _HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
 """Fields of log lines that are not shown, or have a column of their own."""
 _IN_TIMELINE = frozenset({"decided", "resumed", "lost"})
-"""Events of the router's log that the timeline in its last line has, too."""
+"""Events of the router's log that also are in the timeline of its last line."""
 _SUMMARY = (
     "status",
     "error",
@@ -65,7 +65,7 @@ class TraceStep(NamedTuple):
 
     at: datetime
     process: str
-    """router, engine (the server process) or worker; for other loggers, their name."""
+    """router, engine (the server process) or worker, or an unknown logger's name."""
     pod: str
     event: str
     fields: dict[str, Any]
@@ -98,7 +98,7 @@ def steps_of(request_id: str, logs: Iterable[Log]) -> list[TraceStep]:
 def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
     """Yield the steps of all processes by time, and keep the order within each process.
 
-    Times never decrease: log lines have whole milliseconds and a router's timeline has fractions,
+    Times never decrease. Log lines have whole milliseconds and a router's timeline has fractions,
     so a cause in the timeline may seem later than its effect in a log. The effect then gets the
     time of the cause.
     """
@@ -117,14 +117,14 @@ def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
 
 
 def _order(step: TraceStep) -> tuple[datetime, int]:
-    """Return the key that orders steps: the millisecond, then the place of the event in _ORDER."""
+    """Return the sort key of a step: the millisecond, then the event's place in _ORDER."""
     millisecond = step.at.replace(microsecond=step.at.microsecond // 1000 * 1000)
     return millisecond, _PLACES.get((step.process, step.event), len(_ORDER))
 
 
 def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
-    """Return a log line of the request; None for other lines and for text that is no log line."""
-    # Far cheaper than parsing every line.
+    """Return the log line of the request in a text, or None for any other text."""
+    # This test is far cheaper than parsing every line.
     if json.dumps(request_id, ensure_ascii=False)[1:-1] not in text:
         return None
     try:
@@ -142,7 +142,7 @@ def _is_in_timeline(line: Mapping[str, Any]) -> bool:
 
 
 def _process(line: Mapping[str, Any]) -> str:
-    """Return the process that wrote a line; for an unknown logger, the logger's name."""
+    """Return the process that wrote a line, or the logger's name if it is unknown."""
     logger = str(line.get("logger", ""))
     return next((name for start, name in _PROCESSES if logger.startswith(start)), logger)
 

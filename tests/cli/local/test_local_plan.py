@@ -164,7 +164,7 @@ def test_a_busy_port_names_its_flag(manifest: Make, tmp_path: Path) -> None:
 
 
 def test_a_port_cannot_be_asked_for_twice(manifest: Make, tmp_path: Path) -> None:
-    with pytest.raises(LocalFailure, match=r"^port 18080 is asked for twice; .*--grpc-port"):
+    with pytest.raises(LocalFailure, match=r"^port 18080 is given twice; .*--grpc-port"):
         local(manifest(), tmp_path, http_port=18080, grpc_port=18080)
 
 

@@ -200,7 +200,7 @@ def test_a_plan_has_what_bases_say(
     shown = capsys.readouterr()
     objects = {(o["kind"], o["metadata"]["name"]): o for o in yaml.safe_load_all(shown.out)}
     assert objects["Deployment", "demo-router"]["spec"]["replicas"] == 4
-    assert "spec.router.replicas is the default, so a base decides" in shown.err
+    assert "spec.router.replicas is the default, so a base overrides it" in shown.err
 
 
 def test_a_plan_names_the_base_whose_file_is_missing(

@@ -265,7 +265,7 @@ def test_other_documents_stay_and_mistakes_are_told(
         path.write_text(yaml.safe_dump(manifest(memory={"threshold": float(number)})))
         assert main(["upgrade-manifest", "-f", str(path)]) == 2
         told = capsys.readouterr().err
-        assert f"{path}: spec.memory.threshold: {number} is no number that JSON has" in told
+        assert f"{path}: spec.memory.threshold: {number} is not a number in JSON" in told
 
 
 def test_values_that_cannot_stay_the_same_are_named(

@@ -138,10 +138,10 @@ async def test_errors_name_the_remedy(
         url = f"http://127.0.0.1:{port}"
         for arguments, remedy in (
             (["--url", url], "--api-key or ULLAGE_API_KEY"),
-            (["--url", f"http://127.0.0.1:{other}"], "the port of the metrics (9090)"),
+            (["--url", f"http://127.0.0.1:{other}"], "the metrics port (9090)"),
             (["--url", "http://127.0.0.1:1"], "ullage up -f examples/smollm2.yaml"),
             (["--url", "localhost"], "--url or --service"),
-            (["--url", url, "--service", "x"], "give the one or the other"),
+            (["--url", url, "--service", "x"], "give only one of them"),
         ):
             assert await top(*arguments, "--once") == 2
             assert remedy in capsys.readouterr().err
