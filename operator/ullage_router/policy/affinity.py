@@ -1,19 +1,19 @@
-"""Remembers which engine has a request's beginning in its caches.
+"""Remembers which engine has the beginning of a request in its caches.
 
 A session goes to the engine of its last turn. Any other request goes to the engine that computed
 the longest known prefix of its prompt. Prompts are hashed block by block, each block together with
-all before it, as in the engines' prefix caches. Both are kept in LRU tables of fixed size. A wrong
-guess costs time and nothing else, so hashes need not resist collisions, and only the first
-MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
+all blocks before it, as in the engines' prefix caches. Sessions and prefixes are kept in LRU tables
+of fixed size. A wrong guess costs only time, so hashes need not resist collisions, and only the
+first MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
 
-Another router process may have placed a request that this one does not remember. All of them draw
+Another router process may have placed a request that this one does not remember. All processes draw
 the same two engines for a session, or for a prompt's first block, by consistent hashing (Karger et
-al., "Consistent Hashing and Random Trees", 1997). So a session meets its caches in whichever
+al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches in whichever
 process its next turn arrives.
 
 A tenant's entries are invisible to other tenants. When a table is full, a tenant with more than an
-equal share of it makes room, so no traffic of others, nor `Pick` calls that only announce traffic,
-can take a tenant's share away.
+equal share of it makes room. Neither the traffic of others nor `Pick` calls that only announce
+traffic can take a tenant's share away.
 """
 
 import functools
@@ -31,11 +31,11 @@ RING_POINTS = 40
 PREFIX_BLOCK_TOKENS = 64
 """Tokens of a hashed block."""
 MAX_PREFIX_BLOCKS = 64
-"""Most blocks of a prompt that are hashed."""
+"""Maximum number of blocks of a prompt that are hashed."""
 
 
 class CacheKey(msgspec.Struct, frozen=True):
-    """The key by which a request's beginning is found in the tables, hashed once a request."""
+    """The key that finds a request's beginning in the tables, hashed once per request."""
 
     session: str
     prefixes: tuple[int, ...]
@@ -44,12 +44,12 @@ class CacheKey(msgspec.Struct, frozen=True):
 
     @property
     def session_hashes(self) -> tuple[int, ...]:
-        """Hash of the session; empty where the request has none."""
+        """Hash of the session (empty where the request has none)."""
         return (hash(self.session),) if self.session else ()
 
     @property
     def point(self) -> int | None:
-        """The request's point on the ring; None where it has neither a session nor a block."""
+        """The request's point on the ring, or None where it has neither a session nor a block."""
         if self.session:
             return _point(f"{self.tenant}\0session\0{self.session}")
         return _point(f"{self.tenant}\0block\0{self.prefixes[0]}") if self.prefixes else None
@@ -96,8 +96,8 @@ class Table:
     """An LRU table of engines by tenant and key.
 
     Args:
-        size: most entries. When there are more, a tenant with more than an equal share loses the
-            entry that it used longest ago.
+        size: maximum number of entries. Beyond it, a tenant with more than an equal share loses its
+            least recently used entry.
     """
 
     def __init__(self, size: int) -> None:
@@ -109,7 +109,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Return the first of the keys' engines that is usable; empty where none is."""
+        """Return the first of the keys' engines that is usable (empty where none is)."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -140,8 +140,8 @@ class Table:
     def _make_room(self) -> None:
         """Evict an entry of a tenant that has more than an equal share.
 
-        There is one, since the table is too full. Tenants within their share move to the back, so
-        the next search begins with the tenant that had too much.
+        Such a tenant exists, because the table is too full. Tenants within their share move to the
+        back, so the next search begins with the tenant that had too much.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
@@ -189,7 +189,8 @@ class Affinity:
     ) -> CacheKey:
         """Return the key of a request.
 
-        The adapter is part of the key, since the same tokens have other KV with another adapter.
+        The adapter is part of the key, because the same tokens have different KV with another
+        adapter.
         """
         if session and adapter:
             session = f"{adapter}\0{session}"
@@ -197,11 +198,11 @@ class Affinity:
         return CacheKey(session if self._section.max_sessions else "", prefixes, tenant)
 
     def find(self, cache_key: CacheKey, is_usable: Callable[[str], bool]) -> str:
-        """Return the engine with most of the request's beginning; empty when none is known.
+        """Return the engine that has most of the request's beginning (empty if none is known).
 
         Args:
-            is_usable: whether an engine takes requests. Unusable engines are skipped, so a shorter
-                match on another engine may be returned.
+            is_usable: whether an engine takes requests. Unusable engines are skipped, so the result
+                may be an engine with a shorter match.
         """
         tenant = cache_key.tenant
         sessions = cache_key.session_hashes
@@ -211,7 +212,7 @@ class Affinity:
     def on_placed(self, cache_key: CacheKey, engine: str) -> None:
         """Record that the request's beginning is now in that engine's caches."""
         self._sessions.put(cache_key.tenant, cache_key.session_hashes, engine)
-        # Shortest last, hence evicted last: most requests share the shortest prefix.
+        # The shortest prefix is put last and so evicted last, because most requests share it.
         self._prefixes.put(cache_key.tenant, cache_key.prefixes[::-1], engine)
 
     def remove_engine(self, engine: str) -> None:
@@ -226,7 +227,10 @@ class Affinity:
 
 
 def prefix_hashes(token_ids: Sequence[int], adapter: str = "") -> tuple[int, ...]:
-    """Return a hash of every prefix of whole blocks, shortest first; the same in all processes."""
+    """Return a hash of every prefix of whole blocks, shortest first.
+
+    All processes compute the same hashes.
+    """
     hashes = []
     last = _point(adapter) if adapter else 0
     whole = min(len(token_ids) // PREFIX_BLOCK_TOKENS, MAX_PREFIX_BLOCKS)

@@ -27,13 +27,13 @@ def work(tokens: int, mlp_products: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of an engine that may get prompts."""
+    """The load of an engine that may receive prompts."""
 
     id: str
     work: int
     """Work on the engine without any of the prompts."""
     room: int
-    """Bytes available to the prompts together."""
+    """Bytes available to all prompts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PrefillTask:
 
     work: int
     engine: str
-    """Key of the engine that the prompt is on now, which holds its bytes."""
+    """Key of the prompt's present engine, where its bytes are reserved."""
     sizes: Mapping[str, int]
     """Bytes that the prompt takes on each engine that it may move to."""
 
@@ -53,8 +53,8 @@ def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list
     Tasks stay where they are unless moving them shortens the critical path.
 
     Args:
-        engines: every engine that holds a task, and possibly others. An engine that no task may
-            move to, such as a canary's, does not count.
+        engines: every engine that holds a task, and possibly others. An engine to which no task may
+            move, for example a canary's, does not count.
     """
     possible = {key for task in tasks for key in (task.engine, *task.sizes)}
     engines = [engine for engine in engines if engine.id in possible]
@@ -82,7 +82,7 @@ def critical_path(
 
 
 def _longest_first(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Place the longest task first; return nothing when the memory does not suffice."""
+    """Place the longest task first, and return nothing if the memory does not suffice."""
     total = {engine.id: engine.work for engine in engines}
     room = {engine.id: engine.room for engine in engines}
     placement = [""] * len(tasks)

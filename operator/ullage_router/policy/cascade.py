@@ -23,14 +23,16 @@ SEARCHED_CHARACTERS = 4000
 CHARACTERS_PER_TOKEN = 4
 """Average length of a token, for estimates."""
 CODE_LINES = 2
-"""Number of lines that look like code and make a prompt count as code."""
+"""Number of code-like lines that make a prompt count as code."""
 MATHS_SHARE = 0.12
-"""Share of digits and operators among all characters but spaces that makes a text maths."""
+"""Minimum share of digits and operators among non-space characters for a text to be maths."""
 MATHS_CHARACTERS = 8
-"""Fewest digits and operators that make a text maths."""
+"""Minimum number of digits and operators for a text to be maths."""
 HELD_SHARE = 0.5
-"""Share of the remaining time for which one step may hold a request; the next step needs time
-too."""
+"""Share of the remaining time for which one step may hold a request.
+
+The next step needs time, too.
+"""
 
 Reason = Literal["FIRST", "HARD", "SEVERAL_ANSWERS", "OWN_TOKENS", "PEAK"]
 
@@ -62,9 +64,9 @@ class Features:
     has_maths: bool = False
     has_tools: bool = False
     has_several_answers: bool = False
-    """Whether it asks for samples or beams, so that no single stream of tokens can be judged."""
+    """Whether the request asks for samples or beams, which a single confidence cannot judge."""
     is_bound: bool = False
-    """Whether it has token ids of this service's own model, which other models read differently."""
+    """Whether the request has token ids of this service's model, which other models misread."""
     priority: int = 0
 
 
@@ -129,10 +131,10 @@ def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLoad:
-    """How busy this service's own engines are."""
+    """The load of this service's own engines."""
 
     pressure_level: int = 0
-    """Pressure level of the ready engine under the least pressure; 0 when none is ready."""
+    """Pressure level of the ready engine under the least pressure (0 when none is ready)."""
     queued: int = 0
     """Number of requests that wait in this router."""
 
@@ -144,10 +146,9 @@ class Plan:
     steps: tuple[int, ...]
     """Indices of the steps, in the order in which they are tried."""
     is_judged: bool
-    """Whether the first tokens of every step but the last are held back until their confidence is
-    known."""
+    """Whether all steps but the last hold their first tokens until their confidence is known."""
     is_parallel: bool
-    """Whether each step begins together with the step before."""
+    """Whether each step begins together with the previous one."""
     reason: Reason
 
 
@@ -191,7 +192,7 @@ class Confidence:
     """The running geometric mean probability of an answer's first tokens.
 
     Args:
-        num_judged: number of tokens to judge. A shorter answer is judged by all it has.
+        num_judged: number of tokens to judge. A shorter answer is judged by all its tokens.
     """
 
     def __init__(self, num_judged: int) -> None:
@@ -203,8 +204,8 @@ class Confidence:
         """Add the next tokens of the answer.
 
         Args:
-            tokens: number of tokens that came, with or without log-probabilities.
-            logprobs: natural log-probabilities, at most one a token.
+            tokens: number of tokens that arrived, with or without log-probabilities.
+            logprobs: natural log-probabilities, at most one per token.
         """
         self._tokens += tokens
         room = self._wanted - len(self._logprobs)
@@ -212,17 +213,17 @@ class Confidence:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that came."""
+        """Number of tokens that have arrived."""
         return self._tokens
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tokens to judge have come."""
+        """Whether all tokens to judge have arrived."""
         return self._tokens >= self._wanted
 
     @property
     def value(self) -> float | None:
-        """exp(mean log-probability), 0 to 1; None when no token has one, or the mean is NaN."""
+        """exp(mean log-probability) from 0 to 1, or None without any or if the mean is NaN."""
         mean = sum(self._logprobs) / len(self._logprobs) if self._logprobs else math.nan
         if math.isnan(mean):
             return None

@@ -29,19 +29,19 @@ class CircuitBreaker:
         self._failures = 0
         self._pause_s = section.pause
         self._until: float | None = None
-        """Time at which the pause ends; None while closed."""
+        """Time at which the pause ends, or None while closed."""
         self._probe: object | None = None
         self.openings = 0
         """Number of times that the breaker opened."""
 
     @property
     def failures(self) -> int:
-        """Number of failures in a row, at most as many as open the breaker."""
+        """Number of consecutive failures, at most the number that opens the breaker."""
         return self._failures
 
     @property
     def is_closed(self) -> bool:
-        """Whether requests pass at any time."""
+        """Whether all requests pass."""
         return self._until is None
 
     def state(self, now: float) -> State:
@@ -56,11 +56,11 @@ class CircuitBreaker:
 
     @property
     def until(self) -> float:
-        """Time at which the pause ends or ended; minus infinity while closed."""
+        """Time at which the pause ends or ended, or minus infinity while closed."""
         return float("-inf") if self._until is None else self._until
 
     def on_sent(self, request: object, now: float) -> None:
-        """Note a request to the engine. While half-open, the first one is the probe."""
+        """Record a request to the engine. While half-open, the first one is the probe."""
         if self.state(now) == "half-open" and self._probe is None:
             self._probe = request
 
@@ -68,7 +68,7 @@ class CircuitBreaker:
         """Close the breaker if the probe got its first token."""
         if request is self._probe:
             self._until = None
-            # One more failure opens it again: the probe has only begun to be answered.
+            # One more failure opens the breaker again, because the probe's answer has only begun.
             self._failures = self._section.failures - 1
 
     def on_success(self, request: object) -> None:
@@ -93,7 +93,7 @@ class CircuitBreaker:
         return True
 
     def on_end(self, request: object) -> None:
-        """Note the end of a request in any way. If it was the probe, another may be."""
+        """Record the end of a request. After the probe ends, another request may be the probe."""
         if request is self._probe:
             self._probe = None
 
@@ -117,9 +117,9 @@ def held_back(
     """Return the keys of a pool's ready engines that get no requests now.
 
     Args:
-        breakers: breakers of the pool's ready engines by key; closed ones may be left out.
-        most: largest number of engines to hold back, so that some are tried when all fail. Those
-            whose pause ends last are held back first.
+        breakers: breakers of the pool's ready engines by key. Closed ones may be left out.
+        most: maximum number of engines to hold back, so that some are tried even if all fail.
+            Engines whose pause ends last are held back first.
     """
     refusing = [(breaker.until, name) for name, breaker in breakers if not breaker.admits(now)]
     return frozenset(name for _, name in sorted(refusing, reverse=True)[:most])

@@ -1,9 +1,9 @@
 """Accounts for requests that an engine's reports do not include yet.
 
 Bytes are reserved when a request is sent. The engine counts the request from the moment it answers
-Accepted, but a report that is already on its way may not. So a reservation ends with the second
-report after Accepted, or when the request ends, whichever comes first. Until then its bytes may be
-counted twice, but never not at all.
+Accepted, but a report that is already in flight may not include it. A reservation therefore ends
+with the second report after Accepted, or when the request ends, whichever comes first. Until then
+its bytes may be counted twice, but they are never missing.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from ullage_router.policy.balance import pairs
 REPORTS_AFTER_ACCEPTED = 2
 """Number of reports after Accepted that end a reservation."""
 SPARE_LIMITS = 64
-"""The heap of limits is cleaned when it exceeds twice the requests in flight by this number."""
+"""Number of limits by which the heap may exceed twice the requests in flight before a cleanup."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +32,12 @@ class Credit:
     step_limit_s: float = math.inf
     """Longest step, in seconds, with which the request would still end in time."""
     counted_from: int | None = None
-    """Number of the first report that must include the request; None before Accepted."""
+    """Number of the first report that must include the request, or None before Accepted."""
     holder: str = ""
-    """The caller that holds the reservation without paying for it. Empty where the reservation is
-    paid for, or its request was sent."""
+    """The caller that holds the reservation without paying for it.
+
+    It is empty if the reservation is paid for, or its request was sent.
+    """
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Sums over unpaid reservations that no report is sure to include."""
+    """Sums over unpaid reservations that no report is certain to include."""
 
     requests: int = 0
     size: int = 0
@@ -64,7 +66,7 @@ class Held(NamedTuple):
     """Prompt tokens."""
 
     def plus(self, credit: Credit, sign: int = 1) -> "Held":
-        """Return the sums with one more reservation, or with one less for the sign -1."""
+        """Return the sums with one more reservation, or one less for the sign -1."""
         return Held(
             self.requests + sign,
             self.size + sign * credit.size,
@@ -78,27 +80,30 @@ NOTHING_HELD = Held()
 class CreditBook:
     """The credits of one engine's requests in flight.
 
-    A credit is open until a report is sure to include its request. Then it is counted, until the
+    A credit is open until a report is certain to include its request. Then it is counted, until the
     request ends.
     """
 
     def __init__(self) -> None:
         self._open: set[Credit] = set()
         self._accepted: deque[Credit] = deque()
-        """Accepted credits by the report that must include them; some may have ended."""
+        """Accepted credits by the report that must include them. Some may have ended."""
         self._counted: set[Credit] = set()
         self._step_limits: list[tuple[float, int, Credit]] = []
-        """A heap of the finite limits of all requests in flight. Limits of ended requests leave it
-        lazily: when they are the shortest, or when there are too many of them."""
+        """A heap of the finite limits of all requests in flight.
+
+        Limits of ended requests leave it lazily: when they are the shortest, or when there are too
+        many of them.
+        """
         self._numbers = itertools.count()
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
         """Credits of requests without a first token."""
 
-        # Every decision asks for these sums, so they are kept instead of computed.
+        # Every decision needs these sums, so they are maintained instead of computed.
         self._unsure = PromptSums()
-        """Prompts that no report is sure to include."""
+        """Prompts that no report is certain to include."""
         self._sure = PromptSums()
         """Prompts that the last report includes."""
 
@@ -113,12 +118,12 @@ class CreditBook:
 
     @property
     def total(self) -> int:
-        """Bytes that no report is sure to include."""
+        """Bytes that no report is certain to include."""
         return self._total
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens to compute that no report is sure to include."""
+        """Prompt tokens to compute that no report is certain to include."""
         return self._unsure.tokens
 
     def prefill_pairs(self, reported_tokens: int) -> float:
@@ -133,7 +138,7 @@ class CreditBook:
 
     @property
     def uncounted(self) -> int:
-        """Requests that no report is sure to include."""
+        """Requests that no report is certain to include."""
         return len(self._open)
 
     @property
@@ -162,7 +167,7 @@ class CreditBook:
             size: bytes.
             tokens: prompt tokens.
             step_limit_s: longest step with which the request would still end in time.
-            holder: the caller that does not pay for the reservation; empty where it is paid for.
+            holder: the caller that does not pay for the reservation (empty where it is paid for).
         """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)
@@ -177,13 +182,13 @@ class CreditBook:
         return credit
 
     def on_accepted(self, credit: Credit) -> None:
-        """Note that the engine answered Accepted."""
+        """Record that the engine answered Accepted."""
         if credit.counted_from is None:
             credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
             self._accepted.append(credit)
 
     def on_first_token(self, credit: Credit) -> None:
-        """Note the first token: the prompt is computed."""
+        """Record the first token, after which the prompt is computed."""
         if credit in self._prompts:
             self._prompts.remove(credit)
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)

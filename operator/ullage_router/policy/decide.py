@@ -84,14 +84,14 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Decide the common case from a few engines: the request fits at home as it is.
+    """Decide the common case from a few engines: the request fits at home unchanged.
 
     Args:
         sample: usable engines of the first pool, and of the large pool if there is one. A pool
             without a usable engine is represented by any of its engines.
 
     Returns:
-        None where only `decide`, which looks at every engine, knows the answer.
+        None if only `decide`, which considers every engine, can answer.
     """
     able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
     if not able:
@@ -105,18 +105,18 @@ def decide_among(
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
     """Return whether a request that waits behind others may run now.
 
-    This is much less work than `decide`, which also works out the alternative.
+    This is much less work than `decide`, which also computes the alternative.
     """
     able = _able(facts, engines)
     return bool(able) and _ladder(facts, able, policy).runs_before_waiting()
 
 
 def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) -> int:
-    """Return the fewest output tokens to which an answer may be shrunk.
+    """Return the minimum number of output tokens to which an answer may be shrunk.
 
     Args:
-        asked: output tokens that the client asked for; None where it named no number.
-        max_tokens: most output tokens that the request may get.
+        asked: output tokens that the client asked for, or None if it named no number.
+        max_tokens: maximum number of output tokens of the request.
     """
     return min(max_tokens, max(rung.min_tokens, int((asked or 0) * rung.min_share)))
 
@@ -148,7 +148,8 @@ class _LadderRun:
         if run := self.at_home():
             return run
 
-        # Memory may come back in a moment, a lost engine may not: leave before waiting for it.
+        # Memory may be released in a moment, but a lost engine may not return, so try other pools
+        # first.
         is_home_down = not self._usable(self.home)
         if is_home_down and "route" in self.policy.ladder and (run := self._overflow()):
             return run
@@ -159,7 +160,7 @@ class _LadderRun:
         return self._reject()
 
     def at_home(self) -> Run | None:
-        """Return where the request runs as it is; None where it does not fit at home now."""
+        """Return where the request runs unchanged, or None if it does not fit at home now."""
         return self._full(self.home, self.home_reason)
 
     def on_one_of_two(self) -> Run | None:
@@ -207,7 +208,7 @@ class _LadderRun:
         """Shorten the prompt until it fits the freest engine.
 
         Returns:
-            None where no turn may be dropped, no engine is free, or too little would be left.
+            None if no turn may be dropped, no engine is free, or too little would be left.
         """
         free = self._free(self.home)
         if not (self.facts.droppable and free):
@@ -231,7 +232,7 @@ class _LadderRun:
         return self._run(engine, output, "KV_HEADROOM")
 
     def _least_output(self, engine: EngineView) -> int:
-        """Return the fewest output tokens to which the request may be shrunk on this engine."""
+        """Return the minimum output tokens to which the request may be shrunk on this engine."""
         least = self.facts.min_tokens
         if self.policy.rungs.shrink_output.below_expected:
             return least
@@ -239,7 +240,7 @@ class _LadderRun:
         return max(least, min(engine.expected_output, most))
 
     def _wait(self) -> Wait | None:
-        """Wait at home, unless the queue is closed to the request or waiting makes it late."""
+        """Wait at home, unless the queue is closed to the request or waiting would make it late."""
         if self.facts.queue is not QueueState.OPEN:
             return None
         recoverable = [e for e in self._pool(self.home) if e.standing is not EngineState.UNUSABLE]
@@ -316,7 +317,8 @@ class _LadderRun:
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
         """Return the engines to which the prefill window may move the request, with its bytes.
 
-        There are none where the prompt is computed soon, is cached, or its engine is claimed.
+        There are none if the prompt will be computed soon or is cached, or if others wait for its
+        engine.
         """
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -361,7 +363,7 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
-        """Return engines that may take this request now and that nobody before it waits for."""
+        """Return engines that may take this request now and that no earlier request waits for."""
         if pool in self.facts.ahead:
             return []
         taken = self.facts.refused_by.union(self.facts.claimed)
@@ -377,9 +379,9 @@ class _LadderRun:
         )
 
     def _open_to_backfill(self) -> list[EngineView]:
-        """Return engines at home with room for the request that it would leave in time.
+        """Return engines at home with room for the request that it would free in time.
 
-        In time is before the heads of the queues for the pool, and for the engine, could begin.
+        It must end before the heads of the queues for the pool, and for the engine, could begin.
         """
         facts = self.facts
         head_bytes = facts.passable.get(self.home)
@@ -401,7 +403,7 @@ class _LadderRun:
         """Return whether the request would end on the engine before the head could begin.
 
         Args:
-            head_bytes: bytes that the head of the queue waits for; None where nobody waits.
+            head_bytes: bytes that the head of the queue waits for, or None if nobody waits.
         """
         if head_bytes is None:
             return True
@@ -415,7 +417,7 @@ class _LadderRun:
         return is_on_time(engine, facts.prompt_tokens, self._expected_output(engine), facts.limits)
 
     def _shortage_reason(self) -> str:
-        """Return DEADLINE where no engine at home is fast enough now, otherwise KV_HEADROOM."""
+        """Return DEADLINE if no engine at home is fast enough now, otherwise KV_HEADROOM."""
         is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
         return "DEADLINE" if is_late else "KV_HEADROOM"
 
@@ -448,8 +450,8 @@ class _LadderRun:
     def _retry_after(self, engines: Sequence[EngineView], needed: int) -> int:
         """Return Retry-After in whole seconds.
 
-        By then there is memory, the time limits can be kept, and the clients that were refused
-        before have had their turn.
+        By then memory is free, the time limits can be met, and clients that were refused earlier
+        have had their turn.
         """
         facts = self.facts
         ahead = facts.ahead.get(self.home, 0)
@@ -541,6 +543,6 @@ def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
 
 
 def _fewest(facts: RequestFacts, policy: RoutingPolicy) -> int:
-    """Return the fewest tokens of a prompt that must remain when turns are dropped."""
+    """Return the minimum number of prompt tokens that must remain when turns are dropped."""
     kept = 1 - policy.rungs.shrink_context.max_dropped_share
     return max(1, math.ceil(facts.prompt_tokens * kept))

@@ -1,7 +1,7 @@
-"""The record of what was decided about a request.
+"""The record of the decision about a request.
 
-Admission writes a `Decision`. Records, headers, logs and gRPC's trailing metadata read it. It never
-changes: each rung of the ladder makes a new one.
+Admission writes a `Decision`. Records, headers, logs and gRPC's trailing metadata read it. A
+`Decision` never changes: each rung of the ladder makes a new one.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 
 KEPT_STEPS = 12
-"""Longest trail that is kept whole."""
+"""Maximum number of steps of a trail that is kept whole."""
 MIB = 1 << 20
 
 Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow", "lost"]
@@ -33,18 +33,18 @@ class Attempt(msgspec.Struct, frozen=True):
     step: str
     outcome: Outcome
     model: str = ""
-    """The model's name in that step; empty when it is not known."""
+    """The model's name in that step (empty when it is not known)."""
     confidence: float | None = None
     """Geometric mean probability of the tokens that were judged."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Tokens that had arrived when the attempt was discarded."""
     reason: str = ""
-    """Reason of the error that ended the attempt; empty when none did."""
+    """Reason of the error that ended the attempt (empty when none did)."""
 
     @property
     def discarded_tokens(self) -> int:
-        """Completion tokens of a discarded attempt; 0 for the one that answered."""
+        """Completion tokens of a discarded attempt (0 for the one that answered)."""
         return 0 if self.outcome in ANSWERED else self.completion_tokens
 
     def to_wire(self) -> inference_pb2.CascadeAttempt:
@@ -60,7 +60,7 @@ class Attempt(msgspec.Struct, frozen=True):
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return the attempt as the log shows it."""
+        """Return the attempt in the form of the log."""
         return {
             "step": self.step,
             "model": self.model,
@@ -75,24 +75,24 @@ class Decision(msgspec.Struct, frozen=True):
     """The state of a request's decision at one moment."""
 
     action: str = ""
-    """accept, shrink, queue, route4 or reject; empty until something is decided."""
+    """accept, shrink, queue, route4 or reject (empty until something is decided)."""
     pool: str = ""
-    """The pool that the decision is about; empty where another router decided."""
+    """The pool that the decision is about (empty where another router decided)."""
     route: str = ""
     """The pool's label in headers, logs and metrics (`route_of`)."""
     reason: str = ""
     engine: str = ""
     side: str = ""
-    """stable or canary; empty until an engine is chosen."""
+    """stable or canary (empty until an engine is chosen)."""
     revision: str = ""
-    """Revision of the engine; empty when it is not known."""
+    """Revision of the engine (empty when it is not known)."""
     model: str = ""
     """Name of the model that serves the request."""
     prompt_tokens: int = 0
     predicted_bytes: int | None = None
-    """KV bytes that the request is predicted to take; None until they are predicted."""
+    """KV bytes that the request is predicted to take, or None until they are predicted."""
     available_bytes: int | None = None
-    """KV bytes available on the engine, or on the freest of the pool; None where nobody asked."""
+    """KV bytes available on the engine, or on the freest of the pool, or None if unknown."""
     degraded: tuple[str, ...] = ()
     """Changes that were made to the request, such as `max_tokens=64`."""
     trail: tuple[str, ...] = ()
@@ -102,27 +102,27 @@ class Decision(msgspec.Struct, frozen=True):
     attempts: tuple[Attempt, ...] = ()
     """Steps of the cascade that were tried."""
     coalesced_with: str = ""
-    """Id of the request whose generation is shared; empty when the request has its own."""
+    """Id of the request whose generation is shared (empty when the request has its own)."""
 
     @property
     def lowered_limit(self) -> str:
-        """The lowered output limit, such as `max_tokens=64`; empty when it was not lowered."""
+        """The lowered output limit, such as `max_tokens=64` (empty when it was not lowered)."""
         return next((word for word in self.degraded if word.startswith("max_tokens=")), "")
 
     @property
     def predicted_mib(self) -> float:
-        """Predicted KV in MiB; 0 until it is predicted."""
+        """Predicted KV in MiB (0 until it is predicted)."""
         return round((self.predicted_bytes or 0) / MIB, 3)
 
     @property
     def explanation(self) -> dict[str, str]:
-        """The decision in the details of an error; empty when there is none."""
+        """The decision in the details of an error (empty when there is none)."""
         if not self.action:
             return {}
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
 
     def next_trail(self, step: str, reason: str) -> tuple[str, ...]:
-        """Return the trail with one more step; a long trail keeps its first steps and its last."""
+        """Return the trail with one more step. A long trail keeps its first steps and its last."""
         trail = (*self.trail, f"{step}={reason}")
         return trail if len(trail) <= KEPT_STEPS else (*trail[: KEPT_STEPS - 2], "...", trail[-1])
 
@@ -134,7 +134,7 @@ class Decision(msgspec.Struct, frozen=True):
         """Return the decision with limits that the engine lowered further.
 
         Args:
-            changes: such as `max_tokens=64`. A change replaces an earlier one of the same name.
+            changes: for example `max_tokens=64`. A change replaces an earlier one of the same name.
         """
         degraded = self.degraded
         for change in changes:
@@ -158,8 +158,8 @@ UNDECIDED = Decision()
 def route_of(pool: str, tensor: int, pipeline: int) -> str:
     """Return the label of a pool in headers, logs and metrics.
 
-    The label is the parallel layout, such as tp2pp2, where a model has both tensor ranks and
-    pipeline stages, otherwise the pool's name.
+    If a model has both tensor ranks and pipeline stages, the label is its parallel layout, such as
+    tp2pp2. Otherwise the label is the pool's name.
     """
     return f"tp{tensor}pp{pipeline}" if tensor > 1 and pipeline > 1 else pool
 

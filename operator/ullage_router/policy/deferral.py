@@ -1,11 +1,11 @@
 """Remembers refused requests until their Retry-After is over.
 
-All refusals of a burst see the same forecast. If all clients came back at the second at which the
-first of them fits, most would be refused again. So earlier refusals count as ahead of later ones:
-each client gets a Retry-After by which memory for all before it has been released too.
+All refusals of a burst see the same forecast. If all clients came back in the second in which the
+first of them fits, most would be refused again. Earlier refusals therefore count as ahead of later
+ones: each client gets a Retry-After by which memory for all before it has been released, too.
 
-No place is reserved. A request that comes and fits runs, and one that does not come back is removed
-when it is due.
+No place is reserved. A request that arrives and fits runs, and one that does not come back is
+removed when it is due.
 """
 
 import math
@@ -34,11 +34,11 @@ class DeferralBook:
         return bool(self._sizes)
 
     def add(self, kind: Deferred, weight: float, size: int, due: float) -> None:
-        """Remember a refused request.
+        """Record a refused request.
 
         Args:
             weight: weight of its tenant.
-            size: bytes that it would have taken.
+            size: bytes that the request would have taken.
             due: time at which its Retry-After is over.
         """
         if size <= 0:  # a request of a model without KV waits for nothing
@@ -49,7 +49,7 @@ class DeferralBook:
         self._weights[kind.tenant] = weight
 
     def expire(self, now: float) -> None:
-        """Remove requests that are due: those that came back are counted in the queue instead."""
+        """Remove requests that are due. Those that came back are counted in the queue instead."""
         for second in [second for second in self._due if second <= now]:
             for kind, size in self._due.pop(second).items():
                 self._sizes[kind] -= size
@@ -59,11 +59,11 @@ class DeferralBook:
             self._weights.clear()
 
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
-        """Return the bytes before a tenant's next refused request of a pool.
+        """Return the bytes ahead of a tenant's next refused request of a pool.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
-        the queue. So another tenant's bytes count only up to the tenant's own refused bytes, times
-        the ratio of their weights.
+        the queue. Another tenant's bytes therefore count only up to the tenant's own refused bytes,
+        times the ratio of their weights.
         """
         own = self._sizes.get(Deferred(pool, tenant, priority), 0)
         ahead = 0
@@ -87,7 +87,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """The book as one request sees it, read only if that request is refused too."""
+    """The book from one request's view, read only if that request is refused, too."""
 
     book: DeferralBook
     now: float = 0.0

@@ -1,6 +1,6 @@
 """The input of `decide`: one request, the engines and the policy, at one moment.
 
-Everything here is plain, frozen data. Admission builds it from live objects for each decision, so
+All of it is plain, frozen data. Admission builds it from live objects for each decision, so
 decisions can be tested without an engine, an event loop or a clock.
 """
 
@@ -15,10 +15,9 @@ from ullage_common.request_cost import Demand, MemoryProfile, most_tokens
 from ullage_router.policy.deferral import NOBODY, Deferrals
 
 WELL = 0.5
-"""Health from which on engines are compared by their load and no longer by their health."""
+"""Minimum health at which engines are compared by their load and no longer by their health."""
 STEP_GROWTH = 1.5
-"""Factor by which a step is assumed to slow down for each doubling of its sequences beyond the
-largest measured batch."""
+"""Assumed slowdown of a step for each doubling of its sequences beyond the measured batches."""
 
 
 class Side(StrEnum):
@@ -33,7 +32,7 @@ class EngineState(Enum):
 
     USABLE = "usable"
     RECOVERING = "recovering"
-    """Connected, with a worker that is not ready yet: worth waiting for."""
+    """Connected, with a worker that is not ready yet, so that waiting is worthwhile."""
     UNUSABLE = "unusable"
 
 
@@ -43,13 +42,13 @@ class QueueState(Enum):
     OPEN = "open"
     FULL = "full"
     SPENT = "spent"
-    """The request has waited for the longest time that is allowed."""
+    """The request has waited for the longest allowed time."""
     LATE = "late"
     """The request's answer can no longer end in time."""
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Memory that an engine predicts to get back."""
+    """Memory that an engine predicts to be released."""
 
     after_s: float
     """Seconds from now."""
@@ -75,7 +74,7 @@ class EngineView(msgspec.Struct, frozen=True):
     health: float = 1.0
     """From 0 to 1."""
     load: int = 0
-    """Number of requests that run, wait or are on their way."""
+    """Number of requests that run, wait or are in flight."""
     releases: tuple[Release, ...] = ()
     """Predicted releases, the soonest first."""
     backlog_tokens: int = 0
@@ -83,18 +82,20 @@ class EngineView(msgspec.Struct, frozen=True):
     prefill_pairs: int = 0
     """Pairs of queries and keys in the backlog that this router sent."""
     prefill_speed: float = 0.0
-    """Prompt tokens a second; 0 when unknown."""
+    """Prompt tokens a second (0 when unknown)."""
     decode_speed: float = 0.0
-    """Tokens a second of one sequence at present; 0 when unknown."""
+    """Tokens a second of one sequence at present (0 when unknown)."""
     step_seconds: tuple[float, ...] = ()
-    """Measured seconds of a step with 1 sequence, 2 to 3, 4 to 7 and so on; empty when unknown."""
+    """Measured seconds of a step with 1 sequence, 2 to 3, 4 to 7 and so on (empty when unknown)."""
     step_limit_s: float = math.inf
     """Longest step, in seconds, with which the running requests would still end in time."""
     max_sequences: int = 0
-    """Most sequences in a step; 0 when unknown."""
+    """Most sequences in a step (0 when unknown)."""
     kind: tuple[int, ...] = ()
-    """Key of the engine's kind, set on creation. Engines of one kind have the same room for a
-    request and price it alike."""
+    """Key of the engine's kind, set on creation.
+
+    Engines of one kind have the same room for a request, and price it alike.
+    """
 
     def __post_init__(self) -> None:
         kind = (id(self.profile), self.capacity, self.max_model_len, self.expected_output)
@@ -112,7 +113,7 @@ class EngineView(msgspec.Struct, frozen=True):
         return min(self.max_model_len, held)
 
     def most_bytes(self, *, has_session: bool) -> int:
-        """Return the most KV bytes that one request may take, in a session or without one."""
+        """Return the maximum KV bytes that one request may take, in a session or without one."""
         limit = self.profile.session_kv_bytes if has_session else 0
         return min(self.capacity, limit) if limit else self.capacity
 
@@ -122,15 +123,14 @@ class EngineView(msgspec.Struct, frozen=True):
 
     @property
     def backlog_s(self) -> float:
-        """Seconds until a new request's prompt is begun; 0 when the speed is unknown."""
+        """Seconds until a new request's prompt is begun (0 when the speed is unknown)."""
         return self.backlog_tokens / self.prefill_speed if self.prefill_speed else 0.0
 
     def step_s(self, load: int) -> float:
-        """Return the predicted seconds of a step, 0 when unknown.
+        """Return the predicted seconds of a step, or 0 if unknown.
 
-        How much one more sequence costs depends on the device, so measured times are used for
-        batches of measured size. Beyond them every doubling is assumed to cost STEP_GROWTH times
-        as much.
+        The cost of one more sequence depends on the device, so measured times are used for batches
+        of measured size. Beyond them every doubling is assumed to cost STEP_GROWTH times as much.
 
         Args:
             load: number of requests on the engine.
@@ -149,7 +149,7 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class TimeLimits(msgspec.Struct, frozen=True):
-    """The times that a request must keep, in seconds; an infinite one is no limit."""
+    """The time limits of a request, in seconds (infinite without a limit)."""
 
     ttft_s: float = math.inf
     """Objective of the first token, from the request's arrival."""
@@ -158,9 +158,9 @@ class TimeLimits(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     """Seconds since the arrival."""
     first_token_s: float = math.inf
-    """Seconds from now until the first token must have come."""
+    """Seconds from now until the first token must have arrived."""
     end_s: float = math.inf
-    """Seconds from now until the last token must have come."""
+    """Seconds from now until the last token must have arrived."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
@@ -173,9 +173,9 @@ class RequestFacts(msgspec.Struct, frozen=True):
     # The request
     prompt_tokens: int
     max_tokens: int
-    """Most output tokens of each sample."""
+    """Maximum number of output tokens of each sample."""
     min_tokens: int
-    """Fewest output tokens that still make an answer. Shrinking stops there."""
+    """Minimum output tokens of an acceptable answer, at which shrinking stops."""
     samples: int = 1
     """Number of answers to generate, each of up to `max_tokens`."""
     has_session: bool = False
@@ -188,13 +188,18 @@ class RequestFacts(msgspec.Struct, frozen=True):
     ahead: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes that requests before this one wait for, by pool. Pools without waiters are absent."""
     passable: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the head of the queue waits for, by pool. Pools where the head may not be passed
-    are absent."""
+    """Bytes that the head of the queue waits for, by pool.
+
+    Pools in which the head may not be passed are absent.
+    """
     refused_by: frozenset[str] = frozenset()
     """Keys of engines that refused the request and have sent no report since."""
     claimed: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the first waiter for an engine needs, by the engine's key; 0 where it may not be
-    passed. Only engines with waiters that can use few others are present."""
+    """Bytes that the first waiter for an engine needs, by the engine's key.
+
+    The value is 0 if that waiter may not be passed. Only engines are present whose waiters can use
+    few other engines.
+    """
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests that wait before this one, by pool."""
     deferrals: Deferrals = NOBODY
@@ -203,7 +208,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     # Preferences
     limits: TimeLimits = TimeLimits()
     preferred: str = ""
-    """Key of the engine whose caches hold most of the prompt's beginning; empty when unknown."""
+    """Key of the engine whose caches hold most of the prompt's beginning (empty when unknown)."""
     draw: int = 0
     """A random number, drawn by the caller, so that the same input gives the same decision."""
 
@@ -232,14 +237,14 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
     """Rungs to try, in this order, when a request does not fit at home."""
     rungs: RungsSection = msgspec.field(default_factory=RungsSection)
     max_extra_load: int = 8
-    """Number of requests that a preferred engine may have more than the alternative."""
+    """Number of requests by which a preferred engine's load may exceed the alternative's."""
     prefill: PrefillSection = msgspec.field(default_factory=PrefillSection)
     large_pool: str = ""
-    """Pool that takes large requests; empty when there is none."""
+    """Pool that takes large requests (empty when there is none)."""
 
 
 def engine_key(side: Side, pool: str, address: str) -> str:
-    """Return the name by which decisions know an engine.
+    """Return the key of an engine in decisions.
 
     An address alone is ambiguous: it may be in several pools, and a canary's address may become a
     stable engine's.

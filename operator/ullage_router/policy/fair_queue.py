@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from sortedcontainers import SortedList
 
 MAX_LEAD_S = 1.0
-"""Seconds by which a request may overtake others of its tenant that came before it."""
+"""Seconds by which a request may overtake earlier requests of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class FairEntry:
     """The properties of a waiting request that decide its order. Times are of one clock."""
 
     number: int
-    """Tie-breaker between equal entries; the smaller one came earlier."""
+    """Tie-breaker between equal entries. The smaller one arrived earlier."""
     tenant: str
     weight: float
     """Weight of the tenant."""
@@ -34,7 +34,7 @@ class FairEntry:
     arrival: float
     """Time of arrival, seconds."""
     deadline: float
-    """Time by which the first token must have come, seconds."""
+    """Time by which the first token must have arrived, seconds."""
     size: int
     """Bytes that the request waits for."""
     cost: int
@@ -126,7 +126,7 @@ class _Level:
             del self._flows[self._idle.pop(0)[1]]
 
     def _rest(self, tenant: str, flow: _Flow) -> None:
-        """Keep the tag of a tenant that had more than its share until the others catch up."""
+        """Keep the tag of a tenant that had more than its share, until the others catch up."""
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))
         else:
@@ -172,7 +172,7 @@ class FairQueue:
 
     @property
     def head(self) -> FairEntry | None:
-        """The entry to serve next; None when the queue is empty."""
+        """The entry to serve next, or None when the queue is empty."""
         return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
     def first(self, count: int) -> list[FairEntry]:
@@ -204,7 +204,7 @@ class FairQueue:
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: FairEntry) -> tuple[float, int]:
-        """Return the sort key of a head: of several heads, the one with the largest goes first."""
+        """Return the sort key of a head. The head with the largest key goes first."""
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:

@@ -27,15 +27,15 @@ SHARE = 0.8
 STRETCH = 2.0
 """Factor on the time on an idle engine that a request may take if it misses an objective there."""
 UNMEASURED_LOAD = 4
-"""Most requests at once on an engine that has not measured a step yet."""
+"""Maximum number of concurrent requests on an engine that has not measured a step yet."""
 PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of releases after which `turn_s` checks whether a request could run."""
 PROBED_ENGINES = 4
-"""Number of engines that `turn_s` checks, those with the least load."""
+"""Number of least loaded engines that `turn_s` checks."""
 
 
 def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> bool:
-    """Return whether a request that goes to the engine now would be in time.
+    """Return whether a request that goes to the engine now would be on time.
 
     Args:
         prompt: prompt tokens.
@@ -72,7 +72,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
     """Return the seconds until the end of a request that goes to the engine now.
 
     Returns:
-        Infinity when the engine's batch is full, or its speed is not measured yet.
+        Infinity if the engine's batch is full, or its speed is not measured yet.
     """
     step_s = engine.step_s(engine.load + 1)
     is_full = bool(engine.max_sequences) and engine.load >= engine.max_sequences
@@ -92,7 +92,7 @@ def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimit
 
 
 def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest wait, in seconds, after which an idle engine would still be in time."""
+    """Return the longest wait, in seconds, after which an idle engine would still be on time."""
     return _slack_s(engine, 1, 0.0, prompt, output, limits)
 
 
@@ -179,10 +179,10 @@ def _has_place(engine: EngineView, load: int) -> bool:
 def _slack_s(
     engine: EngineView, load: int, wait_s: float, prompt: int, output: int, limits: TimeLimits
 ) -> float:
-    """Return how much longer the request could wait, in seconds; negative when it would be late.
+    """Return how much longer the request could wait, in seconds (negative if it would be late).
 
     Args:
-        load: requests on the engine then, this one included.
+        load: requests on the engine then, including this one.
         wait_s: seconds until its prompt is begun.
     """
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -218,6 +218,6 @@ def _allowed_s(objective_s: float, lone_s: float) -> float:
 
 
 def _nth_release_s(engine: EngineView, number: int) -> float:
-    """Return the seconds until the predicted end of `number` requests; 0 when unknown."""
+    """Return the seconds until the predicted end of `number` requests (0 when unknown)."""
     releases = engine.releases
     return releases[min(number, len(releases)) - 1].after_s if releases else 0.0

@@ -27,20 +27,22 @@ class Run(msgspec.Struct, frozen=True):
     step_limit_s: float = math.inf
     """Longest step, in seconds, with which the request would still end in time on this engine."""
     choices: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the request takes on each engine that may serve it instead, by key. Empty where
-    the prefill window could not move the request."""
+    """Bytes that the request takes on each engine that may serve it instead, by key.
+
+    It is empty if the prefill window cannot move the request.
+    """
 
 
 class ShrinkContext(msgspec.Struct, frozen=True):
     """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
 
-    With the reason CONTEXT_TOO_LONG even a prompt that only comes closer to the target is welcome.
+    With the reason CONTEXT_TOO_LONG, a prompt that only comes closer to the target helps, too.
     """
 
     reason: str
     prompt_tokens: int
     fewest: int
-    """Fewest tokens that the prompt may keep. A shorter one would have lost too much."""
+    """Minimum number of tokens that the prompt must keep."""
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -50,7 +52,7 @@ class Wait(msgspec.Struct, frozen=True):
     pool: str
     demand: Demand
     longest_s: float = math.inf
-    """Longest wait in seconds. After it the request would be late even on an idle engine."""
+    """Longest wait in seconds, after which the request would be late even on an idle engine."""
     available: int = 0
     """Bytes available on the freest usable engine of the pool."""
 
@@ -66,7 +68,7 @@ class Refuse(msgspec.Struct, frozen=True):
     """Bytes available on the freest usable engine of the pool."""
     retry_after_s: int | None = None
     pool: str = ""
-    """The pool that would have served the request; empty when there is none."""
+    """The pool that would have served the request (empty when there is none)."""
 
 
 NextStep = Run | ShrinkContext | Wait | Refuse

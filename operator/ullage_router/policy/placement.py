@@ -36,7 +36,7 @@ def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> 
 
 
 def room_of(facts: RequestFacts, engine: EngineView) -> int:
-    """Return the output tokens for which the engine has room when it is empty."""
+    """Return the output tokens for which the empty engine has room."""
     room = facts.rooms.get(engine.kind)
     if room is None:
         longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
@@ -45,7 +45,7 @@ def room_of(facts: RequestFacts, engine: EngineView) -> int:
 
 
 def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
-    """Return the request's predicted bytes on this engine, priced once a kind of engine."""
+    """Return the request's predicted bytes on this engine, priced once per kind of engine."""
     demand = facts.prices.get(engine.kind)
     if demand is None:
         max_tokens = min(facts.max_tokens, max(1, room_of(facts, engine)))
@@ -81,12 +81,12 @@ def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy)
 def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
     """Draw two engines and return the better one.
 
-    With two choices a burst of requests that all see the same reports spreads over the engines.
+    With two choices, a burst of requests that all see the same reports spreads over the engines.
     """
     if len(fits) == 1:
         return fits[0]
 
-    # Views come in no order; a draw must name the same engine for the same input.
+    # Views arrive in no order, but a draw must name the same engine for the same input.
     ordered = sorted(fits, key=lambda e: e.id)
     first = draw % len(ordered)
     second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
@@ -96,7 +96,7 @@ def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> 
 
 
 def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:
-    """Rank engines by health, then least prefill work, most memory and fewest requests."""
+    """Return a sort key: health, then least prefill work, most memory and fewest requests."""
     is_well = engine.health >= WELL
     memory = engine.available * engine.health
     return is_well, -engine.prefill_work(mlp_products), memory, -engine.load

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 MINUTE_S = 60.0
 ROUNDING = 1e-6
-"""Shortage that is ignored, since refilling adds rounding errors of this order."""
+"""Shortage that is ignored, because refilling adds rounding errors of this order."""
 
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
@@ -24,9 +24,9 @@ class TokenBucket(msgspec.Struct, frozen=True):
     """A token bucket at one moment."""
 
     capacity: float
-    """Amount that the bucket gains in a minute, and the most that it holds."""
+    """Amount that the bucket gains in a minute, and its maximum."""
     level: float
-    """Amount left at the time `at`; negative when it is in debt."""
+    """Amount left at the time `at` (negative while in debt)."""
     at: float
     """Time on the monotonic clock, seconds."""
 
@@ -46,12 +46,12 @@ class TokenBucket(msgspec.Struct, frozen=True):
         return missing / self.capacity * MINUTE_S if missing > ROUNDING else 0.0
 
     def holds(self, amount: float, now: float) -> int:
-        """Return how many times `amount` may be taken at once, as if one after another."""
+        """Return how many times `amount` may be taken now, as if one after another."""
         whole = math.floor((self.refilled(now).level + ROUNDING) / amount)
         return max(whole, 0 if self.wait_s(amount, now) else 1)
 
     def take(self, amount: float, now: float) -> "TokenBucket":
-        """Return the bucket without `amount`, in debt if need be. A negative amount is refunded."""
+        """Return the bucket without `amount`, possibly in debt. A negative amount is refunded."""
         refilled = self.refilled(now)
         return replace(refilled, level=min(self.capacity, refilled.level - amount))
 
@@ -62,20 +62,20 @@ class Shortage(msgspec.Struct, frozen=True):
     limit: Limit
     allowed: float
     wait_s: float | None
-    """Seconds until the bucket has enough; None where another request must end first."""
+    """Seconds until the bucket has enough, or None if another request must end first."""
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """A tenant's limits and the amounts left of them. A limit of None is no limit."""
+    """A tenant's limits and the amounts left of them. None means no limit."""
 
     requests: TokenBucket | None = None
     """Requests a minute."""
     tokens: TokenBucket | None = None
     """Tokens a minute."""
     concurrency: int | None = None
-    """Most requests at one time."""
+    """Maximum number of concurrent requests."""
     active: int = 0
-    """Number of requests that have entered and not left."""
+    """Number of requests that have entered and not left yet."""
 
     def room(self, count: int, tokens: float, now: float) -> int:
         """Return how many of `count` requests, each of `tokens` tokens, could enter and pay."""
@@ -100,7 +100,7 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Let requests in without counting them against the rate; each must `leave`."""
+        """Admit requests without counting them against the rate. Each request must `leave`."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
@@ -125,6 +125,6 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Let requests out that ended, and replace the charged tokens by those they used."""
+        """Release requests that ended, and replace the charged tokens by the tokens they used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

@@ -1,16 +1,16 @@
 """Decides when a client should retry, and how many retries the router itself may make.
 
 Retry-After is the time at which memory is predicted to be free. Engines report when running
-requests will release memory. Requests that wait take it first, wherever in the pool it is released,
-and then one engine must have the request's own bytes. After the last known release, memory is
-assumed to be released at the same rate. Requests that were refused earlier and will come back also
-take theirs first (`deferral.py`), which spreads a burst of refusals over the releases. Jitter
-separates clients that would come back in the same second, here or at another router with the same
-forecast.
+requests will release memory. Requests in the queue take it first, wherever in the pool it is
+released, and then one engine must have the request's own bytes. After the last known release,
+memory is assumed to be released at the same rate. Requests that were refused earlier and will come
+back also take their share first (`deferral.py`), which spreads a burst of refusals over the
+releases. Jitter separates clients that would come back in the same second, here or at another
+router with the same forecast.
 
 The router's own retries are bounded by a token bucket, so that failures cannot multiply load. Every
 request adds `share` of a token and every second adds `per_second` tokens, up to `burst`. A retry
-takes one token. When engines fail faster than that, clients get the errors at once.
+takes one token. If engines fail faster than that, clients get the errors at once.
 """
 
 import math
@@ -22,17 +22,19 @@ from ullage_router.policy.facts import EngineView, Release
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
-"""Shortest Retry-After where nothing is predicted."""
+"""Minimum Retry-After without a prediction."""
 JITTER = 0.2
-"""Largest jitter as a share of the forecast."""
+"""Maximum jitter as a share of the forecast."""
 LEAST_SPAN_S = 0.1
-"""Shortest time over which a release rate is computed."""
+"""Minimum time over which a release rate is computed."""
 
 _AFTER = operator.attrgetter("after_s")
 
 
 def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | None:
-    """Return the seconds until a request may fit; never less for a larger `needed` or `ahead`.
+    """Return the seconds until a request may fit.
+
+    The result never falls for a larger `needed` or `ahead`.
 
     Args:
         engines: engines of one pool, at least one.
@@ -40,7 +42,7 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
         ahead: bytes that other requests wait for before it.
 
     Returns:
-        None where no release is known.
+        None if no release is known.
     """
     alone = min(_alone_s(engine, needed) for engine in engines)
     available = sum(max(0, engine.available) for engine in engines)
@@ -50,7 +52,7 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
-    """Return the seconds until one engine has the bytes and has computed its waiting prompts."""
+    """Return the seconds until one engine has the bytes and has computed its queued prompts."""
     return max(release_s(engine.available, engine.releases, needed), engine.backlog_s)
 
 
@@ -76,7 +78,7 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
 
 
 def drain_s(engines: Sequence[EngineView], size: int) -> float:
-    """Return the seconds in which engines release this many bytes; 0 where no release is known."""
+    """Return the seconds in which engines release this many bytes (0 if no release is known)."""
     rate = sum(map(_release_rate, engines))
     return size / rate if rate else 0.0
 
@@ -92,16 +94,16 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Return Retry-After: the whole second soon after a forecast at which fewest bytes come back.
+    """Return Retry-After: the second soon after a forecast in which the fewest bytes come back.
 
     Args:
-        seconds: the forecast; None where nothing is known.
+        seconds: the forecast, or None if nothing is known.
         returns: bytes of other requests that come back, by whole seconds from now.
         draw: a random number that decides between equal seconds.
 
     Returns:
         At most JITTER of the forecast later, or twice UNKNOWN_RETRY_AFTER_S without a forecast. A
-        forecast beyond the upper bound cannot be kept, so clients are spread over the second half
+        forecast beyond the upper bound cannot be met, so clients are spread over the second half
         of the bound.
     """
     low = bounds.min_retry_delay
@@ -124,7 +126,7 @@ def retry_after(
 
 
 def unknown_retry_after(draw: int) -> int:
-    """Return Retry-After for a wait that nobody can predict, such as for a first engine."""
+    """Return Retry-After for a wait that cannot be predicted, for example for a first engine."""
     return retry_after(None, {}, draw, RejectSection())
 
 
@@ -148,11 +150,11 @@ class RetryBudget:
         self.spent = 0
         """Number of retries made."""
         self.refused = 0
-        """Number of retries not made because the bucket was empty."""
+        """Number of retries that an empty bucket prevented."""
 
     @property
     def tokens(self) -> float:
-        """Number of retries that were left when the bucket was last used."""
+        """Number of retries left when the bucket was last used."""
         return self._tokens
 
     def on_request(self) -> None:
@@ -160,7 +162,7 @@ class RetryBudget:
         self._tokens = min(self._section.burst, self._tokens + self._section.share)
 
     def take(self, now: float) -> bool:
-        """Take a token for one more retry; return whether there was one."""
+        """Take a token for one more retry, and return whether there was one."""
         self._fill(now)
         if self._tokens < 1.0:
             self.refused += 1
