@@ -1,6 +1,6 @@
-"""What the operator, the router and engines share.
+"""Code that the operator, the router and engines share.
 
-It knows the protos and none of the three packages that use it.
+It knows the protos, and none of the three packages that use it.
 """
 
 from importlib.metadata import PackageNotFoundError
@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 
 
 def version() -> str:
-    """Return the installed version of Ullage, or "unknown" where its sources run uninstalled.
+    """Return the installed version of Ullage, or "unknown" if its sources run uninstalled.
 
     Only people read it: in `--version`, traces, labels and image tags.
     """

@@ -1,7 +1,7 @@
 """The programs that the wheel installs.
 
-Each program needs the packages of one extra. A wheel that was installed without it says so in one
-line.
+Each program needs the packages of one extra. If a wheel was installed without the extra, the
+program names it in one line.
 """
 
 import importlib

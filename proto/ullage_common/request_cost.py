@@ -53,20 +53,20 @@ class CacheGroup(msgspec.Struct, frozen=True):
     """Layers with the same kind of cache: full attention, a sliding window, or states."""
 
     bytes_per_token: int
-    """Bytes of one token over all layers and ranks of the group; for states, a block's share."""
+    """Bytes of one token over all layers and ranks of the group (for states, a block's share)."""
     window_tokens: int = 0
-    """Length of the sliding window in tokens; 0 for a group without one."""
+    """Length of the sliding window in tokens (0 for a group without one)."""
     state_blocks: int = 0
-    """Blocks that a sequence of any length takes for its states; 0 for attention."""
+    """Blocks that a sequence of any length takes for its states (0 for attention)."""
 
     @property
     def grows(self) -> bool:
-        """Whether the group takes blocks as long as the sequence grows."""
+        """Return whether the group takes blocks as long as the sequence grows."""
         return not self.window_tokens and not self.state_blocks
 
 
 class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
-    """The memory needs of a loaded model; see `ullage.inference.v1.MemoryProfile`."""
+    """The memory needs of a loaded model (see `ullage.inference.v1.MemoryProfile`)."""
 
     block_tokens: int
     """Tokens of one KV block."""
@@ -76,15 +76,17 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     activation_bytes_per_token: int = 0
     sampler_bytes_per_sequence: int = 0
     prefill_chunk_tokens: int = 0
-    """Most prompt tokens computed in one step, or in all steps in flight."""
+    """Maximum prompt tokens computed in one step, or in all steps in flight."""
     kv_pool_bytes: int = 0
     session_kv_bytes: int = 0
-    """Most KV bytes of one session; 0 for no bound."""
+    """Maximum KV bytes of one session (0 for no bound)."""
     copies_shared_block: bool = True
     """Whether samples copy the block in which they diverge. Otherwise each computes its own."""
     decode_tokens: int = 0
-    """Most tokens of a sequence after its prompt in one step, or in all steps in flight; 0 for as
-    many as of a prompt."""
+    """Maximum output tokens of a sequence in one step, or in all steps in flight.
+
+    0 means as many as of a prompt.
+    """
 
     @cached_property
     def block_bytes(self) -> int:
@@ -98,12 +100,12 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, most blocks of a sequence) of each window, while prompts are computed."""
+        """(tokens, maximum blocks per sequence) of each window, while prompts are computed."""
         return self._windows(self.prefill_chunk_tokens)
 
     @cached_property
     def decode_windows(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, most blocks of a sequence) of each window, while the output is computed."""
+        """(tokens, maximum blocks per sequence) of each window, while the output is computed."""
         return self._windows(self.decode_tokens or self.prefill_chunk_tokens)
 
     def _windows(self, step_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -125,7 +127,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def window_tokens(self) -> int:
-        """Length of the longest sliding window; 0 without one."""
+        """Length of the longest sliding window (0 without one)."""
         return max((group.window_tokens for group in self.groups), default=0)
 
     def decode_read_bytes(self, num_tokens: int) -> int:
@@ -167,7 +169,8 @@ def predict(
 def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> int:
     """Return the output tokens that a request is charged.
 
-    They are the expected ones, at least one more than it has `produced`, and at most `max_tokens`.
+    They are the expected ones, at least one more than the request has `produced`, and at most
+    `max_tokens`.
     """
     return min(max_tokens, max(expected_output, produced + 1))
 
@@ -195,8 +198,8 @@ def sample_blocks(
     """Return the blocks that one sample of `num_tokens` tokens takes.
 
     Args:
-        prompt_tokens: tokens that are computed as a prompt. None where all may be, as for a
-            sequence that goes on after preemption; 0 when the prompt is computed.
+        prompt_tokens: tokens that are computed as a prompt (0 if the prompt is already computed).
+            None if all may be, as for a sequence that continues after preemption.
         shared_tokens: tokens at the beginning whose whole blocks are the leader's.
         leads: whether this sample is the leader. It is charged one block more: the original of the
             block in which samples diverge, until the last sample has its own copy.
@@ -223,7 +226,7 @@ def _most_held(
     shared: int,
     original: int,
 ) -> int:
-    """Return the most blocks that a sample holds while its first `num_tokens` are computed.
+    """Return the maximum blocks that a sample holds while its first `num_tokens` are computed.
 
     Args:
         shared: blocks of each table that are another sample's.
@@ -245,13 +248,13 @@ def most_tokens(
 
     Args:
         available: bytes.
-        prompt_tokens: tokens of the prompt; None where the whole sequence may be one, as after
+        prompt_tokens: tokens of the prompt, or None if the whole sequence may be one, as after
             preemption.
         samples: number of sequences, all of that length.
 
     Returns:
-        Tokens, prompt included. Less than `prompt_tokens` when not even the prompt fits, and
-        `UNBOUNDED_TOKENS` when a sequence of any length fits.
+        Tokens, including the prompt. The result is less than `prompt_tokens` if not even the prompt
+        fits, and `UNBOUNDED_TOKENS` if a sequence of any length fits.
     """
     if not profile.block_bytes:
         return UNBOUNDED_TOKENS

@@ -151,7 +151,7 @@ def test_a_server_that_would_begin_anew_is_refused() -> None:
     _, progress = begun()
     progress.on_delta(delta(1))
     progress.on_accepted(pb.Accepted(continued_tokens=1), 7)
-    with pytest.raises(ServiceError, match="cannot go on"):
+    with pytest.raises(ServiceError, match="cannot continue"):
         progress.on_accepted(pb.Accepted(), 7)
 
 

@@ -30,7 +30,7 @@ def test_a_change_that_fails_is_tried_again(
         assert tries == 2
 
     asyncio.run(scenario())
-    assert "trying again" in caplog.text
+    assert "retrying" in caplog.text
 
 
 def test_what_is_no_file_counts_for_nothing(tmp_path: Path) -> None:

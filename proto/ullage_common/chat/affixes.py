@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer puts around a text, such as BOS and EOS.
+"""The special tokens that a tokenizer puts around a text, for example BOS and EOS.
 
 Routers and engines tokenise raw prompts alike. The tokens that the post-processor of tokenizer.json
 adds are around the prompt exactly once, even if the prompt spells them itself.

@@ -1,11 +1,11 @@
 """Client text that cannot forge special tokens while a chat template renders it.
 
 A special token in a prompt begins or ends a turn. Only the template may write one, and not the text
-of clients or tools that spells it. So while a template renders, the characters of client text that
-a special token needs are replaced by marks: private-use characters, one for one. No operation of a
-template, such as slicing, joining or JSON, turns a mark back into its character. So all special
-tokens in the rendered text are the template's own. After these have been cut out, marks become
-characters again.
+of clients or tools that spells it. While a template renders, the characters of client text that a
+special token needs are therefore replaced by marks: private-use characters, one for one. No
+operation of a template, such as slicing, joining or JSON, turns a mark back into its character. All
+special tokens in the rendered text are then the template's own. After these have been cut out,
+marks become characters again.
 
 `ClientText` is a string with marks that answers a template's questions (`in`, `split`, `==`) like
 the text without marks, so the template renders the same prompt. An operation that is missing here
@@ -77,7 +77,7 @@ class Marks:
 
 
 def plain_text(value: Any) -> Any:
-    """Return a text without its marks, and any other value as it is."""
+    """Return a text without its marks, and any other value unchanged."""
     return value.plain if isinstance(value, ClientText) else value
 
 
@@ -86,7 +86,7 @@ class ClientText(str):
 
     Args:
         text: the text with its marks.
-        marks: the marks; None for a text without any.
+        marks: the marks, or None for a text without any.
     """
 
     __slots__ = ("_marks", "_text")

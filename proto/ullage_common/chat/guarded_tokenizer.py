@@ -1,4 +1,4 @@
-"""A tokenizer in which no text becomes a guarded token."""
+"""A tokenizer that never turns text into a guarded token."""
 
 import secrets
 from collections.abc import Collection, Iterable
@@ -18,8 +18,7 @@ class GuardedTokenizer:
     """A copy of a tokenizer that knows its guarded tokens only by secret aliases.
 
     It shares the vocabulary. A text that spells a guarded token becomes ordinary tokens. A piece
-    that is such a token becomes its id, and splits the text as the token does in the original.
-
+    that is a guarded token becomes its id, and splits the text as the token does in the original.
     It is safe to use from several threads.
 
     Args:
@@ -73,8 +72,8 @@ class GuardedTokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int] | None:
-        """Return token ids; None where the vocabulary itself made a guarded token."""
-        # Without offsets, which are unused here and take a fifth of the time.
+        """Return token ids, or None if the vocabulary itself made a guarded token."""
+        # Offsets are unused here and would take a fifth of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self._forbidden and not self._forbidden.isdisjoint(ids):

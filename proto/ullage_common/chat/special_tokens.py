@@ -55,7 +55,7 @@ class ClearMarks:
     """Marks of texts of the assistant and the system."""
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
-        """Cut a rendered text at the template's own tokens; the pieces have no marks."""
+        """Cut a rendered text at the template's own tokens, into pieces without marks."""
         tags = self.guard.tag_finder
         for piece in parted(text, self.guard.finder):
             if piece.is_token:
@@ -81,7 +81,7 @@ class MarkedRequest:
     marks: ClearMarks
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
-        """Cut a rendered text at the template's own tokens; the pieces have no marks."""
+        """Cut a rendered text at the template's own tokens, into pieces without marks."""
         return self.marks.pieces(text)
 
 
@@ -124,7 +124,7 @@ class SpecialTokenGuard:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> MarkedRequest | None:
-        """Return the request with marks; None where its texts cannot become guarded tokens.
+        """Return the request with marks, or None where its texts cannot become guarded tokens.
 
         Raises:
             SpecialTokenError: the texts use too many of the characters for marks.

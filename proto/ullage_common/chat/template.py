@@ -82,7 +82,7 @@ class ChatTemplate:
         source: Jinja source text.
         special_tokens: texts of the model's special tokens by the names that templates use. Tokens
             that the model lacks are absent here and undefined in the template.
-        tool_source: source of the template for conversations with tools; empty for `source`.
+        tool_source: source of the template for conversations with tools (empty for `source`).
 
     Raises:
         ChatTemplateError: the source is empty or not valid Jinja.
@@ -107,7 +107,7 @@ class ChatTemplate:
         """Names that the template reads and a client may set."""
 
         self.looks = self._plain.looks | self._with_tools.looks
-        """How the template looks at texts."""
+        """How the template inspects texts."""
 
         self.literals = (
             self._plain.literals
@@ -156,7 +156,7 @@ class ChatTemplate:
                 **arguments,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                # None and not undefined, since templates ask `tools is not none`.
+                # None and not undefined, because templates ask `tools is not none`.
                 tools=described(tools, self.tool_format) or None,
                 **self._given,
             )
@@ -176,7 +176,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """One compiled template, and facts of its source."""
+    """One compiled template, with facts about its source."""
 
     render: Callable[..., str]
     names: frozenset[str]

@@ -7,7 +7,7 @@ from ullage_common.chat.template import ChatTemplate
 from ullage_common.wire.errors import invalid
 
 MAX_BYTES = 16 << 10
-# Values that ask for the usual behaviour are no error where the template does not read them.
+# Values that ask for the usual behaviour are not errors if the template does not read them.
 _USUAL = {"reasoning_effort": "medium"}
 
 
@@ -17,12 +17,12 @@ def read_arguments(
     """Return the variables by name.
 
     Args:
-        text: a JSON object; empty for no variables.
+        text: a JSON object (empty for no variables).
         field: the request's field, for errors.
         drops_others: whether variables that the template does not read are dropped, not refused.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, the text is no JSON object, or names a variable that the
+        ServiceError: INVALID_ARGUMENT, the text is not a JSON object, or names a variable that the
             template does not read.
     """
     arguments = _parsed(text, field) if text else {}
@@ -45,7 +45,7 @@ def _parsed(text: str, field: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid(field, f"{field} is not valid JSON; send one object") from error
     if not isinstance(parsed, dict):
-        raise invalid(field, f"{field} is no JSON object; send one")
+        raise invalid(field, f"{field} is not a JSON object; send one")
     return parsed
 
 

@@ -29,7 +29,7 @@ class Looks:
     size: int = 0
     """The largest number in its source, at which it may cut a text."""
     is_known: bool = True
-    """False where it inspects every character, so that no shorter text can stand for a long one."""
+    """Whether a shorter text can stand for a long one (False if every character is inspected)."""
 
     def __or__(self, other: "Looks") -> "Looks":
         return Looks(

@@ -14,9 +14,12 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHANUMERICS = string.digits + string.ascii_letters
 
 Turn = dict[str, Any]
-"""A turn has `role` and `content`, both text. It may have `tool_calls` (each {"id", "type":
-"function", "function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and
-`thinking`. The last two are one text under the two names that templates use."""
+"""A turn of a conversation.
+
+It has `role` and `content`, both text. It may have `tool_calls` (each {"id", "type": "function",
+"function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and `thinking`. The
+last two are one text under the two names that templates use.
+"""
 
 
 class ToolFormat(Enum):
@@ -73,8 +76,8 @@ def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
 def with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
     """Return the conversation with ids of calls that are nine letters and digits.
 
-    Mistral's templates accept no others. A longer id, such as OpenAI's, is replaced by a hash of
-    it, so that calls keep their results, and prompts their prefixes.
+    Mistral's templates accept no others. A longer id, such as OpenAI's, is replaced by its hash, so
+    that calls keep their results, and prompts their prefixes.
     """
     return [_with_short_ids(turn) for turn in turns]
 

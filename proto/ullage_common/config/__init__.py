@@ -1,4 +1,5 @@
-"""The configuration files of routers and engines, which the operator writes: bytes and seconds.
+"""The configuration files of routers and engines, which the operator writes in bytes and seconds.
 
-A field stands here and in the CRD, nowhere else. Nothing here knows the API's words or a cluster.
+A field is defined here and in the CRD, and nowhere else. Nothing here knows the API's words or a
+cluster.
 """

@@ -1,4 +1,4 @@
-"""The engine's configuration: one YAML or JSON file, read once, never changed."""
+"""The engine's configuration: one YAML or JSON file, which is read once and never changed."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -30,12 +30,12 @@ EngineKind = Literal["auto", "native", "vllm"]
 
 
 class MemoryBudget(Strict, frozen=True, kw_only=True):
-    """The engines' budget; they apply it, routers show it in /stats."""
+    """The memory budget of engines, which engines apply and routers show in /stats."""
 
     threshold_percent: SomePercent = 85.0
     """Percent of the device that may be used."""
     safety_reserve: SomeBytes = 2 << 30
-    """Bytes of each device that stay empty under the threshold."""
+    """Bytes of each device that stay free below the threshold."""
 
     @property
     def threshold(self) -> float:
@@ -45,11 +45,13 @@ class MemoryBudget(Strict, frozen=True, kw_only=True):
 class RequestLimits(Strict, frozen=True, kw_only=True):
     max_output_tokens: Positive = 4096
     request_timeout: SomeSeconds = 30.0
-    """Longest time in seconds without a token: from the request's arrival to its first token, and
-    from each token to the next. Beam searches and best_of above n, of which nothing is sent before
-    the end, are bounded by `total_timeout` only."""
+    """Maximum seconds without a token, from the request's arrival or from the previous token.
+
+    Beam searches, and best_of above n, send nothing before the end, so only `total_timeout` bounds
+    them.
+    """
     total_timeout: SomeSeconds = 540.0
-    """Longest time in seconds from the request's arrival to its last token."""
+    """Maximum seconds from the request's arrival to its last token."""
 
     def __post_init__(self) -> None:
         if self.request_timeout > self.total_timeout:
@@ -61,7 +63,10 @@ class RequestLimits(Strict, frozen=True, kw_only=True):
 
 class TicketFolder(Strict, frozen=True, kw_only=True):
     keys_dir: Text
-    """Folder with one key a file, the same for routers and engines; the last by name signs."""
+    """Folder with one key per file, the same for routers and engines.
+
+    The last key by name signs.
+    """
 
 
 # Engines alone read the rest.
@@ -74,23 +79,34 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     name: str
     """Name by which clients ask for the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations; auto is bfloat16 where the device computes in it."""
+    """Type of weights and activations. auto is bfloat16 if the device computes in it."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"] = "auto"
-    """Format that matrices of an unquantised checkpoint are converted to; w8a8 needs a calibration,
-    which `ullage quantize` makes. A checkpoint that is quantised itself says so. auto converts no
-    matrix of a layer, and on x86 CPUs with AVX2 computes with a GGUF file's blocks as they are."""
+    """Format that matrices of an unquantised checkpoint are converted to.
+
+    w8a8 needs a calibration, which `ullage quantize` makes. A quantised checkpoint names its own
+    format. auto converts no matrix of a layer, and on x86 CPUs with AVX2 it computes directly with
+    a GGUF file's blocks.
+    """
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of stored keys and values. fp8 is float8 E4M3; auto is the type of activations, but
-    bfloat16 where `dtype` is auto and the C++ library for CPUs computes."""
+    """Type of stored keys and values.
+
+    fp8 is float8 E4M3. auto is the type of activations, but bfloat16 if `dtype` is auto and the C++
+    library for CPUs computes.
+    """
     max_model_len: int | None = None
-    """Longest prompt plus output, tokens; None is the model's own limit."""
+    """Maximum tokens of prompt and output together, or None for the model's own limit."""
     deterministic: bool = False
     allow_unknown_config: bool = False
-    """Log keys of the model's configuration that the native engine does not know, and compute
-    without them, instead of refusing the model."""
+    """Whether to compute without configuration keys that the native engine does not know.
+
+    It then logs these keys of the model instead of refusing the model.
+    """
     generation_defaults: bool = True
-    """Whether sampling parameters that a request leaves out are those of the model's
-    generation_config.json or GGUF metadata; else they are the API's."""
+    """Whether the model's own defaults apply to sampling parameters that a request leaves out.
+
+    They come from the model's generation_config.json or GGUF metadata. Otherwise the API's defaults
+    apply.
+    """
 
 
 class AdapterSection(Strict, frozen=True, kw_only=True):
@@ -104,7 +120,7 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
 
 
 class AdaptersFile(Strict, frozen=True, kw_only=True):
-    """A file with the adapters of an engine that runs, which loads and unloads what is edited."""
+    """The adapters of a running engine, in a file that the engine follows."""
 
     adapters: tuple[AdapterSection, ...] = ()
 
@@ -186,12 +202,12 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "api_key": _SERVED_BY_ULLAGE,
     }
 )
-"""What to set instead of the arguments of vLLM that are Ullage's to set, by the argument's name."""
+"""The replacement for each argument of vLLM that users may not set, by the argument's name."""
 _ARGUMENT = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class VllmSection(Strict, frozen=True, kw_only=True):
-    """What only workers with vLLM read."""
+    """Settings for workers with vLLM."""
 
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of `vllm.EngineArgs` that this configuration has no field for."""
@@ -200,21 +216,23 @@ class VllmSection(Strict, frozen=True, kw_only=True):
         for name in self.args:
             if not _ARGUMENT.fullmatch(name):
                 raise ValueError(
-                    f"args.{name} is no argument of vLLM; write it as vllm.EngineArgs does, with "
-                    "lower-case letters, digits and underscores"
+                    f"args.{name} is not an argument of vLLM; write it as vllm.EngineArgs does, "
+                    "with lower-case letters, digits and underscores"
                 )
             if instead := OWNED_VLLM_ARGS.get(name):
                 raise ValueError(f"args.{name} is not yours to set; instead use {instead}")
 
 
 class GroupSection(Strict, frozen=True, kw_only=True):
-    """The pods that one engine with vLLM spans: this one, which leads, and its followers."""
+    """The pods that one engine with vLLM spans: this pod, which leads, and its followers."""
 
     nodes: Positive = 1
-    """Number of pods; each has `gpus` / `nodes` of the engine's GPUs."""
+    """Number of pods, each with `gpus` / `nodes` of the engine's GPUs."""
     join_port: Port = 29500
-    """Port of the leader at which followers join, and by whose connections each side learns that
-    the other has ended."""
+    """Port of the leader that followers connect to.
+
+    Each side learns from this connection that the other has ended.
+    """
     vllm_port: Port = 29501
     """Port of the leader for vLLM's own rendezvous, its `master_port`."""
 
@@ -223,47 +241,53 @@ def follower_place(index: int, nodes: int) -> tuple[int, int]:
     """Return the index of a follower's leader, and its rank among the nodes of the engine.
 
     Args:
-        index: among the followers of all engines of a pool.
-        nodes: of one engine; the leader has rank 0.
+        index: the follower's index among the followers of all engines of a pool.
+        nodes: the number of nodes of one engine, of which the leader has rank 0.
     """
     leader, position = divmod(index, nodes - 1)
     return leader, position + 1
 
 
 class RankGrid(Strict, frozen=True, kw_only=True):
-    """How the devices of an engine divide a model."""
+    """The division of a model among the devices of an engine."""
 
     tensor: int = 1
     """Ranks that share each layer."""
     pipeline: int = 1
-    """Stages of consecutive layers; tensor * pipeline is `gpus`."""
+    """Stages of consecutive layers. tensor * pipeline is `gpus`."""
 
 
 class ParallelismSection(RankGrid, frozen=True, kw_only=True):
     micro_batches: Positive = 6
-    """Parts of a step that flow through the stages one behind the other."""
+    """Parts of a step that pass through the stages one after the other."""
     decode_batches: Positive | None = None
-    """Batches of decodes in flight at once; None is one for each stage where a stage has a device
-    of its own, and one in all on CPUs, whose stages share processors and memory."""
+    """Batches of decodes in flight at once.
+
+    None means one per stage if each stage has a device of its own. On CPUs, whose stages share
+    processors and memory, None means one in all.
+    """
     nccl: dict[str, str] = msgspec.field(default_factory=dict)
-    """Environment of NCCL, over `ullage_engine.server.worker_env.TRANSFER_ENV`."""
+    """Environment of NCCL, which overrides `ullage_engine.server.worker_env.TRANSFER_ENV`."""
 
 
 class HostTierSection(Strict, frozen=True, kw_only=True):
-    """KV in host memory, which outlives the worker."""
+    """KV in host memory, which survives the worker."""
 
     size: SomeBytes | None = None
-    """Memory that is taken when the engine starts, beside the device's; 0: there is no such tier,
-    and none below it. None: 256 MiB where there are tiers below it, else `default_host_tier`."""
+    """Bytes taken at the engine's start, in addition to the device's memory.
+
+    With 0 there is no host tier, and no tier below it. None means 256 MiB if there are tiers below
+    it, or else `default_host_tier`.
+    """
 
 
 class FileTierSection(Strict, frozen=True, kw_only=True):
-    """KV in files, which outlive the engine."""
+    """KV in files, which survive the engine."""
 
     path: Text
-    """Folder, made if it is missing; engines may share it, each has its own files in it."""
+    """Folder, which is created if missing. Engines may share it, each with its own files in it."""
     size: Annotated[Bytes, msgspec.Meta(ge=1)] = 2 << 30
-    """Most bytes that the files of one engine take."""
+    """Maximum bytes of the files of one engine."""
 
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):
@@ -274,15 +298,19 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
     """KV of other engines with the same model."""
 
     peers: tuple[Text, ...]
-    """Addresses of them, host:port; a name that has several addresses is several peers, and what is
-    this engine itself is left out."""
+    """Addresses of the other engines, host:port.
+
+    A name with several addresses stands for several peers. This engine itself is left out.
+    """
     deadline: SomeSeconds = 1.0
-    """Seconds that one transfer of blocks may take."""
+    """Maximum seconds of one transfer of blocks."""
     copy: bool = False
-    """Whether blocks that are used twice, or kept for a session, are copied to one peer, so that
-    they outlive this engine."""
+    """Whether to copy blocks to one peer if they were used twice or belong to a session.
+
+    The copies survive this engine.
+    """
     server_name: Text | None = None
-    """Name that the peers' certificates have; None: the host of their address."""
+    """Name in the peers' certificates, or None for the host of their address."""
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -300,15 +328,17 @@ class HostedTiers(Strict, frozen=True, kw_only=True):
 
     @property
     def asked_host_bytes(self) -> int | None:
-        """Size that the host tier must have, or the engine does not start; None: nobody asked for
-        one, neither by its size nor by a tier below it.
+        """Return the size of the host tier that was asked for, or None.
+
+        The tier is asked for by its size or by a tier below it. Without that much memory the engine
+        does not start.
         """
         has_lower = any(getattr(self, name) for name in ("remote", "file"))
         return DEFAULT_HOST_TIER if self.host.size is None and has_lower else self.host.size
 
 
 class TiersSection(HostedTiers, frozen=True, kw_only=True):
-    """Where KV is kept that the device has no room for, the fastest first."""
+    """The tiers for KV that the device has no room for, the fastest first."""
 
     remote: RemoteTierSection | None = None
     file: FileTierSection | None = None
@@ -325,29 +355,35 @@ class TiersSection(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
-    """What KV and adapters may take."""
+    """Limits of the memory for KV and adapters."""
 
     session_kv_limit: Bytes = 512 << 20
-    """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
-    is bounded."""
+    """Maximum KV bytes of one session, between its requests and while they run.
+
+    With 0 no KV is kept for sessions, and their requests have no bound.
+    """
     max_kv: Bytes | None = None
-    """Most KV of a device; None: `kv_limit` has the default."""
+    """Maximum KV bytes of a device, or None for the default of `kv_limit`."""
     adapter_percent: SomePercent = 10.0
-    """Percent of each device that slots of LoRA adapters may take: there are as many as fit into
-    it, at most `max_loras`, and one at least."""
+    """Percentage of each device that the slots of LoRA adapters may take.
+
+    There are as many slots as fit, at most `max_loras` and at least one.
+    """
     max_loras: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Most LoRA adapters that are loaded at a time; 0: the engine serves none. None: 8 where the
-    engine starts with adapters, else 0."""
+    """Maximum number of LoRA adapters that are loaded at a time.
+
+    With 0 the engine serves none. None means 8 if the engine starts with adapters, or else 0.
+    """
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
-    """Largest rank of an adapter, which all slots have room for."""
+    """Maximum rank of an adapter. Every slot has room for this rank."""
     device_bytes: Bytes | None = None
-    """Budget of a CPU device; None is the cgroup's limit."""
+    """Budget of a CPU device in bytes, or None for the cgroup's limit."""
     prefix_cache: bool = True
-    """Whether computed KV is kept and shared with requests that begin alike."""
+    """Whether computed KV is kept and shared with requests that have the same prefix."""
     session_idle: Seconds = 300.0
     """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
-    """Host memory for sequences preempted by swapping; 0 recomputes them."""
+    """Host memory in bytes for sequences preempted by swapping. With 0 they are recomputed."""
 
     @property
     def adapter_share(self) -> float:
@@ -358,10 +394,10 @@ MAX_CPU_KV = 20 << 30
 
 
 def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
-    """Return the most KV bytes of a device; None if its budget is the only limit.
+    """Return the maximum KV bytes of a device, or None if its budget is the only limit.
 
-    A GPU's memory is there for nothing else. Of a CPU's, other processes want a part, and KV that
-    its cores cannot read in time is of no use.
+    A GPU's memory serves no other purpose. On a CPU, other processes need a part of the memory, and
+    KV that its cores cannot read in time is useless.
     """
     return MAX_CPU_KV if memory.max_kv is None and on_cpu else memory.max_kv
 
@@ -369,14 +405,14 @@ def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
 def default_host_tier(
     memory: MemoryLimits, device: Device, num_ranks: int, limit: int | None
 ) -> int:
-    """Return the size of a host tier that nobody asked for, which is to be in nobody's way.
+    """Return the size of a host tier by default, small enough to be in nobody's way.
 
-    It is 256 MiB, and at most an eighth of what the rest of the engine leaves of a limit; below
-    16 MiB there is none, and 0 is returned.
+    It is 256 MiB, and at most an eighth of the memory that the rest of the engine leaves of a
+    limit. Below 16 MiB there is no tier, and 0 is returned.
 
     Args:
         num_ranks: workers of the engine in one container.
-        limit: bytes that the container may take; None: no limit.
+        limit: maximum bytes of the container, or None without a limit.
     """
     if limit is None:
         return DEFAULT_HOST_TIER
@@ -396,14 +432,18 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     prefill_window: Seconds = 0.006
     decode_window: Seconds = 0.003
     decode_max_batch_tokens: int = 8192
-    """Most sequences that one step decodes, a token each. How much KV they read together is bounded
-    by what was measured at the start."""
+    """Maximum number of sequences that one step decodes, one token each.
+
+    How much KV these sequences read together is bounded by a measurement at the start.
+    """
     prefill_chunk_tokens: int | None = None
-    """Most prompt tokens computed in one step; 0 turns chunking off. None is 512, or with vLLM what
-    vLLM takes for the device."""
+    """Maximum prompt tokens computed in one step. 0 turns chunking off.
+
+    None means 512, or with vLLM its own value for the device.
+    """
     max_sequences: int = 64
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    """Most draft tokens of a sequence that one step checks, found by prompt lookup; 0: none."""
+    """Maximum draft tokens per sequence and step, found by prompt lookup (0 for none)."""
 
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
@@ -431,21 +471,22 @@ class DegradeLevel(Strict, frozen=True, kw_only=True):
 
 
 class ThrottlingSection(Strict, frozen=True, kw_only=True):
-    """When fewer sequences run at once because the driver slows GPUs down."""
+    """Smaller batches while the driver throttles GPUs."""
 
     enabled: bool = True
     power_cap: bool = False
-    """Whether the power limit counts as heat does. Many GPUs reach it at full load in good
-    health."""
+    """Whether throttling by the power limit counts, like throttling by heat.
+
+    Many healthy GPUs reach the power limit at full load.
+    """
     after: Seconds = 10.0
-    """Seconds of throttling after which the batch shrinks by `batch_step_percent`, and again after
-    as many more."""
+    """Seconds of throttling after which the batch shrinks by `batch_step_percent`, repeatedly."""
     recover_after: Seconds = 30.0
     """Seconds without any throttling after which it grows by `batch_step_percent`."""
     batch_step_percent: SomePercent = 25.0
     """Percent of `batching.max_sequences` that one step takes or gives back."""
     min_batch_percent: SomePercent = 25.0
-    """Percent of `batching.max_sequences` that run at once whatever the heat."""
+    """Minimum percentage of `batching.max_sequences` that run at once while GPUs throttle."""
 
     @property
     def batch_step(self) -> float:
@@ -458,11 +499,13 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
 
 class DegradeSection(Strict, frozen=True, kw_only=True):
     change_sampling: bool = True
-    """Levels may lower temperature and top_p."""
+    """Whether levels may lower temperature and top_p."""
     hysteresis_percent: Percent = 5.0
     pressure_levels: tuple[DegradeLevel, ...] = ()
-    """Levels in any order; of those whose `below_percent` exceeds the headroom the smallest
-    holds."""
+    """Levels in any order.
+
+    Of the levels whose `below_percent` exceeds the headroom, the one with the smallest applies.
+    """
     throttling: ThrottlingSection = ThrottlingSection()
 
     @property
@@ -472,61 +515,73 @@ class DegradeSection(Strict, frozen=True, kw_only=True):
 
 class ServerSection(Strict, frozen=True, kw_only=True):
     engine_id: str = "engine-0"
-    """Id of the engine, unique in the service; the pod's name on Kubernetes."""
+    """Id of the engine, unique in the service (on Kubernetes the pod's name)."""
     pool: str = "single"
     host: str | None = None
-    """Address to listen at; None: every address, of IPv4 and IPv6."""
+    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     grpc_port: int = 9000
     metrics_port: int = 9090
     probe_port: int | None = None
-    """Port of grpc.health.v1 and headroom, read only and without TLS, which the kubelet does not
-    speak."""
+    """Port of grpc.health.v1 and headroom reports, read-only and without TLS.
+
+    The kubelet's probes do not support TLS.
+    """
     tls_dir: str | None = None
-    """Folder with tls.crt, tls.key and ca.crt: clients must have a certificate of that authority.
-    None: plaintext. Read again when it changes."""
+    """Folder with tls.crt, tls.key and ca.crt, read again when it changes, or None for plaintext.
+
+    Clients must have a certificate of that authority.
+    """
     run_dir: str = "/run/ullage"
-    """Sockets, and nothing that must outlive the process."""
+    """Folder of sockets and of files that need not survive the process."""
     weights_dir: str = "/run/ullage/weights"
-    """Folder of prepared weights, mapped by every worker; engines of one host may share it."""
+    """Folder of prepared weights, which every worker maps. Engines of one host may share it."""
     threads: int | None = None
-    """CPU threads of a worker; None is every core the process may use."""
+    """CPU threads of a worker, or None for every core that the process may use."""
     cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-    """Numbers of the cores that the engine runs on, and on no others; none: on any."""
+    """Numbers of the cores that the engine is pinned to (empty for any)."""
     owns_cores: bool | None = None
-    """Whether no other engine computes on these cores, so that threads spin for one another where
-    they would sleep. None: if the engine may use only some of the machine's cores."""
+    """Whether no other engine computes on these cores, so that threads may spin instead of sleep.
+
+    None means True if the engine may use only some of the machine's cores.
+    """
     standby_worker: bool = False
-    """Whether a second worker process has imported its libraries and waits to take over from one
-    that ends. On a CPU the ledger counts its memory."""
+    """Whether a second worker process waits, with its libraries imported, to replace one that ends.
+
+    On a CPU the ledger counts its memory.
+    """
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
 
 
 class TicketsSection(TicketFolder, frozen=True, kw_only=True):
-    """Requests that come straight from clients, with a router's leave."""
+    """Requests that clients send directly to engines with a router's ticket."""
 
     required: bool = False
-    """Whether nothing is taken without a ticket. AdminService is not served then: clients reach the
-    port."""
+    """Whether every request needs a ticket.
+
+    AdminService is then not served, because clients reach the port.
+    """
 
 
 class ProfilingSection(Strict, frozen=True, kw_only=True):
-    """Who may look at steps."""
+    """Profiling of steps."""
 
     enabled: bool = False
-    """Whether AdminService profiles: whoever reaches the port may ask for it."""
+    """Whether AdminService serves profiles, to everybody who reaches the port."""
     nvtx: bool = False
     """Whether steps have NVTX ranges, for Nsight on CUDA devices."""
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
     engine: EngineKind = "auto"
-    """What computes: the native engine or vLLM; see `choose_engine` for auto."""
+    """The engine that computes, native or vLLM (`choose_engine` for auto)."""
     model: ModelSection
     adapters: tuple[AdapterSection, ...] = ()
     adapters_file: Text | None = None
-    """File whose `adapters` are served in the place of those here: it is read again whenever it
-    changes. None: they stay as they are."""
+    """File whose `adapters` replace those here, or None.
+
+    The engine reads it again whenever it changes.
+    """
     vllm: VllmSection = VllmSection()
     device: Device = "auto"
     gpus: Positive = 1
@@ -538,16 +593,17 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     degrade: DegradeSection = DegradeSection()
     tickets: TicketsSection | None = None
-    """Settings of tickets. Unset: whoever reaches this engine may use it, and tickets are not
-    looked at."""
+    """Settings of tickets. Without them tickets are ignored, and everybody may use the engine."""
     server: ServerSection = ServerSection()
     profiling: ProfilingSection = ProfilingSection()
     cuda_graphs: bool | None = None
-    """Whether steps of decodes alone are repeated as CUDA graphs, where one native rank computes a
-    model without experts by kernels. Experimental: it has not run on a GPU, and no manifest has
-    it. None: they are not."""
+    """Whether steps with decodes only are replayed as CUDA graphs (None: no).
+
+    This applies where one native rank computes a model without experts by kernels. It is
+    experimental: it has not run on a GPU, and no manifest sets it.
+    """
     tracing: TracingSection | None = None
-    """Where spans of requests go; None: nowhere."""
+    """The collector of request spans, or None for no spans."""
 
     def __post_init__(self) -> None:
         if problem := name_taken_twice(self.model.name, self.adapters):
@@ -559,8 +615,8 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
             )
         if self.gpus % self.group.nodes:
             raise ValueError(
-                f"gpus {self.gpus} is no multiple of group.nodes {self.group.nodes}, of which each "
-                "has an equal part; change one of them"
+                f"gpus {self.gpus} is not a multiple of group.nodes {self.group.nodes}, which "
+                "divide them equally; change one of them"
             )
         if self.memory.tiers.remote and self.tickets and self.tickets.required:
             raise ValueError(
@@ -570,12 +626,12 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def num_local_ranks(self) -> int:
-        """Ranks on each node."""
+        """Return the number of ranks on each node."""
         return self.gpus // self.group.nodes
 
     @property
     def max_loras(self) -> int:
-        """Most adapters that are loaded at a time; 0: the engine serves none."""
+        """Return the maximum number of adapters loaded at a time (0 if the engine serves none)."""
         has_adapters = bool(self.adapters) or self.adapters_file is not None
         return default_max_loras(self.memory.max_loras, has_adapters=has_adapters)
 
@@ -591,32 +647,34 @@ def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return the problem of an adapter with the name of the model or of another adapter; empty if
-    none has.
+    """Return the problem that two names are equal (empty if all names differ).
+
+    They are the name of the model and those of its adapters.
     """
     taken = {model}
     for place, adapter in enumerate(adapters):
         if adapter.name in taken:
             return (
-                f"adapters[{place}].name is {adapter.name!r}, which the model or another adapter "
-                "is called; give it a name of its own"
+                f"adapters[{place}].name is {adapter.name!r}, the name of the model or of another "
+                "adapter; give it a name of its own"
             )
         taken.add(adapter.name)
     return ""
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
+"""Ranks that vLLM has kernels for. A smaller adapter takes the memory of the next rank."""
 
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:
-    """Return the reason why vLLM refuses these settings, as a line that names the field and its
-    remedy; empty if vLLM takes them.
+    """Return why vLLM refuses these settings (empty if it accepts them).
+
+    The reason is one line with the field and its remedy.
     """
     if model.quantization not in ("auto", "none", "fp8"):
         return (
-            f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, "
-            "or name a checkpoint that is quantised itself"
+            f"model.quantization: only the native engine has {model.quantization}; with vLLM set "
+            "fp8, or use a quantised checkpoint"
         )
     if model.deterministic:
         return (
@@ -625,8 +683,7 @@ def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:
         )
     if memory.host_kv:
         return (
-            "memory.host_kv: vLLM computes preempted requests again; set 0, or choose the native "
-            "engine"
+            "memory.host_kv: vLLM recomputes preempted requests; set 0, or choose the native engine"
         )
     return ""
 
@@ -639,13 +696,14 @@ def choose_engine(
     native_refusal: str = "",
     vllm_refusal: str = "",
 ) -> tuple[Literal["native", "vllm"], str]:
-    """Return the engine that computes, and why.
+    """Return the engine that computes, and the reason.
 
     Args:
         on_cuda: whether the device is a CUDA GPU.
         has_vllm: whether vLLM is installed, or the image has it.
-        native_refusal: why the native engine does not serve the model; empty: it does.
-        vllm_refusal: why vLLM does not take the settings, of `refusal_by_vllm`; empty: it does.
+        native_refusal: why the native engine does not serve the model (empty if it does).
+        vllm_refusal: why vLLM refuses the settings, by `refusal_by_vllm` (empty if it accepts
+            them).
     """
     if kind != "auto":
         return kind, f"engine is {kind}"

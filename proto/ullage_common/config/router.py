@@ -1,4 +1,4 @@
-"""The router's configuration: one YAML or JSON file, read once, never changed."""
+"""The router's configuration: one YAML or JSON file, which is read once and never changed."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -32,8 +32,10 @@ MAX_STEPS = 4
 
 class StepTLS(Strict, frozen=True, kw_only=True):
     dir: Text
-    """Folder with tls.crt and tls.key, which this router shows if it is asked for a certificate,
-    and ca.crt, the authority of the other router's certificate."""
+    """Folder with tls.crt and tls.key, for client authentication, and ca.crt.
+
+    ca.crt is the authority of the other router's certificate.
+    """
     server_name: Text
     """Name that the other router's certificate must have."""
 
@@ -42,28 +44,27 @@ class StepSection(Strict, frozen=True, kw_only=True):
     name: Text
     """Name of the step in headers, metrics and logs."""
     target: str = ""
-    """gRPC address `host:port` of another service's router; empty: this service's own engines."""
+    """gRPC address `host:port` of another service's router (empty for the own engines)."""
     tls: StepTLS | None = None
-    """Settings of TLS towards that router; None: plaintext."""
+    """TLS settings for the other router, or None for plaintext."""
     key_dir: Text | None = None
-    """Folder with `key`, the API key that this service has there; None: the client's own is handed
-    on."""
+    """Folder with `key`, this service's API key there, or None to pass the client's own key on."""
 
     def __post_init__(self) -> None:
         if self.target:
             addresses.split(self.target)
         if not self.target and (self.tls or self.key_dir):
             raise ValueError(
-                f"step {self.name!r} is this service's own engines, which need neither tls nor "
+                f"step {self.name!r} is the service itself, which needs neither tls nor "
                 "key_dir; leave them out or give it a target"
             )
 
 
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
-    """Number of tokens that are held back and judged."""
+    """Number of tokens that are held and judged."""
     threshold_percent: Percent = 60.0
-    """Least geometric mean of the tokens' probabilities, in percent."""
+    """Minimum geometric mean of the tokens' probabilities, in percent."""
 
     @property
     def threshold(self) -> float:
@@ -71,7 +72,10 @@ class ConfidenceSection(Strict, frozen=True, kw_only=True):
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
-    """Signs that make a prompt start a step higher, each by one; 0 and false turn one off."""
+    """Signs of a hard prompt, each of which starts it one step higher.
+
+    0 and false turn a sign off.
+    """
 
     prompt_characters: Count = 6000
     turns: Count = 10
@@ -81,28 +85,25 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Signs of load at which requests of low priority take the first step's answer, whatever its
-    confidence.
-    """
+    """Signs of load at which low-priority requests get the first step's answer unconditionally."""
 
     pressure_level: Count = 1
-    """Pressure level of every own engine that is ready; 0 turns this sign off."""
+    """Minimum pressure level of every own engine that is ready (0 turns this sign off)."""
     queued_requests: Count = 8
-    """Number of requests that wait in this router; 0 turns this sign off."""
+    """Minimum number of requests that wait in this router (0 turns this sign off)."""
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = -1
-    """Requests up to this priority are low."""
+    """Maximum priority of a low-priority request."""
 
 
 class CascadeSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """Name of this service's cascade, unlike any other's: a request that comes back is recognised
-    by it."""
+    """Unique name of this service's cascade, by which it recognises a request that comes back."""
     steps: Annotated[tuple[StepSection, ...], msgspec.Meta(min_length=2, max_length=MAX_STEPS)]
     """Steps of the cascade, cheapest first."""
     confidence: ConfidenceSection = ConfidenceSection()
     heuristics: HeuristicsSection = HeuristicsSection()
     parallel: bool = False
-    """The next step begins together with the one that is judged."""
+    """Whether the next step begins together with the judged one."""
     fallback: FallbackSection | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
         own = [step.name for step in self.steps if not step.target]
         if len(own) != 1:
             raise ValueError(
-                f"cascade.steps: {len(own)} have no target; exactly one is this service's own"
+                f"cascade.steps: {len(own)} have no target; leave out the target of exactly one"
             )
         if self.fallback and not self.steps[0].target:
             raise ValueError(
@@ -121,35 +122,38 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
 
     @property
     def own(self) -> int:
-        """Index of the step that is this service's own engines."""
+        """Return the index of the step that stands for this service's own engines."""
         return next(i for i, step in enumerate(self.steps) if not step.target)
 
 
 class RouterTickets(TicketFolder, frozen=True, kw_only=True):
-    """Settings of tickets, by which clients send requests straight to engines."""
+    """Settings of tickets, with which clients send requests directly to engines."""
 
     ttl: SomeSeconds = 10.0
-    """Seconds that a ticket which is not used holds its memory."""
+    """Seconds for which an unused ticket holds its memory."""
     required: bool = False
-    """Engines take nothing without a ticket, so what this router sends has one too."""
+    """Whether engines require a ticket. Requests that this router sends then have one, too."""
 
 
 class WakeSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
-    """Most requests that are held at once."""
+    """Maximum number of requests that are held at once."""
     max_bytes: SomeBytes = 64 << 20
-    """Most memory of this process that held requests take."""
+    """Maximum memory of this process for held requests, bytes."""
     timeout: SomeSeconds = 300.0
-    """Longest time in seconds that a request is held, beside its own time limit."""
+    """Maximum seconds for which a request is held, in addition to its own time limit."""
 
 
 OTHER_TENANTS = "other"
-"""Metrics' label of tenants with a key that are not listed."""
+"""Label in metrics of tenants with a key that are not listed."""
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
 DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
-"""A conversation is rewritten only where a ladder names `shrinkContext`: the oldest turns of an
-agent's conversation are its task."""
+"""The default ladder.
+
+It does not rewrite conversations (`shrinkContext`), because the oldest turns of an agent's
+conversation are its task.
+"""
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 RetryAfter = Annotated[Seconds, msgspec.Meta(ge=1, le=30)]
@@ -157,68 +161,77 @@ RetryAfter = Annotated[Seconds, msgspec.Meta(ge=1, le=30)]
 
 class HTTPSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
-    """Address to listen at; None: every address, of IPv4 and IPv6."""
+    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     port: Port = 8000
-    """Port of the HTTP server; 0 takes a free one, which the log names."""
+    """Port of the HTTP server (0 for a free port, which the log names)."""
     public_stats: bool = False
-    """Whether /stats and /metrics are served here, too, and not on the port of the metrics only."""
+    """Whether this port, and not only the metrics port, serves /stats and /metrics."""
 
 
 ANY_ORIGIN = "*"
 _ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+)$"
 Origin = Annotated[str, msgspec.Meta(pattern=_ORIGIN, max_length=300)]
-"""What browsers send as `Origin`: a scheme, a host and a port that is not the scheme's own."""
+"""The `Origin` header of browsers: a scheme, a host, and a port unless it is the default one."""
 
 
 class CORSSection(Strict, frozen=True, kw_only=True):
     """Web pages of other origins that may use the API from a browser."""
 
     allowed_origins: Annotated[tuple[Origin, ...], msgspec.Meta(max_length=32)] = ()
-    """`*`: those of all. The names of their hosts may be in `Host`, too, on loopback addresses."""
+    """Allowed origins (`*` for all).
+
+    Their host names may also be in `Host` on loopback addresses.
+    """
 
 
 class GRPCSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
-    """Address to listen at; None: every address, of IPv4 and IPv6."""
+    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     port: Port = 9000
 
 
 class MetricsSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
-    """Address to listen at; None: every address, of IPv4 and IPv6."""
+    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     port: Port = 9090
 
 
 class ConsoleSection(Strict, frozen=True, kw_only=True):
-    """Settings of the console, which the port of the metrics serves at /console."""
+    """Settings of the console, which the metrics port serves at /console."""
 
     local: bool = False
-    """Whether the service is on one's own machine: the port of the API serves the page, too, which
-    can send an overload then."""
+    """Whether the service runs on the user's own machine.
+
+    The API's port then serves the page, too, and the page can send an overload.
+    """
 
 
 class ProbesSection(Strict, frozen=True, kw_only=True):
-    """Port of grpc.health.v1 alone, without TLS, which the kubelet's probes do not speak."""
+    """Port of grpc.health.v1 only, without TLS, which the kubelet's probes do not support."""
 
     host: str | None = None
-    """Address to listen at; None: every address, of IPv4 and IPv6."""
+    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     port: Port = 8081
 
 
 PoolRole = Literal["standard", "large", "overflow"]
-"""Requests that a pool takes: ordinary ones, large ones, or those that the others cannot hold."""
+"""Kind of requests of a pool: ordinary ones, large ones, or those that no other pool can hold."""
 
 
 class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
     role: PoolRole = "standard"
-    """Requests that the pool takes; the first pool takes the ordinary ones, whatever its role."""
+    """Kind of requests that the pool takes. The first pool always takes the ordinary ones."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-    """Addresses of engines: `name:port`, where every A record is an engine (every AAAA record where
-    there is none), `ip:port` or `[ip]:port`."""
+    """Addresses of engines: `name:port`, `ip:port` or `[ip]:port`.
+
+    Every A record of a name is an engine, or every AAAA record if there is no A record.
+    """
     sleeps: bool = False
-    """Whether the pool may have no engine and gets one when a request wants it, which is held
-    meanwhile."""
+    """Whether the pool may sleep without engines.
+
+    A request that wants it is held while an engine starts.
+    """
 
     def __post_init__(self) -> None:
         for target in self.targets:
@@ -228,22 +241,22 @@ class PoolSection(Strict, frozen=True, kw_only=True):
 class QueueSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
     max_bytes: SomeBytes = 64 << 30
-    """Most predicted bytes of requests that wait for memory."""
+    """Maximum predicted bytes of requests that wait for memory."""
     max_prompt_bytes: SomeBytes = 256 << 20
-    """Most memory of this process that waiting requests hold."""
+    """Maximum memory of this process for waiting requests, bytes."""
     timeout: SomeSeconds = 10.0
-    """Longest wait of one request."""
+    """Maximum wait of one request, seconds."""
     aging: SomeSeconds = 0.05
     """Seconds of waiting that make up for one level of priority."""
     backfill: Count = 16
-    """Most requests that pass one that waits first in line; 0: none."""
+    """Maximum number of requests that overtake the head of the queue by backfill (0 for none)."""
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
     max_dropped_percent: SomePercent = 25.0
-    """Largest percentage of the prompt's tokens that may be dropped."""
+    """Maximum percentage of the prompt's tokens that may be dropped."""
     keep_turns: Positive = 4
-    """Number of newest turns that always stay, as system prompts do."""
+    """Number of newest turns that always stay, in addition to system prompts."""
 
     @property
     def max_dropped_share(self) -> float:
@@ -252,12 +265,14 @@ class ShrinkContextSection(Strict, frozen=True, kw_only=True):
 
 class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
-    """The output is not shrunk below this."""
+    """Minimum tokens of a shrunk output."""
     min_percent: SomePercent = 50.0
-    """Least percentage of the requested output that a request is shrunk to."""
+    """Minimum percentage of the requested output that remains."""
     below_expected: bool = False
-    """Whether the output may be shrunk below what engines expect of an answer, as one that asks for
-    no length otherwise never is."""
+    """Whether the output may be shrunk below the engines' expected length of an answer.
+
+    Otherwise a request without a length limit is never shrunk below it.
+    """
 
     @property
     def min_share(self) -> float:
@@ -266,7 +281,7 @@ class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
 
 class RouteSection(Strict, frozen=True, kw_only=True):
     pools: tuple[Text, ...] = ()
-    """Other pools a request may go to, preferred first; empty: every other pool in its order."""
+    """Other pools for a request, preferred first (empty for every other pool in its order)."""
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
@@ -282,7 +297,7 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """The thresholds of each rung; those of waiting are in `queue`."""
+    """The thresholds of each rung, except those of waiting, which are in `queue`."""
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
     shrink_output: ShrinkOutputSection = ShrinkOutputSection()
@@ -291,26 +306,26 @@ class RungsSection(Strict, frozen=True, kw_only=True):
 
 
 class AffinitySection(Strict, frozen=True, kw_only=True):
-    """Settings of sending requests where their beginning may be cached."""
+    """Placement of requests on the engine that has their prefix in its caches."""
 
     max_sessions: Count = 8192
-    """Sessions whose engine is remembered; 0 turns it off."""
+    """Maximum number of sessions whose engine is remembered (0 turns it off)."""
     max_prefixes: Count = 65536
-    """Blocks of 64 prompt tokens whose engine is remembered; 0 turns it off."""
+    """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns it off)."""
     max_extra_load: Count = 8
-    """Requests that the remembered engine may have more than another one."""
+    """Number of requests by which the remembered engine's load may exceed another's."""
 
 
 class BreakerSection(Strict, frozen=True, kw_only=True):
-    """Settings of holding back an engine that fails requests."""
+    """Circuit breaker of an engine on which requests fail."""
 
     failures: Positive = 5
-    """Number of failures in a row after which an engine is held back."""
+    """Number of consecutive failures that open the breaker."""
     pause: SomeSeconds = 1.0
-    """The first one; every failed probe doubles it."""
+    """First pause in seconds. Every failed probe doubles it."""
     max_pause: SomeSeconds = 60.0
     max_ejection_percent: Percent = 50.0
-    """Largest percentage of a pool's ready engines that are held back at once; 0 turns it off."""
+    """Maximum percentage of a pool's ready engines that are held back at once (0 turns it off)."""
 
     def __post_init__(self) -> None:
         if self.pause > self.max_pause:
@@ -324,14 +339,14 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
 
 
 class RetrySection(Strict, frozen=True, kw_only=True):
-    """Settings of trying another engine before the first token."""
+    """Retries on another engine before the first token."""
 
     percent: Percent = 20.0
-    """Retries allowed, in percent of requests."""
+    """Allowed retries, as a percentage of requests."""
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Always allowed, beside the percentage."""
+    """Retries per second that are allowed in addition to the percentage."""
     burst: Positive = 100
-    """Most retries that can be saved up."""
+    """Maximum number of saved-up retries."""
 
     @property
     def share(self) -> float:
@@ -339,7 +354,7 @@ class RetrySection(Strict, frozen=True, kw_only=True):
 
 
 class PlacementSection(Strict, frozen=True, kw_only=True):
-    """Settings of choosing among the engines that have room for a request."""
+    """Choice among the engines that have room for a request."""
 
     affinity: AffinitySection = AffinitySection()
     breaker: BreakerSection = BreakerSection()
@@ -347,20 +362,20 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
 
 
 class PrefillSection(Strict, frozen=True, kw_only=True):
-    """Settings of spreading prompts over engines that are busy with others."""
+    """Distribution of prompts over engines that are busy with others."""
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
-    """Seconds that prompts wait for others to be spread together; 0: they do not."""
+    """Seconds for which prompts wait to be placed together (0 for no wait)."""
     mlp_products: Count = 8192
-    """Products of a query and a key that all else of a token's layers costs as much as."""
+    """Cost of a token outside attention, in query-key products."""
 
 
 class CoalesceSection(Strict, frozen=True, kw_only=True):
-    """Settings of sharing one generation among identical deterministic requests."""
+    """Sharing of one generation among identical deterministic requests."""
 
     enabled: bool = True
     window: SomeSeconds = 0.003
-    """Seconds that others may join a generation which has sent something."""
+    """Seconds for which others may join a generation that has already sent tokens."""
     across_tenants: bool = False
 
 
@@ -371,23 +386,22 @@ class ReplaceSection(Strict, frozen=True, kw_only=True):
 
 
 class IdempotencySection(Strict, frozen=True, kw_only=True):
-    """Settings of giving requests with the same `Idempotency-Key` one answer."""
+    """One answer for all requests with the same `Idempotency-Key`."""
 
     enabled: bool = False
     ttl: SomeSeconds = 600.0
     """Seconds for which a finished answer is kept."""
     max_bytes: SomeBytes = 16 << 20
-    """Most bytes of finished answers that a process keeps."""
+    """Maximum bytes of finished answers that a process keeps."""
 
 
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
-    """Prompts longer than this take the pool of role large."""
+    """Prompt tokens above which a request goes to the pool with role large."""
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
-    """Requests predicted above this many KV bytes take the pool of role large."""
+    """Predicted KV bytes above which a request goes to the pool with role large."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
-    """Rungs that are tried, in this order, when a request does not fit; the last is always a
-    refusal."""
+    """Rungs to try, in this order, if a request does not fit. The last is always a refusal."""
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
@@ -405,12 +419,12 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
 
 
 class CleanseSection(Strict, frozen=True, kw_only=True):
-    """Kinds of text removed from every conversation; system prompts, code and JSON stay."""
+    """Kinds of text to remove from every conversation, except system prompts, code and JSON."""
 
     whitespace: bool = False
     zero_width: bool = False
     html: bool = False
-    """Texts that are plainly HTML become what a reader would see."""
+    """Whether texts that are clearly HTML become the text that a reader would see."""
 
     @property
     def is_any(self) -> bool:
@@ -418,17 +432,17 @@ class CleanseSection(Strict, frozen=True, kw_only=True):
 
 
 class CompressSection(Strict, frozen=True, kw_only=True):
-    """Settings of summarising the oldest turns of a long conversation."""
+    """Summaries of the oldest turns of a long conversation."""
 
     method: Literal["extractive", "off"] = "off"
     threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
-    """Percent of the context from which on turns are summarised."""
+    """Percentage of the context above which turns are summarised."""
     percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
-    """Percent of the turns, the oldest, that are summarised."""
+    """Percentage of the turns, the oldest ones, that are summarised."""
     fact_percent: Percent = 90.0
-    """Percent of the turns' facts that the summary must have, or it is not used."""
+    """Minimum percentage of the turns' facts in a summary. Otherwise the summary is not used."""
     keep_turns: Positive = 4
-    """Number of newest turns that stay word for word."""
+    """Number of newest turns that stay unchanged."""
 
     @property
     def threshold(self) -> float:
@@ -444,7 +458,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
 
 SpecialTokens = Literal["template", "trusted"]
-"""Whose special tokens are such: the chat template's alone, or all that a text spells."""
+"""The special tokens of a prompt: only those of the chat template, or all that a text spells."""
 
 
 class PromptsSection(Strict, frozen=True, kw_only=True):
@@ -454,45 +468,47 @@ class PromptsSection(Strict, frozen=True, kw_only=True):
 
 
 class StreamingSection(Strict, frozen=True, kw_only=True):
-    """Settings of how tokens are sent to a client."""
+    """Streaming of tokens to a client."""
 
     buffer_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
-    """Tokens that an engine may be ahead of a client that reads slowly."""
+    """Number of tokens by which an engine may be ahead of a slow client."""
     coalesce_tokens: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    """Most tokens that are sent together."""
+    """Maximum number of tokens that are sent together."""
     coalesce_window: Annotated[Seconds, msgspec.Meta(ge=0, le=1)] = 0.02
-    """Longest time in seconds that tokens wait for others; 0: not at all. A client that got none
-    for so long gets the next one at once."""
+    """Maximum seconds for which tokens wait for others (0 for no wait).
+
+    A client that got no token for this time gets the next one at once.
+    """
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Pace of one streamed answer; 0: as fast as tokens come."""
+    """Pace of one streamed answer (0 for no limit)."""
     keepalive: Annotated[Seconds, msgspec.Meta(ge=0)] = 15.0
-    """Seconds without a token after which a comment is sent; 0: never."""
+    """Seconds without a token after which a comment is sent (0 for never)."""
 
 
 Anonymous = Literal["allow", "deny"]
 
 
 class TenantRules(Strict, frozen=True, kw_only=True):
-    """Limits of one tenant; what is unset is unlimited."""
+    """Limits of one tenant. An unset limit is unlimited."""
 
     enabled: bool = True
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     """Tokens a minute, prompt and output together."""
     concurrency: Positive | None = None
-    """Requests at once, those that wait included."""
+    """Maximum number of concurrent requests, including waiting ones."""
     priority: Priority = 0
     """Priority of requests that ask for none."""
     max_priority: Priority | None = None
-    """Highest priority that a request may ask for; unset: `priority`."""
+    """Maximum priority that a request may ask for, or None for `priority`."""
     weight: PositiveFloat = 1.0
     """Share of the queue among tenants of equal priority."""
     tokens_per_second: PositiveFloat | None = None
-    """Pace of each stream."""
+    """Pace of each stream, in tokens a second."""
     max_tokens: Positive | None = None
-    """Longest output of an answer, in tokens."""
+    """Maximum output of an answer, in tokens."""
     models: tuple[Text, ...] = ()
-    """Names that its requests may use; none named: all."""
+    """Names of models that its requests may use (empty for all)."""
 
 
 class NamedTenant(TenantRules, frozen=True, kw_only=True):
@@ -501,14 +517,16 @@ class NamedTenant(TenantRules, frozen=True, kw_only=True):
 
 class TenantsSection(Strict, frozen=True, kw_only=True):
     keys_dir: Text
-    """Folder with one file a tenant, with a key or `sha256:` entry in each line; read again when it
-    changes."""
+    """Folder with one file per tenant, read again when it changes.
+
+    Each line of a file is a key or a `sha256:` entry.
+    """
     anonymous: Anonymous = "deny"
     """Whether requests without a key are served, under the rules of the tenant `anonymous`."""
     protect_stats: bool = False
     """Whether /stats needs a key, too."""
     share: Share = 1.0
-    """Share of every limit that this process lets through: others let through the rest."""
+    """Share of every limit that this process grants. Other processes grant the rest."""
     defaults: TenantRules = TenantRules()
     """Rules of tenants with a key that are not listed."""
     tenants: tuple[NamedTenant, ...] = ()
@@ -531,19 +549,21 @@ class ServerTLS(Strict, frozen=True, kw_only=True):
     dir: Text
     """Folder with tls.crt and tls.key."""
     client_ca_dir: Text | None = None
-    """Folder with ca.crt: clients must have a certificate of this authority."""
+    """Folder with ca.crt, or None. Clients must have a certificate of this authority."""
 
 
 class EngineTLS(Strict, frozen=True, kw_only=True):
-    """Towards engines."""
+    """TLS on connections to engines."""
 
     dir: Text
     """Folder with tls.crt, tls.key and ca.crt, the authority of the engines' certificates."""
     server_name: Text
-    """Name in the engines' certificates: they are called by address."""
+    """Name in the engines' certificates, because engines are called by address."""
     accept_plaintext: bool = False
-    """Whether engines that do not speak TLS are called in plaintext: while TLS is turned on or off,
-    some engines speak it and others do not."""
+    """Whether engines without TLS are called in plaintext.
+
+    While TLS is turned on or off, some engines speak TLS and others do not.
+    """
 
 
 class TLSSection(Strict, frozen=True, kw_only=True):
@@ -552,7 +572,7 @@ class TLSSection(Strict, frozen=True, kw_only=True):
 
 
 class SLOSection(Strict, frozen=True, kw_only=True):
-    """Objectives: a request that would miss one waits, goes elsewhere, or is refused."""
+    """Objectives. A request that would miss one waits, goes elsewhere, or is refused."""
 
     ttft_p95: SomeSeconds = 7.0
     """Seconds from a request's arrival to its first token."""
@@ -561,26 +581,26 @@ class SLOSection(Strict, frozen=True, kw_only=True):
 
 
 def large_pool(pools: Iterable[PoolSection]) -> str:
-    """Return the name of the pool for large requests; empty if there is none."""
+    """Return the name of the pool for large requests (empty if there is none)."""
     return next((pool.name for pool in pools if pool.role == "large"), "")
 
 
 class RouterConfig(Strict, frozen=True, kw_only=True):
     model: Text
-    """Name of the served model; requests for another are answered 404."""
+    """Name of the served model. Requests for another model get a 404."""
     pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
     """Pools in order of preference."""
     http: HTTPSection = HTTPSection()
     cors: CORSSection | None = None
-    """Settings of CORS; None: only pages of the router itself may use it."""
+    """Settings of CORS. With None only pages of the router itself may use the API."""
     grpc: GRPCSection = GRPCSection()
     metrics: MetricsSection = MetricsSection()
     console: ConsoleSection | None = None
-    """Settings of the console; None: it is off."""
+    """Settings of the console, or None to turn it off."""
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
     tickets: RouterTickets | None = None
-    """Settings of tickets; unset: Pick is off."""
+    """Settings of tickets, or None to turn Pick off."""
     routing: RoutingSection = RoutingSection()
     prompts: PromptsSection = PromptsSection()
     limits: RequestLimits = RequestLimits()
@@ -588,13 +608,13 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     memory: MemoryBudget = MemoryBudget()
     slo: SLOSection = SLOSection()
     tenants: TenantsSection | None = None
-    """Settings of tenants; unset: everybody may do everything."""
+    """Settings of tenants. With None everybody may do everything."""
     cascade: CascadeSection | None = None
-    """Settings of the cascade; None: this service's own engines answer everything."""
+    """Settings of the cascade. With None this service's own engines answer everything."""
     rollout_file: Text | None = None
-    """Says which engines are a canary's (`canary.RolloutFile`)."""
+    """File that names the canary's engines (`canary.RolloutFile`)."""
     tracing: TracingSection | None = None
-    """Where spans of requests go; None: nowhere."""
+    """The collector of request spans, or None for no spans."""
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
@@ -615,4 +635,4 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
                     )
         unknown = sorted(set(self.routing.rungs.route.pools) - set(names))
         if unknown:
-            raise ValueError(f"routing.rungs.route.pools {unknown} are none of the pools {names}")
+            raise ValueError(f"routing.rungs.route.pools {unknown} are not among the pools {names}")

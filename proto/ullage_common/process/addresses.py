@@ -21,7 +21,7 @@ def host_of(host: str | None) -> str:
     """Return the address to listen on.
 
     Args:
-        host: None for the wildcard address, of IPv6 where its sockets take IPv4 as well.
+        host: None for the wildcard address, which is the IPv6 one if its sockets accept IPv4, too.
     """
     if host is not None:
         return host.removeprefix("[").removesuffix("]")
@@ -73,7 +73,7 @@ def by_best_family(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
     A process with both an A and an AAAA record is one process, so only one of them may count.
 
     Returns:
-        `ip:port` for every A record, or `[ip]:port` for every AAAA record where there is none.
+        `ip:port` for every A record, or `[ip]:port` for every AAAA record if there is no A record.
     """
     by_family: dict[int, set[str]] = {}
     for family, *_, (ip, *_) in records:

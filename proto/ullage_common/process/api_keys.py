@@ -1,4 +1,4 @@
-"""API keys, and how configuration files list them.
+"""API keys, and their form in configuration files.
 
 A key has 256 random bits, so its plain SHA-256 cannot be searched for, and a slow hash would only
 slow down every request. Files store an *entry*: `sha256:` and 64 hexadecimal digits.
@@ -10,7 +10,7 @@ import secrets
 
 PREFIX = "sk-ullage-"
 MIN_KEY = 16
-"""Fewest characters of a key. Shorter hand-made keys can be guessed."""
+"""Minimum number of characters of a key. Shorter hand-made keys can be guessed."""
 MAX_KEY = 512
 HASH_PREFIX = "sha256:"
 TENANT_NAME = re.compile(r"[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?")

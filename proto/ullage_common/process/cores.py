@@ -9,13 +9,14 @@ from pathlib import Path
 from ullage_common.process.config_file import ConfigError
 
 _THREADS = ("core_cpus_list", "thread_siblings_list")
-"""Files that list the threads of a physical core; Linux before 5.3 has only the second."""
+"""Files that list the threads of a physical core. Linux before 5.3 has only the second."""
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores by the process's affinity and its cgroup's quota, rounded up.
+    """Return the number of cores that the process's affinity and its cgroup's quota allow.
 
-    With more busy threads, the kernel would throttle all of them for the rest of every period.
+    It is rounded up. With more busy threads, the kernel would throttle all of them for the rest of
+    every period.
     """
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup_root)
@@ -27,7 +28,7 @@ def physical_cores(
 ) -> list[list[int]]:
     """Group logical cores by physical core, ordered by package.
 
-    A core is a group of its own where the kernel does not tell its siblings.
+    A core is a group of its own if the kernel does not name its siblings.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):
@@ -41,7 +42,7 @@ def physical_cores(
 
 
 def _read(folder: Path, names: Sequence[str]) -> str:
-    """Return the text of the first of these files that can be read; empty if none can."""
+    """Return the text of the first of these files that can be read (empty if none can)."""
     for name in names:
         try:
             return (folder / name).read_text(encoding="ascii").strip()
@@ -71,9 +72,10 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def _quota(root: Path) -> float | None:
-    """Return the quota in cores; None without one.
+    """Return the quota in cores, or None without one.
 
-    cgroup v2 has `quota period` or `max period` in one file; v1 has two files, and -1 for no quota.
+    cgroup v2 has `quota period` or `max period` in one file. cgroup v1 has two files, and -1 for no
+    quota.
     """
     try:
         quota, period = (root / "cpu.max").read_text(encoding="ascii").split()

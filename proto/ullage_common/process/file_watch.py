@@ -46,7 +46,7 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
 async def follow(
     folders: Sequence[Path], seen: Fingerprint, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """Call `reload` after every change, forever. A failed reload is tried again.
+    """Call `reload` after every change, forever. A failed reload is retried.
 
     Args:
         seen: the fingerprint from before the files in use were read, so that no change is missed.
@@ -58,7 +58,7 @@ async def follow(
             continue
         try:
             await reload()
-        except Exception:  # the loop must live on to notice the next change
-            log.exception("changed files cannot be taken up; trying again")
+        except Exception:  # the loop must continue, to notice the next change
+            log.exception("changed files cannot be loaded; retrying")
         else:
             seen = current

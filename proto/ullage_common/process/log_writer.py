@@ -1,9 +1,9 @@
 """Writes log lines without waiting for their reader.
 
-A write to a full pipe blocks until the reader goes on. One stalled `kubectl logs`, a stopped
-terminal or a full disk of the node would stop every request. So lines are written directly where
-that cannot block, and otherwise by a thread. When too many lines wait, further ones are dropped and
-counted, and the count is logged.
+A write to a full pipe blocks until the reader continues. One stalled `kubectl logs`, a stopped
+terminal or a full disk of the node would stop every request. Lines are therefore written directly
+if that cannot block, and otherwise by a thread. If too many lines wait, further ones are dropped
+and counted, and the count is logged.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from collections import deque
 from typing import TextIO
 
 MAX_WAITING_BYTES = 1 << 20
-"""Most bytes of waiting lines. Further lines are dropped."""
+"""Maximum bytes of waiting lines. Further lines are dropped."""
 FLUSH_S = 2.0
-"""Longest time for which the end of the process waits for a reader, seconds."""
+"""Maximum seconds for which the end of the process waits for a reader."""
 _AT_ONCE_BYTES = select.PIPE_BUF
-"""Most bytes that a pipe takes atomically."""
-DROPPED = "log lines were dropped, since nobody read them"
+"""Maximum bytes that a pipe takes atomically."""
+DROPPED = "log lines were dropped, because nobody read them"
 
 
 class LineWriter(logging.Handler):
@@ -40,7 +40,10 @@ class LineWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Start with an empty queue and no thread, as after a fork: the lines are the parent's."""
+        """Start with an empty queue and no thread, as after a fork.
+
+        The queued lines belong to the parent.
+        """
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         """Bytes of the queue and of the line that is being written."""
@@ -49,7 +52,7 @@ class LineWriter(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or queue it where that could block."""
+        """Write a record, or queue it if writing could block."""
         try:
             line = self.format(record).encode(errors="backslashreplace") + b"\n"
             if not self._write_now(line):
@@ -131,10 +134,10 @@ def new_handler(stream: TextIO) -> logging.Handler:
 
 
 def _unblocked(fd: int) -> int | None:
-    """Return a non-blocking descriptor of the same file; None if there can be none.
+    """Return a non-blocking descriptor of the same file, or None if there can be none.
 
-    The given descriptor may be shared with other programs, whose writes would fail if it did not
-    block. A regular file never blocks, and a socket cannot be opened again.
+    Other programs may share the given descriptor, and their writes would fail if it did not block.
+    A regular file never blocks, and a socket cannot be opened again.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):

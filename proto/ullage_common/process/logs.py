@@ -1,7 +1,7 @@
-"""JSON logs, one object a line.
+"""JSON logs, one object per line.
 
 A line has time, level, logger, message and the fields of `extra`. If `extra` has a mapping
-`MORE_FIELDS`, its fields are added too, which for many fields costs a third of the time.
+`MORE_FIELDS`, its fields are added, too. For many fields this costs a third of the time.
 """
 
 import logging

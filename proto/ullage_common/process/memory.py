@@ -11,13 +11,18 @@ _CGROUP_V2 = Path("memory.max")
 _CGROUP_V1 = Path("memory/memory.limit_in_bytes")
 
 RECENT_LOOKS = 20
-"""Number of calls of `OomKills.look` for which a kill is recent. Where memory is short, a killed
-process may take seconds to end."""
+"""Number of calls of `OomKills.look` for which a kill counts as recent.
+
+If memory is short, a killed process may take seconds to end.
+"""
 YOUNG_OBJECTS = 20_000
-"""New objects after which the garbage collector searches the young generation. Python's 700 are a
-few requests, and 50,000 objects of garbage would stop the process for too long."""
+"""New objects after which the garbage collector searches the young generation.
+
+Python's default of 700 is reached within a few requests, and 50,000 objects of garbage would stop
+the process for too long.
+"""
 _M_MMAP_THRESHOLD = -3
-"""Number of glibc's parameter."""
+"""glibc's number of this parameter of mallopt."""
 _LARGE_BYTES = 1 << 20
 
 
@@ -44,7 +49,7 @@ def free_bytes(cgroup_root: Path = CGROUP) -> int:
 
 
 def _container_used(root: Path) -> int | None:
-    """Return the container's bytes without droppable file caches; None without a cgroup."""
+    """Return the container's bytes without droppable file caches, or None without a cgroup."""
     for current, stat, cached in (
         (root / "memory.current", root / "memory.stat", "inactive_file"),
         (
@@ -65,7 +70,7 @@ def _container_used(root: Path) -> int | None:
 
 
 def container_limit(cgroup_root: Path = CGROUP) -> int | None:
-    """Return the bytes above which the kernel kills; None without a limit."""
+    """Return the bytes above which the kernel kills processes, or None without a limit."""
     for path in (cgroup_root / _CGROUP_V2, cgroup_root / _CGROUP_V1):
         try:
             text = path.read_text(encoding="ascii").strip()
@@ -79,8 +84,8 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
 class OomKills:
     """Counts the processes in one process's cgroup that the kernel killed to free memory.
 
-    The kernel counts kills by cgroup. A process that has ended is in none, so its cgroup must be
-    read before: call `look` regularly.
+    The kernel counts kills per cgroup. A process that has ended has no cgroup, so it must be read
+    before: call `look` regularly.
 
     Args:
         pid: the process.
@@ -97,7 +102,7 @@ class OomKills:
         self.look()
 
     def look(self) -> None:
-        """Note the present count, while the process lives."""
+        """Record the current count, while the process lives."""
         try:
             lines = self._cgroups.read_text().splitlines()
             is_ending = self._sizes.read_text().startswith("0 ")
@@ -141,7 +146,7 @@ class OomKills:
         return None
 
     def count(self) -> int:
-        """Return the number of kills so far; 0 where the kernel does not count."""
+        """Return the number of kills so far (0 if the kernel does not count)."""
         if self._path is None:
             return 0
         with contextlib.suppress(OSError, ValueError):
@@ -153,7 +158,7 @@ class OomKills:
 def trim_heap() -> None:
     """Return freed heap pages to the kernel, after loading something large.
 
-    Do nothing where the C library is not glibc.
+    Do nothing if the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -174,8 +179,8 @@ def return_large_blocks() -> None:
 def freeze_gc() -> None:
     """Exclude all present objects from garbage collection, and collect less often.
 
-    Call it when a server has loaded everything that it keeps. Its requests leave hardly any cycles,
-    and each collection would visit all live objects.
+    Call it after a server has loaded everything that it keeps. Its requests leave hardly any
+    cycles, and each collection would visit all live objects.
     """
     gc.collect()
     gc.freeze()

@@ -33,7 +33,7 @@ SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
     *(120.0, 300.0),
 )
-"""Buckets of the routers' histograms of time. Rules about objectives read them too."""
+"""Buckets of the routers' histograms of time. Rules about objectives use them, too."""
 
 # Without the `_created` gauges of counters and histograms, which Prometheus ignores.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -43,8 +43,10 @@ class Tally(msgspec.Struct, array_like=True):
     """Observations by bucket, which one process may send to another."""
 
     counts: list[int] = []
-    """Number of observations in each bucket, with those above all bounds last; empty before the
-    first."""
+    """Number of observations in each bucket (empty before the first).
+
+    The last bucket has those above all bounds.
+    """
     total: float = 0.0
     """Sum of all observations."""
 
@@ -163,7 +165,7 @@ class AtScrape(Collector):
 
 
 class Counts(dict[str | tuple[str, ...], float]):
-    """Counts by the values of a counter's labels, where Prometheus' own class costs too much.
+    """Counts by the values of a counter's labels, where Prometheus' own class is too slow.
 
     Use `counts[value] += 1`, with a tuple for several labels.
 
@@ -194,7 +196,7 @@ class Counts(dict[str | tuple[str, ...], float]):
 
 
 class Tallies:
-    """A histogram by the values of its labels, where Prometheus' own class costs too much.
+    """A histogram by the values of its labels, where Prometheus' own class is too slow.
 
     Args:
         name: the histogram.
@@ -247,7 +249,7 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def metric_names(module: object) -> list[MetricName]:
-    """Return all metrics that a module declares, also those in its tables, sorted by name."""
+    """Return all metrics that a module declares, including those in its tables, sorted by name."""
     names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)

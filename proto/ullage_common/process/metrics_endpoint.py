@@ -17,7 +17,7 @@ _NOT_READY = "503 Service Unavailable"
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, since Prometheus and the kubelet ask every few seconds."""
+        """Log nothing, because Prometheus and the kubelet ask every few seconds."""
 
 
 def serve_metrics(
@@ -30,8 +30,8 @@ def serve_metrics(
 
     Args:
         registry: the metrics.
-        host: None for every address.
-        is_ready: returns whether /readyz answers 200 or 503; None to serve no /readyz.
+        host: None for all addresses.
+        is_ready: returns whether /readyz answers 200 or 503, or None to serve no /readyz.
 
     Returns:
         A function that stops the server.

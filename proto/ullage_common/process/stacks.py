@@ -1,8 +1,7 @@
 """Dumps the stacks of a running process to its standard error at SIGUSR1.
 
-Threads are dumped by faulthandler from inside the signal, even if the process hangs in a library.
-Tasks of an event loop are dumped by the loop itself, so only while it runs. The process goes on as
-before.
+faulthandler dumps threads from inside the signal, even if the process hangs in a library. The event
+loop itself dumps its tasks, so only while it runs. The process then continues.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from typing import Any
 
 def dump_on_signal() -> None:
     """Dump all threads at each SIGUSR1, which otherwise would end the process."""
-    with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
+    with contextlib.suppress(OSError, ValueError):  # standard error is not a file
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
@@ -45,7 +44,7 @@ def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
 def _stack(task: "asyncio.Task[Any]") -> str:
     """Return a task's name and the frames in which it waits, outermost first.
 
-    `Task.print_stack` shows only one frame, since it does not follow awaited coroutines.
+    `Task.print_stack` shows only one frame, because it does not follow awaited coroutines.
     """
     lines = [f"Task {task.get_name()} (most recent call last):"]
     awaited: Any = task.get_coro()

@@ -2,8 +2,8 @@
 
 Without a `TracingSection` there is no tracer, OpenTelemetry is not imported, and requests cost
 nothing extra. With one, most spans are made when a request is over, from recorded times, so that no
-request waits for them. Spans wait in a bounded queue that a thread sends. So a slow or absent
-collector costs spans and one line in the log, but never a request.
+request waits for them. Spans wait in a bounded queue that a thread sends. A slow or absent
+collector therefore costs spans and one line in the log, but never a request.
 
 Names of spans and of their attributes follow OpenTelemetry's conventions for generative AI
 (semantic-conventions-genai, in development; `gen_ai.*` as of July 2026) and W3C's trace context
@@ -44,10 +44,10 @@ SpanKind = Literal["internal", "server", "client"]
 Value = str | bool | int | float | Sequence[str]
 
 MAX_VALUE = 1024
-"""Most characters of an attribute, which clients may choose. A longer one is cut off."""
+"""Maximum characters of an attribute, which clients may choose. A longer one is cut off."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-"""Longest time for which the end of a process waits for spans to be sent, seconds."""
+"""Maximum seconds for which the end of a process waits for spans to be sent."""
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +69,16 @@ class TracingSection(Strict, frozen=True, kw_only=True):
     protocol: Literal["grpc", "http"] = "grpc"
     """OTLP over gRPC (usually port 4317), or over HTTP (usually port 4318)."""
     sample_percent: Percent = 100.0
-    """Percentage of traces that are sampled, of those that begin here. For others the client's
-    `traceparent` decides."""
+    """Percentage of sampled traces among those that begin here.
+
+    For other traces the client's `traceparent` decides.
+    """
 
     def __post_init__(self) -> None:
         url = urlsplit(self.endpoint)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(
-                f"tracing.endpoint: {self.endpoint!r} is no URL; write http://HOST:PORT, or https"
+                f"tracing.endpoint: {self.endpoint!r} is not a URL; write http://HOST:PORT or https"
             )
 
 
@@ -91,7 +93,7 @@ class Span:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the span is sampled and not ended, so that attributes are worth computing."""
+        """Whether the span is sampled and has not ended, so that attributes are worth computing."""
         return bool(self._span.is_recording())
 
     @property
@@ -121,7 +123,7 @@ class Span:
         )
 
     def rename(self, name: str) -> None:
-        """Change the name, such as when it is known only at the end."""
+        """Change the name, for example when it is known only at the end."""
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -141,8 +143,8 @@ class Span:
         """End the span.
 
         Args:
-            at_unix_s: Unix time of the end; None for now.
-            error: kind of the failure; empty for none.
+            at_unix_s: Unix time of the end, or None for now.
+            error: kind of the failure (empty for none).
         """
         if error and self._span.is_recording():
             from opentelemetry.trace import Status, StatusCode
@@ -182,7 +184,7 @@ class Tracer:
         Args:
             parent: a span of this process, the `traceparent` of another process, or headers with
                 `traceparent` and `tracestate`. Without a valid parent a new trace begins.
-            start_unix_s: Unix time of the beginning; None for now.
+            start_unix_s: Unix time of the beginning, or None for now.
         """
         return Span(
             self,
@@ -214,13 +216,13 @@ class Tracer:
 def start_tracing(
     section: TracingSection | None, service_name: str, attributes: Mapping[str, str] | None = None
 ) -> Tracer | None:
-    """Start tracing this process; return None if no collector is configured.
+    """Start tracing this process, and return None if no collector is configured.
 
     The environment may add to the settings: OTEL_RESOURCE_ATTRIBUTES has further attributes, and
-    OTEL_EXPORTER_OTLP_HEADERS headers for the collector.
+    OTEL_EXPORTER_OTLP_HEADERS has headers for the collector.
 
     Args:
-        attributes: attributes of the process, such as `service.instance.id`.
+        attributes: attributes of the process, for example `service.instance.id`.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.

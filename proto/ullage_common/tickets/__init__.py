@@ -1,4 +1,4 @@
-"""Tickets that let clients stream straight from engines, and the client that uses them.
+"""Tickets that let clients stream directly from engines, and the client that uses them.
 
-It knows the wire kit and no server.
+It knows the wire toolkit and no server.
 """

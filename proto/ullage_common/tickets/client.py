@@ -1,18 +1,19 @@
-"""A client that streams straight from engines, with a router's tickets.
+"""A client that streams directly from engines, with a router's tickets.
 
     async with Client("router:9000") as client:
         async for event in client.generate(request):
             ...
 
-A request in token ids is placed by `Pick` and sent to the engine that `Pick` names. Everything else
-goes through the router's `Generate`: text and conversations (which the router templates), what
-names an adapter (which some engines may lack), what has to wait for memory, and all requests where
-the service gives no tickets. Either way the events and the errors are the same.
+`Pick` places a request in token ids, and the client sends it to the engine that `Pick` names. Every
+other request goes through the router's `Generate`: text and conversations (which the router
+templates), requests for an adapter (which some engines may lack), requests that must wait for
+memory, and all requests if the service gives no tickets. The events and errors are the same either
+way.
 
-`PickBatcher` gathers the requests to place and the reports of those that ended into few `Pick`
-calls. One call is under way at a time. What comes meanwhile goes with the next one, so batches grow
-with the load and a lone request waits for nobody. Requests of the same sizes are asked for as one
-with a count and share tickets, which costs the router a fraction of placing each.
+`PickBatcher` gathers the requests to place, and the reports of requests that ended, into few `Pick`
+calls. One call is in flight at a time. Requests that arrive meanwhile go with the next call, so
+batches grow with the load and a lone request waits for nobody. Requests of the same sizes are one
+entry with a count and share tickets, which costs the router a fraction of placing each.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ from ullage_common.wire.validation import is_growing
 
 MAX_BATCH = 256
 MAX_REPORTS = 4096
-"""Most reports in one call, and most that wait when the router does not answer."""
+"""Maximum number of reports in one call, and of reports that wait if the router does not answer."""
 PICK_TIMEOUT_S = 5.0
 OFF_S = 30.0
-"""Seconds that Generate is used alone after the router said that it gives no tickets."""
+"""Seconds for which only Generate is used after the router said that it gives no tickets."""
 QUIET_S = 0.05
-"""Seconds without a pick after which reports are sent by themselves."""
+"""Seconds without a pick after which reports are sent alone."""
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class PickBatcher:
     """Asks one router for places, for many requests in one call.
 
     Args:
-        router: its stub.
+        router: the router's stub.
         metadata: sent with every call.
     """
 
@@ -90,7 +91,7 @@ class PickBatcher:
         self._task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Tell the router what ended; requests that wait for a place go to it."""
+        """Report ended requests to the router, and leave requests without a place to Generate."""
         self._is_closing = True
         self._news.set()
         if self._task:
@@ -103,15 +104,15 @@ class PickBatcher:
         deadline: float,
         paid_by: str = "",
     ) -> Pick | None:
-        """Places a request in token ids; None: the router shall do it all.
+        """Place a request in token ids, or return None if the router must serve it by Generate.
 
         Args:
-            avoid: engines that refused it just now.
-            deadline: on the event loop's clock.
-            paid_by: the first ticket of the answer that the request goes on with.
+            avoid: engines that just refused the request.
+            deadline: time on the event loop's clock.
+            paid_by: the first ticket of the answer that the request continues.
 
         Raises:
-            ServiceError: INTERNAL, the router's answer makes no sense or it could not be asked.
+            ServiceError: INTERNAL, the router's answer is not valid or it could not be asked.
         """
         now = asyncio.get_running_loop().time()
         if now < self._off_until or self._is_closing:
@@ -126,11 +127,11 @@ class PickBatcher:
             return None
 
     def on_accepted(self, pick: Pick) -> None:
-        """Its engine answered Accepted."""
+        """Record that the engine answered Accepted."""
         self._note(self._accepted, pick)
 
     def on_ended(self, pick: Pick) -> None:
-        """Its request ended, or will not be sent."""
+        """Record that the request ended, or will not be sent."""
         self._note(self._ended, pick)
 
     def _note(self, reports: list[int], pick: Pick) -> None:
@@ -158,7 +159,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait a moment for a request that the reports can go with."""
+        """Wait a moment for a request to send the reports with."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -174,7 +175,7 @@ class PickBatcher:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._off_until = asyncio.get_running_loop().time() + OFF_S
             _leave(pending)
-        except Exception as error:  # whatever it is, those who come next must be served
+        except Exception as error:  # even a bug must not stop later requests
             log.exception("pick failed")
             _fail(pending, error)
         except asyncio.CancelledError:
@@ -196,12 +197,12 @@ class PickBatcher:
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._keep(accepted, ended)  # whatever else it is, the router may have read them
+                self._keep(accepted, ended)  # after any other error the router may have read them
             raise
         self._deal(groups, response)
 
     def _keep(self, accepted: list[int], ended: list[int]) -> None:
-        """Keep reports for the next call: a tenant's place is not free before."""
+        """Keep reports for the next call, because a tenant's place is not free before."""
         self._accepted = (accepted + self._accepted)[:MAX_REPORTS]
         self._ended = (ended + self._ended)[:MAX_REPORTS]
 
@@ -210,15 +211,15 @@ class PickBatcher:
         for group in groups:
             places = _places(len(group), answers, response.engines)
             for request in group:
-                pick = next(places, None)  # what the answer leaves out goes to the router
+                pick = next(places, None)  # requests without an answer go to the router
                 if not request.placed.done():
                     request.placed.set_result(pick)
-                elif pick:  # whoever wanted it has gone
+                elif pick:  # the caller has gone
                     self._ended.append(pick.id)
 
 
 def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
-    """Group requests that may share a ticket; what depends on an engine stays by itself."""
+    """Group requests that may share a ticket. A request that depends on an engine stays alone."""
     groups: dict[object, list[_PendingPick]] = {}
     for request in pending:
         priced = request.priced
@@ -244,7 +245,7 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Take the answers to so many like requests; each as often as it is for."""
+    """Yield a place for each of several like requests, from answers that may cover several."""
     while count > 0 and (placed := next(answers, None)):
         pick = _pick(placed, engines)
         for _ in range(min(count, placed.count or 1)):
@@ -292,11 +293,11 @@ def _fail(pending: list[_PendingPick], error: Exception) -> None:
 
 
 MAX_PICKS = 3
-"""Engines that are tried before the router is asked to do it all."""
+"""Maximum number of engines that are tried before the router serves the request."""
 MAX_ENGINES = 256
-"""Channels kept open."""
+"""Maximum number of channels that are kept open."""
 CLOSING_S = 60.0
-"""Seconds that an answer has to end on a channel that is being closed."""
+"""Seconds within which an answer must end on a channel that is being closed."""
 ANOTHER_MAY = frozenset(
     {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -309,10 +310,10 @@ ANOTHER_MAY = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-"""Status codes of an engine where another engine, or the router, may succeed."""
+"""Status codes of an engine after which another engine, or the router, may succeed."""
 
 ANOTHER_MAY_GO_ON = ANOTHER_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""Status codes with which an answer breaks off where another may go on with it."""
+"""Status codes of a broken answer that another engine may continue."""
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 _NOT_NOW = frozenset({"DRAINING", "NO_ENGINE"})
@@ -322,13 +323,13 @@ Stream = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class Client:
-    """Speaks with one service.
+    """A client of one service.
 
     Args:
-        router: `host:port` of its router, gRPC.
-        metadata: sent with every call to the router, such as ("authorization", "Bearer KEY").
+        router: `host:port` of its router's gRPC API.
+        metadata: sent with every call to the router, for example ("authorization", "Bearer KEY").
         is_direct: False sends everything through the router.
-        credentials: of the connections to router and engines; None for plaintext.
+        credentials: of the connections to router and engines, or None for plaintext.
     """
 
     def __init__(
@@ -345,8 +346,7 @@ class Client:
         self._router = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._batcher = PickBatcher(self._router, self._metadata) if is_direct else None
         self._base_model: str | None = None
-        """Name of the served model; empty where this client may not use it."""
-        """Name of the served model; empty until a request names one."""
+        """Name of the served model (empty if this client may not use it), or None until asked."""
         self._engines: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -357,7 +357,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Reports what ended and closes every connection; answers under way break off."""
+        """Report ended requests, and close every connection. Running answers break off."""
         if self._batcher:
             await self._batcher.close()
         await asyncio.gather(*(channel.close() for channel in self._engines.values()))
@@ -367,10 +367,10 @@ class Client:
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
         """Yield Accepted, then Delta any number of times, then Finished.
 
-        An answer in token ids outlives its engine: another one, or a router, goes on with it.
+        An answer in token ids survives its engine, because another engine or a router continues it.
 
         Raises:
-            ServiceError: the request was refused or failed, as the router would say it.
+            ServiceError: the request was refused or failed, with the router's error.
         """
         answer = _Answer(request, asyncio.get_running_loop().time() + timeout_s)
         while not answer.is_over:
@@ -383,7 +383,7 @@ class Client:
                 await answer.on_loss(error)
 
     async def _attempt(self, answer: "_Answer") -> Events:
-        """The answer, or what is left of it, from an engine or through the router."""
+        """Yield the answer, or the rest of it, from an engine or through the router."""
         async with aclosing(self._direct(answer)) as direct:
             async for event in direct:
                 yield event
@@ -400,7 +400,7 @@ class Client:
             stream.cancel()
 
     async def _direct(self, answer: "_Answer") -> Events:
-        """The answer from an engine; nothing at all when the router shall do it."""
+        """Yield the answer from an engine, or nothing if the router must serve it."""
         request = answer.request
         is_priced = request.WhichOneof("input") == "token_ids" and not request.embed
         if self._batcher is None or not (is_priced and await self._names_base(request.model)):
@@ -425,8 +425,9 @@ class Client:
                 raise
 
     async def _names_base(self, name: str) -> bool:
-        """Whether a request's model is the served one, which every engine computes, and none of its
-        adapters; False also where the router does not say.
+        """Return whether a request's model is the served one, which every engine computes.
+
+        It is False for an adapter, and if the router does not answer.
         """
         if not name:
             return True
@@ -472,7 +473,7 @@ class Client:
             self._batcher.on_ended(pick)
 
     def _engine(self, address: str) -> grpc.aio.Channel:
-        """Its channel; the one used longest ago is closed when there are too many."""
+        """Return an engine's channel. If there are too many, close the least recently used one."""
         channel = self._engines.pop(address, None) or open_channel(address, self._credentials)
         self._engines[address] = channel
         if len(self._engines) > MAX_ENGINES:
@@ -484,16 +485,15 @@ class Client:
 
 
 class _Answer:
-    """One answer on its way, from one server after another.
+    """One answer in progress, from one server after another.
 
     Args:
-        request: as the caller made it.
-        deadline: on the event loop's clock.
+        request: the caller's request.
+        deadline: time on the event loop's clock.
 
-    avoid
-        addresses of engines that refused or lost it, oldest first
-    paid_by
-        the first ticket that an engine took for it
+    Attributes:
+        avoid: addresses of engines that refused or lost the answer, oldest first.
+        paid_by: the first ticket that an engine accepted for the answer.
     """
 
     def __init__(self, request: pb.GenerateRequest, deadline: float) -> None:
@@ -509,14 +509,14 @@ class _Answer:
         self._losses = Losses()
         self._pause_s = FIRST_PAUSE_S
         self._accepted: pb.Accepted | None = None
-        """What the caller has; None before an engine accepted the request."""
+        """The event that the caller has, or None before an engine accepted the request."""
         self._is_resumed = False
-        """Whether another engine went on with it."""
+        """Whether another engine continued the answer."""
         self._held: list[pb.GenerateResponse] | None = None if is_growing(request) else []
-        """Events of answers that are known only at the end."""
+        """Events of answers that are known only at the end, or None for other answers."""
 
     def take(self, event: pb.GenerateResponse) -> Iterator[pb.GenerateResponse]:
-        """Notes an event; yields what the caller may see now."""
+        """Record an event, and yield the events that the caller may see now."""
         match event.WhichOneof("event"):
             case "accepted":
                 self._progress.on_accepted(event.accepted, event.accepted.max_tokens)
@@ -546,10 +546,10 @@ class _Answer:
             yield from self._held
 
     async def on_loss(self, error: ServiceError) -> None:
-        """Prepares to go on elsewhere.
+        """Prepare to continue on another server.
 
         Raises:
-            ServiceError: it cannot be gone on with, or the time is over.
+            ServiceError: the answer cannot be continued, or the time is over.
         """
         progress = self._progress
         is_known = self.request.WhichOneof("input") == "token_ids" and progress.is_whole
@@ -569,7 +569,7 @@ class _Answer:
 
 
 class _NotBegun(Exception):
-    """The engine took nothing: the request may go elsewhere."""
+    """The engine accepted nothing, so the request may go elsewhere."""
 
 
 async def _events(stream: Stream) -> Events:
@@ -585,5 +585,5 @@ def _left(deadline: float) -> float:
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Whether nothing is taken now, and nothing failed."""
+    """Return whether the server refuses requests at present, without a failure."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in _NOT_NOW

@@ -1,8 +1,8 @@
-"""Tickets: a router's signed leave to send a request, or several like ones, straight to an engine.
+"""Tickets: a router's signed permission to send one or several like requests directly to an engine.
 
 A ticket is 54 bytes of claims and their HMAC-SHA256 (RFC 2104) under a key that routers and engines
-share, in URL-safe base64. It names the engine, ends at a time, bounds each request's tokens, and is
-taken as often as it says. The keys are read from a folder at the start and again whenever that
+share, in URL-safe base64. It names the engine, expires, bounds each request's tokens, and states
+how often it may be used. The keys are read from a folder at the start, and again whenever that
 folder changes.
 """
 
@@ -28,7 +28,7 @@ CLOCK_SKEW_S = 5.0
 _CLAIMS = struct.Struct(">2sQQ8sIIBbH16s")
 _VERSION = b"U2"
 _SESSIONLESS = 1 << 15
-"""Bit added to the uses. What older engines know of them is that they are one."""
+"""Bit added to the uses, which older engines read as one use."""
 _MAC_BYTES = 32
 TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
 
@@ -43,8 +43,10 @@ def cache_salt(tenant: str, salt: str = "") -> bytes:
 
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
-    """Return the cache salt of those of a tenant's requests that name `salt`, by the salt of the
-    tenant's requests that name none.
+    """Return the cache salt of a tenant's requests that name `salt`.
+
+    Args:
+        tenant_salt: the cache salt of the tenant's requests that name none.
     """
     if not salt:
         return tenant_salt
@@ -54,8 +56,8 @@ def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
 class TicketError(Exception):
     """The ticket is not valid.
 
-    reason
-        BAD_TICKET or TICKET_EXPIRED
+    Attributes:
+        reason: BAD_TICKET or TICKET_EXPIRED.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -67,20 +69,22 @@ class Claims(NamedTuple):
     """The content of a ticket."""
 
     id: int
-    """64 random bits, by which an engine recognises a ticket that was taken."""
+    """64 random bits, by which an engine recognises a used ticket."""
     expires_ms: int
     """Unix time of the ticket's end, in milliseconds."""
     engine: bytes
-    """Tag of the engine; see `engine_tag`."""
+    """Tag of the engine (`engine_tag`)."""
     prompt_tokens: int
     max_tokens: int
     samples: int
     priority: int
     uses: int = 1
-    """Requests, each of at most this size; 0, in an older router's ticket, means one."""
+    """Number of requests, each of at most this size. 0, in an older router's ticket, means one."""
     is_sessionless: bool = False
-    """The engine leaves out the session that a request names, for tenants' names may be the same,
-    and narrows the ticket's cache salt by the request's."""
+    """Whether the engine ignores a request's session, because tenants may use the same names.
+
+    The engine then narrows the ticket's cache salt by the request's salt.
+    """
     cache_salt: bytes = bytes(CACHE_SALT_BYTES)
     """Cache salt of the tenant that the ticket is for."""
 
@@ -91,7 +95,7 @@ def engine_tag(engine_id: str) -> bytes:
 
 
 class Signer:
-    """Makes tickets with one key, which is prepared once: that is half of a signature's work."""
+    """Makes tickets with one key, which is prepared once to save half of a signature's work."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = hmac.new(key, digestmod="sha256")
@@ -111,10 +115,10 @@ def sign(claims: Claims, key: bytes) -> str:
 
 
 def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> Claims:
-    """Return a ticket's claims if a router signed it for this engine and its time has not passed.
+    """Return a ticket's claims if a router signed it for this engine and it has not expired.
 
     Raises:
-        TicketError: it did not, or it has.
+        TicketError: no router signed it, it is for another engine, or it has expired.
     """
     claims = read(ticket, keys)
     if claims.engine != engine:
@@ -125,10 +129,10 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
 
 
 def read(ticket: str, keys: Sequence[bytes]) -> Claims:
-    """Return a ticket's claims if a router signed it, for whatever engine and time.
+    """Return a ticket's claims if a router signed it, for any engine and time.
 
     Raises:
-        TicketError: no router did.
+        TicketError: no router signed it.
     """
     try:
         raw = base64.b64decode(ticket, altchars=b"-_", validate=True)
@@ -149,10 +153,12 @@ def read(ticket: str, keys: Sequence[bytes]) -> Claims:
 
 
 def load_keys(folder: Path) -> tuple[bytes, ...]:
-    """The keys in a folder, one a file, by the files' names; the last one signs, all verify.
+    """Return the keys in a folder, one per file, ordered by file name.
+
+    The last key signs, and all keys verify.
 
     Raises:
-        ConfigError: there is none, or one is too short to be one.
+        ConfigError: there is no key, or one is too short.
     """
     try:
         paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
@@ -172,35 +178,37 @@ def load_keys(folder: Path) -> tuple[bytes, ...]:
 
 
 class TicketUses:
-    """Counts how often each ticket was used, for as long as that counts.
+    """Counts the uses of each ticket until it expires.
 
     Args:
-        capacity: tickets that are remembered at most.
+        capacity: maximum number of remembered tickets.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._counts: dict[int, tuple[int, float]] = {}
-        """Uses by the ticket's id, and the Unix time in seconds until which they count; in the
-        order of the first use."""
+        """Uses by the ticket's id, and the Unix time in seconds until which they count.
+
+        The order is that of the first use.
+        """
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def has_room_for(self, ticket_id: int) -> bool:
-        """Whether a use of the ticket can be remembered."""
+        """Return whether a use of the ticket can be remembered."""
         return ticket_id in self._counts or len(self._counts) < self._capacity
 
     def count(self, ticket_id: int) -> int:
         return self._counts.get(ticket_id, (0, 0.0))[0]
 
     def add(self, ticket_id: int, until_s: float) -> None:
-        """Count one use more; the time of the first one holds."""
+        """Count one more use. The expiry of the first use stays."""
         count, until_s = self._counts.get(ticket_id, (0, until_s))
         self._counts[ticket_id] = (count + 1, until_s)
 
     def forget(self, now_s: float) -> None:
-        """Forget tickets whose time is over; one behind a longer-lived one waits for that."""
+        """Remove expired tickets. One behind a longer-lived ticket stays until that one expires."""
         while self._counts:
             ticket_id, (_, until_s) = next(iter(self._counts.items()))
             if until_s >= now_s:
@@ -215,7 +223,7 @@ class TicketKeys:
     """Follows a folder of keys.
 
     Args:
-        folder: one key a file.
+        folder: the folder with one key per file.
 
     Raises:
         ConfigError: the folder has no usable key.
@@ -225,7 +233,7 @@ class TicketKeys:
         self._folder = folder
         self._seen = fingerprint((folder,))
         self.all = load_keys(folder)
-        """Keys in use, every one of which verifies."""
+        """Keys in use, all of which verify."""
         self.signer = Signer(self.all[-1])
         self._task: asyncio.Task[None] | None = None
 
@@ -243,6 +251,6 @@ class TicketKeys:
         try:
             self.all = await asyncio.to_thread(load_keys, self._folder)
         except ConfigError as error:
-            log.error("keys not read; those before stay valid", extra={"reason": str(error)})
+            log.error("ticket keys not read; the old ones stay", extra={"reason": str(error)})
         else:
             self.signer = Signer(self.all[-1])

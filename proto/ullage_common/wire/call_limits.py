@@ -1,7 +1,7 @@
 """Bounds a server's calls, and the requests that arrive on them, fairly between their owners.
 
-The owner of a place is a tenant, or a peer's address where the tenant is unknown. An idle call
-costs its client nothing, so no owner keeps a place for long while others need it.
+The owner of a place is a tenant, or a peer's address if the tenant is unknown. An idle call costs
+its client nothing, so no owner keeps a place for long while others need it.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class _Held:
         return place
 
     def remove(self, place: Place) -> bool:
-        """Remove a place; return whether it was there."""
+        """Remove a place, and return whether it was there."""
         of_owner = self._by_owner.get(place.owner, {})
         if place not in of_owner:
             return False
@@ -94,7 +94,7 @@ class CallCount:
         self._by_owner = Counter[str]()
 
     def add(self, owner: str) -> bool:
-        """Count a call; return False, without counting it, if there are too many."""
+        """Count a call, or return False without counting it if there are too many."""
         if self._total >= self._most or self._by_owner[owner] >= self._most // 2:
             return False
         self._total += 1
@@ -113,12 +113,12 @@ class ReceiveRoom:
     """Places for requests that arrive or are parsed. One owner has at most half of them.
 
     Owners that wait take turns. If an owner has more places than one that waits, it loses its
-    oldest place whose request has not come within `grace_s`.
+    oldest place whose request has not arrived within `grace_s`.
 
     Args:
         count: number of places.
         grace_s: seconds for which a place cannot be lost.
-        wait_s: longest wait for a place, seconds.
+        wait_s: maximum wait for a place, seconds.
     """
 
     def __init__(self, count: int, grace_s: float, wait_s: float) -> None:
@@ -147,7 +147,7 @@ class ReceiveRoom:
 
     @contextlib.contextmanager
     def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Mark a held place, within the block, as one whose request has not come.
+        """Mark a held place, within the block, as one whose request has not arrived.
 
         Such a place may be lost to others.
         """

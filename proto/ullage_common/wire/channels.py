@@ -6,8 +6,10 @@ Servers share the bounds and the keepalive of their clients (`servers.py`), so t
 import grpc
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Largest message of a server. A tokenizer.json with a 200k vocabulary is about 30 MB, and prompts
-and tokens are far smaller."""
+"""Maximum size of a server's message.
+
+A tokenizer.json with a 200k vocabulary is about 30 MB. Prompts and tokens are far smaller.
+"""
 KEEPALIVE_MS = 20_000
 """Milliseconds between two keepalive pings."""
 
@@ -30,11 +32,11 @@ CHANNEL_OPTIONS = (
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """Open a channel to `host:port`; it connects lazily and reconnects by itself.
+    """Open a channel to `host:port`, which connects lazily and reconnects by itself.
 
     Args:
         credentials: None for plaintext.
-        server_name: name that the server's certificate must have; empty for the target's host.
+        server_name: name in the server's certificate (empty for the target's host).
     """
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)

@@ -1,8 +1,8 @@
-"""Keeps the tokens of an answer that were received, so that another engine can go on with it.
+"""Keeps the received tokens of an answer, so that another engine can continue it.
 
 A reader of an engine's answer, which is a router or a client with tickets, keeps a `Progress` for
-it. Beam searches and the best of several answers are known only at their end. So nothing of them is
-kept, and a lost one starts from the beginning.
+it. Beam searches and the best of several answers are known only at their end. Nothing of them is
+kept, so a lost one starts from the beginning.
 """
 
 from dataclasses import dataclass, field
@@ -14,14 +14,13 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
-"""Losses without a new token between them after which a request is given up as their likely
-cause."""
+"""Consecutive losses without a new token after which a request is given up as their cause."""
 MAX_LOSSES = 16
-"""Losses in total after which a request is given up."""
+"""Total losses after which a request is given up."""
 MAX_BREAKAGES = 2
-"""Engines that reported to break over the request, after which it is given up."""
+"""Number of engines that broke on the request, after which it is given up."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-"""Reasons with which engines report that."""
+"""Reasons in errors of engines that broke on a request."""
 
 
 @dataclass(slots=True)
@@ -38,7 +37,7 @@ class Progress:
     """The output of one request so far.
 
     Args:
-        request: the request as it came. If it has a continuation, the output begins with that.
+        request: the request as it arrived. If it has a continuation, the output begins with that.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -49,7 +48,7 @@ class Progress:
         self.is_accepted = False
         """Whether an engine accepted the request here."""
         self.max_tokens = 0
-        """Granted output limit of each answer; 0 before the request is accepted."""
+        """Granted output limit of each answer (0 before the request is accepted)."""
         self.fingerprints: tuple[str, ...] = ()
         """Fingerprints of the engines that generated tokens, in order."""
         self._fingerprint = ""
@@ -84,7 +83,7 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the ids of all tokens are known, so that another engine can go on."""
+        """Whether the ids of all tokens are known, so that another engine can continue."""
         num_ids = sum(len(answer.token_ids) for answer in self._answers)
         return not self._is_growing or self.num_tokens == num_ids
 
@@ -133,7 +132,7 @@ class Progress:
             self._answers[finished.sample].reason = finished.reason
 
     def on_loss(self) -> None:
-        """Drop an answer that cannot be continued: it will come again from the beginning."""
+        """Drop an answer that cannot be continued and will start from the beginning."""
         if not self._is_growing:
             self.num_tokens = 0
             self.fingerprints = ()
@@ -176,7 +175,7 @@ class Losses:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether engines may break over the request. It should then run its next prompt alone."""
+        """Whether engines may break on the request. Its next prompt should then run alone."""
         return self._stalled >= MAX_STALLED_LOSSES - 1
 
     @property
@@ -200,5 +199,5 @@ def _begins_anew(engine: str) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNIMPLEMENTED,
         "CONTINUATION_UNKNOWN",
-        f"engine {engine} cannot go on with another one's answer; update it",
+        f"engine {engine} cannot continue another engine's answer; update it",
     )

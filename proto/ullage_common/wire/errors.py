@@ -1,4 +1,4 @@
-"""The one error that crosses the wire, and its conversion to and from google.rpc details."""
+"""The only error that crosses the wire, and its conversion to and from google.rpc details."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class ServiceError(Exception):
         reason: stable name in UPPER_SNAKE_CASE for programs (google.rpc.ErrorInfo.reason).
         message: one sentence for people, with the field, the value and the remedy.
         metadata: facts as strings, such as field, needed_bytes, available_bytes.
-        retry_after_s: seconds after which to retry; None when retrying cannot help.
+        retry_after_s: seconds after which to retry, or None when retrying cannot help.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
     # gRPC's retry logic reads this trailer and not RetryInfo. -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
     trailers = (*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback)))
-    # If the client has gone, the task is cancelled here. gRPC never frees an answer that it cannot
-    # send.
+    # If the client has gone, the task is cancelled here, because gRPC never frees an answer that it
+    # cannot send.
     await asyncio.sleep(0)
     try:
         await context.abort(status.code, status.details, trailers)
@@ -90,8 +90,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
 def _release(aborted: grpc.aio.AbortError, task: object) -> None:
     """Drop the frames of the exception that ended a call.
 
-    gRPC keeps the exception with the call, and the frames refer to the call. Without this the call
-    and its request would stay until the next full search for garbage, which is rare.
+    gRPC keeps the exception with the call, and the frames refer to the call. Without this, the call
+    and its request would stay until the next full garbage collection, which is rare.
     """
     aborted.__traceback__ = None
     aborted.__context__ = None

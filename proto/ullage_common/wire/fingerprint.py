@@ -1,7 +1,7 @@
 """Fingerprints of engines: a digest of everything that decides the bits of their answers.
 
-Engines with the same digest compute the same numbers from the same tokens. So they may share KV and
-continue each other's answers. The facts behind the digest tell how two engines differ.
+Engines with the same digest compute the same numbers from the same tokens. They may therefore share
+KV and continue each other's answers. The facts behind the digest show how two engines differ.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ DIGEST_DIGITS = 24
 _KEY_DIGITS = 12
 """Digits of an adapter's digest in its key."""
 _SHOWN = 3
-"""Most engines that are named of each kind."""
+"""Maximum number of engines that are named for each value."""
 _UNREPORTED = "fingerprint"
 """Name of the difference between engines that report a fingerprint and those that do not."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """A digest with the facts that it is made of."""
+    """A digest, and the facts that it covers."""
 
     digest: str = ""
-    """Hexadecimal digits; empty where unknown, as for an engine of an earlier release."""
+    """Hexadecimal digits (empty where unknown, as for an engine of an earlier release)."""
     facts: dict[str, str] = {}
     """Facts that decide bits, by name."""
 
@@ -92,7 +92,7 @@ def with_adapter(fingerprint: str, key: str) -> str:
     """Return the fingerprint of an engine's answers with a version of an adapter.
 
     Args:
-        fingerprint: the engine's fingerprint without an adapter; empty where unknown.
-        key: the adapter's key (`adapter_key`); empty for no adapter.
+        fingerprint: the engine's fingerprint without an adapter (empty where unknown).
+        key: the adapter's key (`adapter_key`) (empty for no adapter).
     """
     return f"{fingerprint}/{key}" if fingerprint and key else fingerprint

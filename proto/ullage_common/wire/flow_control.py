@@ -43,7 +43,7 @@ class SendPace:
     """The pace at which tokens of one sample are sent."""
 
     pause_s: float = 0.0
-    """Seconds between two ticks; 0 to send each token when it comes."""
+    """Seconds between two ticks (0 to send each token at once)."""
     max_tokens: int = 1
     """Number of tokens that are sent without waiting for a tick."""
 
@@ -100,7 +100,7 @@ class SendWindow:
                 self._send_now(merge_deltas(pending.take()))
 
     def drop(self) -> None:
-        """Drop all pending deltas, since the reader has gone."""
+        """Drop all pending deltas, because the reader has gone."""
         for pending in self._samples.values():
             pending.take()
 

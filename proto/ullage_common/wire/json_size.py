@@ -37,7 +37,7 @@ class JsonCounter:
     Args:
         field: the request's field, for errors.
         limits: limits of all texts together.
-        name: name of the texts, for errors; empty for the field's name.
+        name: name of the texts, for errors (empty for the field's name).
     """
 
     def __init__(self, field: str, limits: JsonLimits, name: str = "") -> None:
@@ -62,7 +62,7 @@ class JsonCounter:
             start = end
 
     def _add_block(self, block: bytes, is_inside: bool) -> bool:
-        """Count a block that splits no escape; return whether it ends inside a string."""
+        """Count a block that splits no escape, and return whether it ends inside a string."""
         if b"\\" in block:
             block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = block.split(b'"')

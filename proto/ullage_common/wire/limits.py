@@ -39,10 +39,10 @@ MAX_SCHEMA_DEPTH = 64
 
 
 class Range:
-    """An interval of numbers. NaN is in none.
+    """An interval of numbers, which never contains NaN.
 
-    Numbers arrive as float32 with about seven digits, in which 0.01 is a little smaller. So they
-    are rounded to seven digits first.
+    Numbers arrive as float32 with about seven digits, in which 0.01 is slightly smaller. They are
+    therefore rounded to seven digits first.
     """
 
     def __init__(self, low: float, high: float, low_open: bool = False) -> None:

@@ -4,7 +4,7 @@ import msgspec
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one pool, as one router sees it."""
+    """The load of one pool from the view of one router."""
 
     ready: int
     """Number of engines that report to be ready."""

@@ -10,10 +10,12 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 MAX_PARTS = 1 << 17
-"""Most fields and entries of a message, nested ones included: twice 8192 turns with as many
-calls."""
+"""Maximum fields and entries of a message, including nested ones.
+
+This is twice 8192 turns with as many calls.
+"""
 LIGHT_PARTS = 1024
-"""The same for a light message, which is parsed on the event loop."""
+"""Maximum fields and entries of a light message, which is parsed on the event loop."""
 LIGHT_PACKED_BYTES = 1 << 20
 """Most bytes of all lists of numbers in a light message."""
 MAX_DEPTH = 32
@@ -45,7 +47,7 @@ def is_light(data: bytes, descriptor: Descriptor) -> bool:
 
 
 def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_bytes: int) -> str:
-    """Return the bound that a message exceeds, in words; empty if it exceeds none."""
+    """Return the bound that a message exceeds, in words (empty if it exceeds none)."""
     num_parts = 0
     packed_bytes = 0
     waiting: list[tuple[int, int, Descriptor, int]] = [(0, len(data), descriptor, 0)]
@@ -95,7 +97,7 @@ def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_byte
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a varint and the index after it; the index is -1 if there is no varint."""
+    """Return a varint and the index after it, which is -1 if there is no varint."""
     value = 0
     shift = 0
     while 0 <= at < end and shift < 70:
@@ -109,5 +111,5 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _num_numbers(packed: bytes) -> int:
-    """Return the numbers of a packed list; an upper bound for numbers of fixed size."""
+    """Return the count of numbers in a packed list (an upper bound for numbers of fixed size)."""
     return len(packed.translate(None, _LAST_BYTES))

@@ -28,9 +28,9 @@ from ullage_common.wire.flow_control import SendPace, SendWindow
 from ullage_common.wire.request_guard import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 
 MAX_BATCH = 256
-"""Most responses in one message, which so stays far below the longest that gRPC takes."""
+"""Maximum responses in one message, which keeps it far below gRPC's limit."""
 MAX_REFUSED_TICKETS = 32
-"""Calls refused in a row for their tickets after which a stream ends."""
+"""Consecutive calls refused for their tickets after which a stream ends."""
 TURN_CALLS = 16
 """Calls that are begun or ended before the event loop serves others."""
 TURN_ENTRIES = 2048
@@ -58,7 +58,7 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
     stream = _Stream(generate)
     sending = asyncio.create_task(stream.send_all(context), name="multiplex sender")
     try:
-        # By this the router knows that the engine serves the method.
+        # The metadata shows the router that the engine serves the method.
         await context.send_initial_metadata(())
         while isinstance(request := await context.read(), pb.MultiplexRequest):
             await stream.take(request)
@@ -183,7 +183,7 @@ class _Stream:
         context.task = None  # breaks a cycle: a cancelled task's traceback holds the context
 
     async def _run(self, call: pb.MultiplexCall, context: "CallContext") -> None:
-        status = status_pb2.Status(code=code_pb2.CANCELLED, message="the engine cancelled it")
+        status = status_pb2.Status(code=code_pb2.CANCELLED, message="the engine cancelled the call")
         try:
             status = await self._outcome(call.request, context)
         finally:
@@ -264,7 +264,7 @@ class CallContext:
             self.task.cancel()
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the time limit; None without a limit."""
+        """Return the seconds until the time limit, or None without a limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:

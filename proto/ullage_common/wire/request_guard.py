@@ -30,33 +30,37 @@ if TYPE_CHECKING:  # generic in its type stubs alone
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 MAX_REQUEST_BYTES = 8 << 20
-"""Longest serialized request that is parsed."""
+"""Maximum size of a serialized request, bytes."""
 SMALL_REQUEST_BYTES = 16 << 10
-"""Longest serialized request whose parts are not counted."""
+"""Maximum size of a serialized request whose parts are not counted, bytes."""
 MAX_RECEIVED_AT_ONCE = 32
-"""Requests that arrive on a server at one time, each of at most MAX_RECEIVED_BYTES. A tenant, or a
-peer where there are no tenants, has at most half of the places."""
+"""Requests that may arrive on a server at one time, each of at most MAX_RECEIVED_BYTES.
+
+A tenant, or a peer if the tenant is unknown, has at most half of the places.
+"""
 MAX_RECEIVED_PUBLIC = 8
 """Requests of public methods that arrive at one time."""
 PLACE_TIMEOUT_S = 20.0
-"""Longest wait for a place to receive a request, seconds; as long as over HTTP."""
+"""Maximum seconds of a wait for a place to receive a request, as over HTTP."""
 PLACE_GRACE_S = 5.0
 """Seconds for which a request may keep arriving while others wait for its place."""
 RECEIVE_TIMEOUT_S = 30.0
-"""Seconds within which a request must arrive once it has a place; as long as over HTTP."""
+"""Seconds within which a request must arrive once it has a place, as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
-"""The same for public methods, whose requests are small."""
+"""Seconds within which a request of a public method must arrive, since it is small."""
 STREAM_TIMEOUT_S = 30.0
-"""Longest stream to a public method (reflection), seconds."""
+"""Maximum duration of a stream to a public method (reflection), seconds."""
 MAX_CALLS = 4096
-"""Calls that a server has at one time. A tenant, or a peer where there are no tenants, has at most
-half of them."""
+"""Maximum number of concurrent calls of a server.
+
+A tenant, or a peer if the tenant is unknown, has at most half of them.
+"""
 MAX_PUBLIC_CALLS = 512
-"""Calls of public methods that a server has in addition, such as watches of health and headroom."""
+"""Maximum number of additional calls of public methods, for example watches of health."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Admit = Callable[[str, Mapping[str, str]], str | None]
-"""Return the tenant of a call by its method and metadata; None for a public method. Raise
+"""Return the tenant of a call by its method and metadata, or None for a public method. Raise
 ServiceError to refuse the call."""
 Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
 """Run a function that handles so many bytes of a tenant, off the event loop if they are many."""
@@ -205,10 +209,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return stream, stream
 
     async def _parse_apart(self, parse: Any, tenant: str, context: Context, data: bytes) -> Any:
-        """Parse a message of a stream; one of many parts has a place, away from the event loop.
+        """Parse a message of a stream, in a place off the event loop if it has many parts.
 
         Raises:
-            ServiceError: it has no place in time, has too many parts, or cannot be read.
+            ServiceError: the message has no place in time, has too many parts, or cannot be read.
         """
         kind = getattr(parse, "__self__", None)
         work = partial(_parse, parse, kind, getattr(kind, "__name__", "request"), data)
@@ -279,7 +283,7 @@ class _RequestStream:
             yield request
 
     async def read(self) -> Any:
-        """Return the next request; EOF after the last one.
+        """Return the next request, or EOF after the last one.
 
         Raises:
             ServiceError: the request has too many parts, or cannot be parsed.
@@ -391,7 +395,7 @@ def calls_full() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CALLS_FULL",
-        "the server has as many calls as it takes of you or of all; end some, or retry",
+        "the server has reached its limit of calls, for you or in total; end some, or retry",
         retry_after_s=1,
     )
 
@@ -400,7 +404,7 @@ def _bodies_full() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
-        "requests that arrive have all places; retry",
+        "too many requests are arriving at once; retry",
         retry_after_s=1,
     )
 

@@ -25,8 +25,10 @@ from ullage_common.wire.request_guard import (
 )
 
 MAX_RECEIVED_BYTES = 16 * 1024 * 1024
-"""Largest message that gRPC receives. It is above the guard's bound, because only the guard's
-refusal has details."""
+"""Maximum size of a message that gRPC receives.
+
+It is above the guard's bound, because only the guard's refusal has details.
+"""
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -37,13 +39,15 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # A second program on the port is an error; gRPC would share the port with it.
+    # A second program on the port is an error. By default gRPC would share the port with it.
     ("grpc.so_reuseport", 0),
 )
 NARROW_WINDOWS = (("grpc.http2.bdp_probe", 0),)
-"""Options of a server that takes calls from anybody. Flow-control windows that grow with a
-connection's speed would let in megabytes of calls that nobody reads yet. A message that is being
-read always gets a window of its own length."""
+"""Options of a server that takes calls from anybody.
+
+Flow-control windows that grow with a connection's speed would admit megabytes of calls that nobody
+reads yet. A message that is being read always gets a window of its own length.
+"""
 
 LIVENESS = "liveness"
 READINESS = "readiness"
@@ -54,10 +58,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def bind(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
 ) -> int:
-    """Bind a server to an address and return the port that it will listen on.
+    """Bind a server to an address, and return the port that it will listen on.
 
     Args:
-        address: `host:port`; port 0 for any free port.
+        address: `host:port`, with port 0 for any free port.
         credentials: None for plaintext.
 
     Raises:
@@ -75,7 +79,7 @@ def new_server(
     """Create a server without services and ports, which refuses requests that it cannot read.
 
     Args:
-        guard: admits calls; None lets everybody call everything.
+        guard: admits calls, or None to let everybody call everything.
         options: options in addition to SERVER_OPTIONS.
     """
     server = Server(

@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A certificate with its key, and the authority that it trusts, in PEM."""
+    """A certificate with its key, and the authority to trust, in PEM."""
 
     certificate: bytes
     key: bytes
     ca: bytes | None
-    """None where peers need no certificate."""
+    """The authority's certificate, or None if peers need no certificate."""
     expires: datetime.datetime
     """Expiry of the certificate, UTC."""
 
@@ -58,7 +58,7 @@ def read_material(folder: Path, ca_folder: Path | None, now: datetime.datetime) 
 
     Args:
         folder: the folder of the certificate and its key.
-        ca_folder: the folder of `ca.crt`; None where peers are not verified.
+        ca_folder: the folder of `ca.crt`, or None where peers are not verified.
         now: the present, UTC.
 
     Raises:
@@ -121,13 +121,15 @@ def _check_dates(path: Path, certificate: x509.Certificate, now: datetime.dateti
 
 
 class Certificates:
-    """The material of a folder, reloaded when it changes. Broken files never replace valid ones.
+    """The certificate and key of a folder, reloaded when they change.
+
+    Broken files never replace valid ones.
 
     Args:
         folder: the folder of the certificate and its key.
-        ca_folder: the folder of the authority that peers' certificates must have; None where peers
-            need no certificate.
-        on_change: called when new material is in use.
+        ca_folder: the folder of the authority that peers' certificates must have, or None where
+            peers need no certificate.
+        on_change: called when a new certificate is in use.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Certificates:
         self._material: Material | None = None
         self._context: ssl.SSLContext | None = None
         self.problem = ""
-        """Reason why the newest files are not used."""
+        """Why the latest files are not used (empty if they are)."""
 
     async def start(self) -> None:
         """Load the files and follow their changes.
@@ -161,7 +163,7 @@ class Certificates:
 
     @property
     def material(self) -> Material:
-        """The newest valid material."""
+        """The latest valid certificate and key."""
         assert self._material, "not started"
         return self._material
 
@@ -223,7 +225,7 @@ class Certificates:
             loaded = await asyncio.to_thread(self._load)
         except ConfigError as error:
             self.problem = str(error)
-            log.error("certificate not read; the one before stays", extra={"reason": str(error)})
+            log.error("certificate not read; the old one stays", extra={"reason": str(error)})
             return
         self._use(loaded)
         self._on_change()
@@ -257,7 +259,7 @@ def _client_hello() -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     sent = ssl.MemoryBIO()
-    # Without a host name, since no certificate will be checked.
+    # There is no host name, because no certificate will be checked.
     context.check_hostname = False
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()

@@ -1,7 +1,7 @@
 """Validates a GenerateRequest of any protocol.
 
 Routers and engines share these checks, so they refuse the same values with the same errors. Checks
-that depend on the model, such as its vocabulary, are their own.
+that depend on the model, for example on its vocabulary, are in each of them.
 """
 
 import math

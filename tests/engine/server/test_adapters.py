@@ -312,7 +312,7 @@ def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     for name, adapters in (("sql", adapter), ("m", f"{adapter}, {adapter}")):
         path.write_text(f"model: {{source: 'file:///m', name: {name}}}\nadapters: [{adapters}]\n")
-        with pytest.raises(ConfigError, match=r"adapters\[\d\]\.name is 'sql', which the model or"):
+        with pytest.raises(ConfigError, match=r"adapters\[\d\]\.name is 'sql', the name of"):
             read_file(path, EngineConfig)
 
 
@@ -346,8 +346,8 @@ def test_adapters_that_neither_engine_serves_are_refused_by_field(
     assert main(["--config", str(path)]) == 2
     assert capsys.readouterr().err == (
         "error: adapters: the native engine serves none; remove them, or change what vLLM "
-        "refuses: model.quantization: int8 is the native engine's; with vLLM set fp8, or name a "
-        "checkpoint that is quantised itself\n"
+        "refuses: model.quantization: only the native engine has int8; with vLLM set fp8, or use a "
+        "quantised checkpoint\n"
     )
 
 

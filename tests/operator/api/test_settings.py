@@ -78,7 +78,7 @@ def test_only_operators_of_the_own_namespace_are_let_in(manifest):
     ],
 )
 def test_a_wrong_collector_is_named(given):
-    with pytest.raises(SystemExit, match=r"ULLAGE_TRACING_ENDPOINT.*(no URL|Invalid enum value)"):
+    with pytest.raises(SystemExit, match=r"ULLAGE_TRACING_ENDPOINT.*(not a URL|Invalid enum)"):
         Settings.from_env(given)
 
 

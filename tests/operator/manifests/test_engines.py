@@ -266,7 +266,7 @@ def test_secrets_and_what_goes_past_the_ledger_are_refused(
 
 @pytest.mark.parametrize("name", ["max-model-len", "--seed", "a b", ""])
 def test_what_cannot_be_an_argument_is_refused(make_plan: MakePlan, name: str) -> None:
-    with pytest.raises(InvalidManifest, match=f"spec.vllm: args.{name} is no argument of vLLM"):
+    with pytest.raises(InvalidManifest, match=f"spec.vllm: args.{name} is not an argument of vLLM"):
         make_plan(vllm={"args": {name: 1}})
 
 
@@ -380,8 +380,8 @@ IMAGE = "set vllmEngineImage or spec.image"
 ELSE_IMAGE = f"the native engine serves no adapters: {IMAGE}"
 INT8 = {"model": MODEL | {"quantization": "Int8"}}
 NOT_INT8 = (
-    "vLLM refuses model.quantization: int8 is the native engine's; with vLLM set fp8, or name a "
-    "checkpoint that is quantised itself"
+    "vLLM refuses model.quantization: only the native engine has int8; with vLLM set fp8, or use a "
+    "quantised checkpoint"
 )
 
 
@@ -409,7 +409,7 @@ NOT_INT8 = (
             {"memory": {"hostKV": "1Gi"}},
             True,
             True,
-            "native: vLLM refuses memory.hostKV: vLLM computes preempted requests again; set 0, "
+            "native: vLLM refuses memory.hostKV: vLLM recomputes preempted requests; set 0, "
             "or choose the native engine",
         ),
         (LORA, False, None, f"vllm if HERE has vLLM; {ELSE_IMAGE} if it does not"),

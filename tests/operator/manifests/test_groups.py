@@ -353,5 +353,7 @@ def test_an_engine_refuses_nodes_with_unequal_parts() -> None:
     model = {"source": "file:///m", "name": "m"}
     config = {"model": model, "engine": "vllm", "gpus": 4, "group": {"nodes": 2}}
     assert msgspec.convert(config, EngineConfig).group.nodes == 2
-    with pytest.raises(msgspec.ValidationError, match=r"gpus 3 is no multiple of group\.nodes 2"):
+    with pytest.raises(
+        msgspec.ValidationError, match=r"gpus 3 is not a multiple of group\.nodes 2"
+    ):
         msgspec.convert(config | {"gpus": 3}, EngineConfig)

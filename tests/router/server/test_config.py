@@ -49,7 +49,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("queue, route", "queue, rout", ["rout", "$.routing.ladder"]),
         ("queue, route", "queue, queue", ["twice"]),
         ("queue, route, reject", "queue, reject, route", ["put reject last"]),
-        ("rungs: {}", "rungs: {route: {pools: [huge]}}", ["huge", "none of the pools"]),
+        ("rungs: {}", "rungs: {route: {pools: [huge]}}", ["huge", "not among the pools"]),
         ("rungs: {}", "rungs: {reject: {min_retry_delay: 9, max_retry_delay: 2}}", ["9", "2"]),
         ("rungs: {}", "rungs: {shrink_output: {min_percent: 150}}", ["shrink_output.min_percent"]),
         ("name: large", "name: single", ["share a name"]),
