@@ -44,21 +44,21 @@ MEMORY = Row(
     [
         Panel(
             "Headroom",
-            "KV that a new request may take, of each engine. At zero routers send it nothing.",
+            "KV that new requests may take, by engine. At zero, routers send the engine nothing.",
             "bytes",
             [per_engine("ullage_memory_headroom_bytes")],
         ),
         Panel(
             "KV in use",
-            "Share of the pool; near 1 is what it is there for, while nothing is preempted.",
+            "Share of the KV pool in use. Near 1 is good as long as no sequences are preempted.",
             "percentunit",
             [per_engine("ullage_kv_used_ratio")],
             most=1,
         ),
         Panel(
             "Pressure and boost off",
-            "Degrade level, 0 none and 1 the mildest; the share of the largest batch that may run, "
-            "and 1 where GPUs' heat or power lowered it.",
+            "Degrade level (0 none, 1 the mildest), the share of the largest batch that may run, "
+            "and 1 while heat or power lowers that share.",
             "none",
             [
                 gauge("ullage_engine_pressure_level", where=ENGINES, how="max"),
@@ -68,8 +68,8 @@ MEMORY = Row(
         ),
         Panel(
             "Reserved, withheld, pool",
-            "KV promised and not allocated yet, headroom withheld as another process took memory "
-            "of the device, and the whole pool.",
+            "KV that is reserved but not allocated yet, headroom withheld because another process "
+            "took device memory, and the size of the pool.",
             "bytes",
             [
                 gauge("ullage_kv_committed_bytes", where=ENGINES),
@@ -79,13 +79,13 @@ MEMORY = Row(
         ),
         Panel(
             "Waste",
-            "Share of the KV in use that holds no tokens: the ends of last blocks.",
+            "Share of the KV in use without tokens, which is the unused end of each last block.",
             "percentunit",
             [per_engine("ullage_kv_waste_ratio")],
         ),
         Panel(
             "Sessions",
-            "KV that sessions keep between requests, and how many they are.",
+            "KV that sessions keep between requests, and the number of sessions.",
             "bytes",
             [
                 gauge("ullage_session_bytes", where=ENGINES),
@@ -99,19 +99,20 @@ STEPS = Row(
     [
         Panel(
             "Time of a step",
-            "Everything that is generated takes one: the median is the time between two tokens.",
+            "Every generated token takes a step, so the median is the time between two tokens.",
             "s",
             quantiles(STEP, ENGINES),
         ),
         Panel(
             "Sequences of a step",
-            "The batch: its mean, and its 95th percentile. batching.maxSequences bounds it.",
+            "Mean and 95th percentile of the batch size, which batching.maxSequences bounds.",
             "none",
             [mean("mean", SEQUENCES, ENGINES), quantile("p95", 0.95, SEQUENCES, ENGINES)],
         ),
         Panel(
             "Tokens of a step",
-            "Of prompts and of output. batching.prefillChunkTokens bounds those of prompts.",
+            "Prompt and output tokens in a step. batching.prefillChunkTokens bounds those of "
+            "prompts.",
             "none",
             [
                 mean("mean", "ullage_step_tokens", ENGINES),
@@ -120,14 +121,14 @@ STEPS = Row(
         ),
         Panel(
             "Batch size changes",
-            "Steps with more sequences than the one before, and with fewer.",
+            "Steps with more sequences than the previous one, and with fewer.",
             "ops",
             [all_of("ullage_batch_size_changes_total", "direction")],
         ),
         Panel(
             "Latency over batch size",
             "Each point is a moment: sequences of a step, and the 95th percentile of the time "
-            "between two tokens. It should rise slowly; where it turns is the largest useful "
+            "between two tokens. The curve should rise slowly. Its bend is the largest useful "
             "batching.maxSequences.",
             "s",
             [
@@ -138,8 +139,8 @@ STEPS = Row(
         ),
         Panel(
             "Knee",
-            "Each point is a moment: sequences running, and tokens a second. Right of the knee "
-            "more sequences bring no more tokens.",
+            "Each point is a moment: running sequences, and tokens a second. To the right of the "
+            "knee more sequences bring no more tokens.",
             "none",
             [
                 Query("running", f"sum(ullage_requests_running{{{ENGINES}}})"),
@@ -149,8 +150,8 @@ STEPS = Row(
         ),
         Panel(
             "Draft tokens",
-            "Of speculation (batching.numSpeculativeTokens): checked, and those that answers "
-            "got. Where these are few, set 0.",
+            "Tokens of speculation (batching.numSpeculativeTokens) that were checked, and those "
+            "that were accepted. If few are accepted, set 0.",
             "none",
             [
                 all_of("ullage_spec_decode_draft_tokens_total"),
@@ -164,32 +165,33 @@ LATENCY = Row(
     [
         Panel(
             "Queue time",
-            "From acceptance to the step that computes the prompt's first tokens.",
+            "Time from acceptance to the step that computes the prompt's first tokens.",
             "s",
             quantiles("ullage_request_queue_time_seconds", ENGINES),
         ),
         Panel(
             "Time to first token",
-            "From acceptance by the engine: queue time and prefill.",
+            "Time from acceptance by the engine, which is queue time and prefill.",
             "s",
             quantiles("ullage_time_to_first_token_seconds", ENGINES),
         ),
         Panel(
             "Between two tokens",
-            "Of one request. 0.25 s is 4 tokens a second, which people read at least.",
+            "Time between two tokens of a request. At 0.25 s a stream has 4 tokens a second, the "
+            "speed of slow readers.",
             "s",
             quantiles(INTER_TOKEN, ENGINES),
             lines=(1 / 13, 1 / 7, 0.25),
         ),
         Panel(
             "Tokens",
-            "Of started prompts, and generated.",
+            "Tokens of started prompts, and generated tokens.",
             "none",
             [all_of("ullage_prompt_tokens_total"), all_of(GENERATED)],
         ),
         Panel(
             "Running and waiting",
-            "Sequences in the batch, and admitted ones that have not started.",
+            "Sequences in the batch, and admitted sequences that have not started.",
             "none",
             [
                 gauge("ullage_requests_running", where=ENGINES),
@@ -198,7 +200,7 @@ LATENCY = Row(
         ),
         Panel(
             "Requests by outcome",
-            "stop and length are answers to their end.",
+            "stop and length are complete answers.",
             "reqps",
             [all_of("ullage_requests_total", "outcome")],
             kind="stack",
@@ -210,32 +212,32 @@ PRESSURE = Row(
     [
         Panel(
             "Preemptions",
-            "Sequences put aside for memory, and those of them whose KV was copied to host memory "
-            "rather than computed again.",
+            "Preempted sequences, and those of them that were swapped to host memory instead of "
+            "recomputed.",
             "ops",
             [all_of("ullage_preemptions_total"), all_of("ullage_swaps_total")],
         ),
         Panel(
             "Swap",
-            "KV copied to host memory and back.",
+            "KV swapped to host memory and back.",
             "Bps",
             [all_of("ullage_swap_out_bytes_total"), all_of("ullage_swap_in_bytes_total")],
         ),
         Panel(
             "Time spent swapping",
-            "Share of time in which KV is copied, beside the bandwidth measured at start.",
+            "Share of time spent on swapping KV. Compare it with the bandwidth measured at start.",
             "percentunit",
             [all_of("ullage_swap_seconds_total")],
         ),
         Panel(
             "Degraded answers",
-            "Answers given less than was asked for, by what was lowered.",
+            "Answers with lower limits than requested, by the limit.",
             "reqps",
             [all_of("ullage_engine_degraded_requests_total", "what", needs="pressure")],
         ),
         Panel(
             "Prefix cache hits",
-            "Share of prompt tokens whose KV was there. Below 0.6 under load is worth a look.",
+            "Share of prompt tokens whose KV was cached. Investigate values below 0.6 under load.",
             "percentunit",
             [ratio("hits", summed_rate(HITS, ENGINES), summed_rate(LOOKED_UP, ENGINES))],
             lines=(0.6,),
@@ -254,8 +256,8 @@ TROUBLE = Row(
     [
         Panel(
             "Trouble",
-            "Workers replaced, starts that failed their proof, steps out of memory, groups of "
-            "ranks lost, NaN: zero when all is well.",
+            "Replaced workers, starts that failed their proof, steps out of memory, lost groups of "
+            "ranks, and NaN. All are zero in a healthy service.",
             "none",
             [
                 all_of("ullage_worker_restarts_total"),
@@ -267,7 +269,8 @@ TROUBLE = Row(
         ),
         Panel(
             "Memory of processes",
-            "The server, and the worker's ranks; on CUDA own bytes of its device.",
+            "Resident memory of the server and of the worker's ranks (on CUDA the bytes of the "
+            "device).",
             "bytes",
             [
                 gauge("ullage_server_resident_bytes", where=ENGINES),
@@ -276,13 +279,14 @@ TROUBLE = Row(
         ),
         Panel(
             "Layers of each rank",
-            "The device map: a model's layers over the ranks of each engine.",
+            "Device map: the layers of the model on each rank of each engine.",
             "none",
             [gauge("ullage_rank_layers", "pod, rank, device", ENGINES)],
         ),
         Panel(
             "Pipeline overlap",
-            "Share of steps begun while later stages computed an earlier one; 0 without stages.",
+            "Share of steps that began while later stages computed an earlier one (0 without "
+            "stages).",
             "percentunit",
             [
                 ratio(
@@ -294,13 +298,13 @@ TROUBLE = Row(
         ),
         Panel(
             "Adapters",
-            "LoRA adapters loaded into a slot, and those that gave way.",
+            "LoRA adapters that were loaded into a slot, and those that were evicted.",
             "ops",
             [all_of("ullage_adapter_loads_total"), all_of("ullage_adapter_unloads_total")],
         ),
         Panel(
             "Certificates end in",
-            "Of each engine; three days are an alert.",
+            "Time to expiry by engine. An alert fires at three days.",
             "s",
             [
                 Query(
@@ -334,7 +338,7 @@ def by_tier(counter: str) -> str:
 TIERS = Dashboard(
     "ullage-tiers",
     "Ullage / Tiers of KV",
-    "What host memory, files and peers spare the devices, and what that costs.",
+    "How much work host memory, files and peers save the devices, and at what cost.",
     [NAMESPACE, LLMSERVICE, POD],
     [
         Row(
@@ -342,14 +346,15 @@ TIERS = Dashboard(
             [
                 Panel(
                     "Tokens found by tier",
-                    "Prompt tokens whose KV was found: device, host memory, peers or files.",
+                    "Prompt tokens whose KV was found on the device, in host memory, at peers or "
+                    "in files.",
                     "none",
                     [rate("ullage_router_cached_tokens_total", "tier")],
                     kind="stack",
                 ),
                 Panel(
                     "Hits by tier",
-                    "Share of the blocks looked for that were read.",
+                    "Share of lookups of blocks that found the block in the tier.",
                     "percentunit",
                     [
                         ratio(
@@ -362,7 +367,7 @@ TIERS = Dashboard(
                 ),
                 Panel(
                     "Fill",
-                    "Share of a tier's capacity that holds KV; full is normal once it is warm.",
+                    "Share of a tier's capacity that holds KV. A warm tier is normally full.",
                     "percentunit",
                     [
                         ratio(
@@ -376,15 +381,15 @@ TIERS = Dashboard(
                 Panel("Blocks read", "By tier.", "ops", [tiers("hits")]),
                 Panel(
                     "Evictions",
-                    "Blocks that made room. Many with few hits: the tier is too small for what is "
-                    "shared.",
+                    "Blocks that were evicted to make room. If they are many and hits few, the "
+                    "tier is too small for the prefixes that requests share.",
                     "ops",
                     [tiers("evictions")],
                 ),
                 Panel(
                     "Found and not loaded",
-                    "Blocks that a tier had and requests did not begin with, by reason: computing "
-                    "them was quicker, or they came too late.",
+                    "Blocks that a tier had but requests did not use, by reason: computing them "
+                    "was quicker, or they came too late.",
                     "ops",
                     [
                         all_of(
@@ -403,14 +408,14 @@ TIERS = Dashboard(
                 Panel("Written", "Bytes a second.", "Bps", [tiers("written_bytes")]),
                 Panel(
                     "Bandwidth while reading",
-                    "Bytes over the time in which something was read. The worker reads host "
-                    "memory, in no time of the server's.",
+                    "Bytes divided by the time in which anything was read. Host memory is missing: "
+                    "the worker reads it, and the server does not measure its time.",
                     "Bps",
                     [ratio("{{tier}}", by_tier("read_bytes"), by_tier("read_seconds"), FILES)],
                 ),
                 Panel(
                     "Time spent",
-                    "Share of time in which something was read or written, by tier.",
+                    "Share of time in which a tier was read or written.",
                     "percentunit",
                     [
                         Query("{{tier}} read", by_tier("read_seconds")),
@@ -419,7 +424,7 @@ TIERS = Dashboard(
                 ),
                 Panel(
                     "Queue",
-                    "Transfers of blocks that wait or are under way.",
+                    "Transfers of blocks that are waiting or running.",
                     "none",
                     [gauge("ullage_kv_tier_queued", "tier", ENGINES)],
                 ),
@@ -436,15 +441,15 @@ TIERS = Dashboard(
             [
                 Panel(
                     "Failures",
-                    "Blocks neither read nor stored nor absent. timeout is a slow disk or peer, "
-                    "full a device without room, corrupt damaged files, unavailable a tier left "
-                    "alone after failures.",
+                    "Blocks that could not be read or stored, by status. timeout: the disk or peer "
+                    "is slow. full: no room is left. corrupt: files are damaged. unavailable: "
+                    "the tier is not used for a while after failures.",
                     "ops",
                     [all_of("ullage_kv_tier_failures_total", "tier, status", needs=FAILURE)],
                 ),
                 Panel(
                     "Read and written by peers",
-                    "KV that other engines read here, or copied here.",
+                    "KV that other engines read from this one or copied to it.",
                     "Bps",
                     [
                         all_of("ullage_kv_peers_read_bytes_total", needs=PEERS),
@@ -453,7 +458,7 @@ TIERS = Dashboard(
                 ),
                 Panel(
                     "Leases of peers",
-                    "Leases and blocks that other engines hold here.",
+                    "Leases and blocks that other engines hold on this one.",
                     "none",
                     [
                         gauge("ullage_kv_peers_leases", where=ENGINES, needs=PEERS),

@@ -48,16 +48,16 @@ GPU = Dashboard(
             [
                 Panel(
                     "Utilisation",
-                    "Share of time in which a kernel ran. Under 10 % an engine is idle, above 90 % "
-                    "its GPU is what bounds it.",
+                    "Share of time in which a kernel ran. Below 10 % the engine is idle. Above 90 "
+                    "% the GPU is the bottleneck.",
                     "percentunit",
                     [gpu("gpu_utilization:ratio")],
                     most=1,
                 ),
                 Panel(
                     "Multiprocessors, tensor cores, memory",
-                    "Share of time in which each had work. Memory high and tensor cores low is "
-                    "decoding; the other way round is prefill.",
+                    "Share of time in which SMs, tensor cores and memory were active. Decoding has "
+                    "active memory and idle tensor cores. Prefill is the reverse.",
                     "percentunit",
                     [
                         gpu("gpu_sm_active:ratio", "{{engine_pod}} {{gpu}} SM"),
@@ -68,23 +68,24 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "Memory",
-                    "Share that is taken. Engines take their KV at the start, so it is constant.",
+                    "Share of memory in use. Engines take their KV at the start, so it is "
+                    "constant.",
                     "percentunit",
                     [gpu("gpu_memory_used:ratio")],
                     lines=(0.8, 0.95),
                     most=1,
                 ),
-                Panel("Memory in bytes", "Taken.", "bytes", [gpu("gpu_memory_used:bytes")]),
+                Panel("Memory in bytes", "Memory in use.", "bytes", [gpu("gpu_memory_used:bytes")]),
                 Panel(
                     "NVLink",
-                    "Bytes a second, of all links.",
+                    "Bytes a second over all links.",
                     "Bps",
                     [gpu("nvlink:bytes_per_second")],
                 ),
                 Panel(
                     "PCIe",
-                    "Bytes a second that the GPU sent and received: KV that moves to host memory "
-                    "and back.",
+                    "Bytes a second that the GPU sent and received, for example for KV swapped to "
+                    "host memory.",
                     "Bps",
                     [
                         gpu("pcie_sent:bytes_per_second", "{{engine_pod}} {{gpu}} sent"),
@@ -98,7 +99,7 @@ GPU = Dashboard(
             [
                 Panel(
                     "Temperature",
-                    "Of the GPU and of its memory.",
+                    "Temperature of the GPU and of its memory.",
                     "celsius",
                     [
                         gpu("gpu_temperature:celsius"),
@@ -106,10 +107,11 @@ GPU = Dashboard(
                     ],
                     lines=(85, 95),
                 ),
-                Panel("Power", "What each GPU draws.", "watt", [gpu("gpu_power:watts")]),
+                Panel("Power", "Power draw of each GPU.", "watt", [gpu("gpu_power:watts")]),
                 Panel(
                     "Clocks",
-                    "Of multiprocessors and of memory. A GPU below its twins is throttled.",
+                    "Clocks of SMs and of memory. A GPU with lower clocks than its peers is "
+                    "throttled.",
                     "hertz",
                     [
                         gpu("gpu_sm_clock:hertz"),
@@ -118,7 +120,7 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "Throttling",
-                    "Times in five minutes that clocks were lowered, by reason.",
+                    "Number of throttle events in five minutes, by reason.",
                     "none",
                     [
                         Query(
@@ -135,14 +137,14 @@ GPU = Dashboard(
             [
                 Panel(
                     "Xid",
-                    "The last error that the driver reported; some are of programs, others of the "
-                    "hardware.",
+                    "The last error that the driver reported. Some come from programs, others from "
+                    "the hardware.",
                     "none",
                     [gpu("gpu_xid:last")],
                 ),
                 Panel(
                     "ECC",
-                    "Errors of memory since the driver was loaded: corrected, and not.",
+                    "Corrected and uncorrected memory errors since the driver was loaded.",
                     "none",
                     [
                         gpu("gpu_ecc_uncorrectable:total", "{{engine_pod}} {{gpu}} uncorrected"),
@@ -151,7 +153,7 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "Rows remapped",
-                    "Rows of memory replaced for errors, and whether one could not be.",
+                    "Memory rows remapped because of errors, and whether a remapping failed.",
                     "none",
                     [
                         gpu("gpu_remapped_rows:total"),
@@ -160,8 +162,7 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "NVLink errors",
-                    "In ten minutes: data sent again, links lost and recovered; and checksum "
-                    "errors a second.",
+                    "Replays and link recoveries in ten minutes, and CRC errors a second.",
                     "none",
                     [
                         grows("nvlink_replays:total", "replays"),
@@ -171,7 +172,7 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "PCIe replays",
-                    "Data sent again over PCIe in ten minutes.",
+                    "Replays over PCIe in ten minutes.",
                     "none",
                     [grows("pcie_replays:total", "replays")],
                 ),
@@ -182,14 +183,14 @@ GPU = Dashboard(
             [
                 Panel(
                     "Throttled",
-                    "Engines and reasons for which the driver slows their GPUs down.",
+                    "Engines whose GPUs the driver throttles, and the reasons.",
                     "none",
                     [of_driver("gpu_throttled", "pod, gpu, reason")],
                 ),
                 Panel(
                     "Boost off",
-                    "1 while an engine runs smaller batches because its GPUs are throttled, and "
-                    "1 while the driver does not answer it.",
+                    "1 while an engine runs smaller batches because its GPUs are throttled, and 1 "
+                    "while the driver does not answer.",
                     "none",
                     [
                         gauge("ullage_engine_boost_off", "pod", ENGINES, how="max"),
@@ -198,7 +199,7 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "Power under its limit",
-                    "Share of the power that each GPU may draw; near 1 it is capped.",
+                    "Share of the power limit that each GPU draws. Near 1 it is power-capped.",
                     "percentunit",
                     [
                         Query(
@@ -212,7 +213,8 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "Memory that all processes use",
-                    "More than the engine's own: another process is on the device.",
+                    "If this is more than the engine's own memory, another process uses the "
+                    "device.",
                     "bytes",
                     [of_driver("gpu_memory_used_bytes", "pod, gpu")],
                 ),
@@ -224,7 +226,7 @@ GPU = Dashboard(
                 ),
                 Panel(
                     "NVLinks",
-                    "Links that are up: fewer than on its twins slow a group down.",
+                    "Active links. Fewer links than on its peers slow a group down.",
                     "none",
                     [of_driver("gpu_nvlinks_active", "pod, gpu")],
                 ),

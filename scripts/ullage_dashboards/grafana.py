@@ -127,7 +127,7 @@ def target(ref_id: str, query: Query) -> prometheus.Dataquery:
 
 
 def lines(panel: Panel) -> timeseries.Panel:
-    """Return a time series; it is stacked where its parts add up to a whole."""
+    """Return a time series, stacked where its parts add up to a whole."""
     legend = common_builders.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST)
     legend.placement(common.LegendPlacement.BOTTOM).show_legend(True).calcs([])
     tooltip = common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI)

@@ -23,7 +23,7 @@ class Query:
     text: str
     """PromQL."""
     needs: str = ""
-    """Feature without which the query has no data; empty if a plain service on CPUs has data."""
+    """Feature without which the query has no data (empty if a plain service on CPUs has data)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ OBJECTIVES = Row(
     [
         Panel(
             "Budget spent, last hour",
-            "Share of requests that missed an objective over the share that may: 1 spends the "
-            "budget exactly, 14.4 spends 2 % of a month's in the hour.",
+            "Burn rate of each objective: error ratio divided by error budget. 1 spends the budget "
+            "exactly, and 14.4 spends 2 % of a month's budget in the hour.",
             "none",
             [Query("{{objective}}", f"max by (objective) (ullage:slo_burn:rate1h{{{SERVICE}}})")],
             kind="stat",
@@ -55,7 +55,7 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Alerts that fire",
-            "Number of Ullage's alerts by severity; each has a runbook.",
+            "Number of Ullage's alerts by severity. Each alert has a runbook.",
             "none",
             [
                 Query(
@@ -67,8 +67,8 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Budget spent, last five minutes",
-            "The same for a short window, which says whether it goes on. Above 1 for five minutes "
-            "an alert names the objective.",
+            "Burn rate over a short window, which shows whether the problem persists. Above 1 for "
+            "five minutes an alert names the objective.",
             "none",
             [Query("{{objective}}", f"max by (objective) (ullage:slo_burn:rate5m{{{SERVICE}}})")],
             lines=(1, 6, 14.4),
@@ -76,8 +76,8 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Failed and refused",
-            "Share of requests that ended in a server error, which slo.errorPercent bounds, and of "
-            "those refused for want of room (429).",
+            "Share of requests that ended in a server error, which slo.errorPercent bounds, and "
+            "share of requests refused for lack of memory (429).",
             "percentunit",
             [
                 Query(
@@ -94,40 +94,40 @@ TRAFFIC = Row(
     [
         Panel(
             "Requests by answer",
-            "HTTP status; of gRPC the one that says the same. 499: the client left.",
+            "HTTP status (of gRPC the corresponding one). 499 means that the client left.",
             "reqps",
             [rate(REQUESTS, "code")],
             kind="stack",
         ),
         Panel(
             "In flight",
-            "Requests being served, and those that wait for memory.",
+            "Requests being served, and requests that wait for memory.",
             "none",
             [gauge("ullage_router_inflight_requests"), gauge("ullage_router_queue_requests")],
         ),
         Panel(
             "Tokens",
-            "Tokens of answers that ended. Divide by the number of GPUs to compare services.",
+            "Output tokens of ended answers. Divide by the number of GPUs to compare services.",
             "none",
             [rate("ullage_router_output_tokens_total")],
         ),
         Panel(
             "Time to first token",
-            "From arrival at the router. Waiting and prefill are told apart on the dashboards "
-            "Router and Engine.",
+            "Time from arrival at the router. The dashboards Router and Engine separate waiting "
+            "and prefill.",
             "s",
             quantiles(TTFT),
         ),
         Panel(
             "Whole requests",
-            "From arrival to the last token, of those that were answered.",
+            "Time from arrival to the last token of answered requests.",
             "s",
             quantiles(E2E),
         ),
         Panel(
             "Latency over load",
-            "Each point is a moment: requests a second, and the 95th percentile of the time to the "
-            "first token. Right of the knee latency grows without more throughput.",
+            "Each point is a moment: requests a second, and the 95th percentile of the TTFT. To "
+            "the right of the knee latency grows without more throughput.",
             "s",
             [rate(REQUESTS), quantile("ttft p95", 0.95, TTFT)],
             kind="xy",
@@ -139,8 +139,8 @@ READERS = Row(
     [
         Panel(
             "Speed of streams",
-            "Tokens a second after the first one. People read 4 to 7, 13 at the most: below the "
-            "first line text trickles, above the last one nobody notices.",
+            "Tokens a second after the first one. People read 4 to 7, and 13 at most. Below the "
+            "first line text trickles. Above the last line more speed goes unnoticed.",
             "none",
             [
                 quantile("slowest 1 %", 0.01, SPEED),
@@ -151,8 +151,8 @@ READERS = Row(
         ),
         Panel(
             "Streams by reading speed",
-            "Shares of streams that are slower than people read, in between, and faster than "
-            "anybody reads: those could give way to others (streaming.tokensPerSecond).",
+            "Shares of streams that are slower than people read, as fast, and faster. The faster "
+            "ones could give way to others (streaming.tokensPerSecond).",
             "percentunit",
             [
                 ratio("below 4", of_speeds("4.0"), of_speeds("+Inf")),
@@ -167,15 +167,15 @@ READERS = Row(
         ),
         Panel(
             "Clients that leave",
-            "Requests whose client left before the end, by whether it had a token already. Without "
-            "one it was late, with some it was slow or had enough.",
+            "Requests whose client left before the end, by whether it had a token. Without a token "
+            "the answer was late. With tokens it was slow, or the client had enough.",
             "reqps",
             [rate("ullage_router_early_stops_total", "had_tokens")],
         ),
         Panel(
             "Where clients stop",
-            "Output tokens that clients had when they left: answers longer than that are "
-            "generated for nobody.",
+            "Output tokens that clients had when they left. Nobody reads the rest of longer "
+            "answers.",
             "none",
             [
                 quantile("p50", 0.5, "ullage_router_early_stop_tokens"),
@@ -189,8 +189,8 @@ CAPACITY = Row(
     [
         Panel(
             "Engines",
-            "Engines that take requests, that were set aside after failures, and whose reports are "
-            "too old.",
+            "Engines that take requests, engines held back by the circuit breaker, and engines "
+            "with outdated reports.",
             "none",
             [
                 gauge("ullage_router_engines_ready", how="min"),
@@ -200,8 +200,8 @@ CAPACITY = Row(
         ),
         Panel(
             "Headroom",
-            "KV that new requests may take, the least and all of them. At zero requests wait, then "
-            "are refused; nothing breaks.",
+            "KV that new requests may take: the smallest of all engines, and the sum. At zero "
+            "requests wait and are then refused, but nothing breaks.",
             "bytes",
             [
                 Query("least", f"min(ullage_memory_headroom_bytes{{{SERVICE}}})"),
@@ -210,8 +210,8 @@ CAPACITY = Row(
         ),
         Panel(
             "Trouble",
-            "Workers replaced, steps that ran out of memory, groups of ranks lost, and NaN: each "
-            "should stay at zero.",
+            "Replaced workers, steps out of memory, lost groups of ranks, and NaN. Each should "
+            "stay at zero.",
             "none",
             [
                 rate("ullage_worker_restarts_total"),
@@ -222,7 +222,8 @@ CAPACITY = Row(
         ),
         Panel(
             "Tenants' tokens",
-            "Tokens served by tenant; those that the configuration does not name share one.",
+            "Tokens served by tenant. Tenants that the configuration does not name share one "
+            "series.",
             "none",
             [rate("ullage_router_tenant_tokens_total", "tenant", needs=TENANTS)],
             kind="stack",
@@ -230,7 +231,7 @@ CAPACITY = Row(
         ),
         Panel(
             "Tenants at their limits",
-            "Requests refused by tenant and the limit that was reached.",
+            "Refused requests by tenant and by the limit that it reached.",
             "reqps",
             [rate("ullage_router_tenant_limited_total", "tenant, limit", needs=TENANTS)],
             width=12,
@@ -240,7 +241,7 @@ CAPACITY = Row(
 FLEET = Dashboard(
     "ullage-fleet",
     "Ullage / Fleet and SLO",
-    "Whether services keep their objectives, and whether their readers are content.",
+    "Whether services meet their objectives, and how well readers are served.",
     [NAMESPACE, LLMSERVICE],
     [OBJECTIVES, TRAFFIC, READERS, CAPACITY],
 )
@@ -250,7 +251,7 @@ ADMISSION = Row(
     [
         Panel(
             "Decisions by action",
-            "What the ladder decided: accept, a degraded answer, another route, reject.",
+            "Decisions of the ladder: accept, shrink, queue, another route, or reject.",
             "reqps",
             [rate(DECISIONS, "action")],
             kind="stack",
@@ -264,22 +265,23 @@ ADMISSION = Row(
         ),
         Panel(
             "Refusals by reason",
-            "KV_HEADROOM, QUEUE_FULL and QUEUE_TIMEOUT are memory, DEADLINE is time; more engines "
-            "help against all four.",
+            "KV_HEADROOM, QUEUE_FULL and QUEUE_TIMEOUT mean too little memory, DEADLINE too little "
+            "time. More engines help against all four.",
             "reqps",
             [rate(REFUSALS, "reason")],
             kind="stack",
         ),
         Panel(
             "Queue",
-            "Requests waiting for memory. Full for minutes, it only delays the refusal.",
+            "Requests that wait for memory. A queue that stays full for minutes only delays "
+            "refusals.",
             "none",
             [gauge("ullage_router_queue_requests"), gauge("ullage_router_held_requests")],
         ),
         Panel(
             "Queue in bytes",
-            "KV that waiting requests are predicted to need, the memory of the router that their "
-            "prompts hold, and what was promised to requests that no report shows yet.",
+            "Predicted KV of waiting requests, router memory of their prompts, and KV reserved for "
+            "requests that no report includes yet.",
             "bytes",
             [
                 gauge("ullage_router_queue_bytes"),
@@ -289,19 +291,20 @@ ADMISSION = Row(
         ),
         Panel(
             "Wait in the queue",
-            "Of requests that waited.",
+            "Queue time of requests that waited.",
             "s",
             quantiles("ullage_router_queue_wait_seconds"),
         ),
         Panel(
             "Passed in the queue",
-            "Requests that passed one which waits first in line (routing.queue.backfill).",
+            "Requests that overtook the head of the queue by backfill (routing.queue.backfill).",
             "reqps",
             [rate("ullage_router_queue_passed_total")],
         ),
         Panel(
             "Prefill window",
-            "Requests in it, and those that waited for it or were moved to another engine.",
+            "Requests in the prefill window, requests that waited for it, and requests that it "
+            "moved to another engine.",
             "none",
             [
                 gauge("ullage_router_prefill_requests"),
@@ -311,7 +314,7 @@ ADMISSION = Row(
         ),
         Panel(
             "First tokens while waiting counts",
-            "Mean time to the first token, beside the mean wait in the queue that is part of it.",
+            "Mean TTFT, and the mean queue time that it includes.",
             "s",
             [
                 mean("to the first token", TTFT),
@@ -325,7 +328,8 @@ PLACEMENT = Row(
     [
         Panel(
             "Affinity",
-            "Requests sent to the engine of their caches, and those sent elsewhere for balance.",
+            "Requests sent to the engine with their caches, and requests sent elsewhere for "
+            "balance.",
             "reqps",
             [
                 rate("ullage_router_affinity_kept_total"),
@@ -334,7 +338,8 @@ PLACEMENT = Row(
         ),
         Panel(
             "Cached tokens by tier",
-            "Prompt tokens that need not be computed: device, host memory, peers or files.",
+            "Prompt tokens that need not be computed, by tier: device, host memory, peers or "
+            "files.",
             "none",
             [rate("ullage_router_cached_tokens_total", "tier")],
             kind="stack",
@@ -342,7 +347,7 @@ PLACEMENT = Row(
         Panel(
             "Work spared",
             "Requests that shared another's generation, got an earlier answer by their key, or "
-            "were replaced by a later one.",
+            "were replaced by a later request.",
             "reqps",
             [
                 rate("ullage_router_coalesced_requests_total"),
@@ -357,7 +362,7 @@ CONNECTIONS = Row(
     [
         Panel(
             "Engines as routers see them",
-            "Ready, set aside by a breaker, or silent.",
+            "Engines that are ready, held back by the circuit breaker, or silent.",
             "none",
             [
                 gauge("ullage_router_engines_ready", how="min"),
@@ -367,20 +372,21 @@ CONNECTIONS = Row(
         ),
         Panel(
             "Age of reports",
-            "Of the oldest last report among engines. They come ten times a second while memory "
-            "changes, once a second at rest.",
+            "Age of the oldest last report of an engine. Reports arrive ten times a second while "
+            "memory changes, and otherwise once a second.",
             "s",
             [gauge("ullage_router_headroom_age_seconds", how="max")],
         ),
         Panel(
             "Reports missed",
-            "Headroom reports that never came: an engine's server or the network has no time.",
+            "Headroom reports that did not arrive, because an engine's server or the network is "
+            "overloaded.",
             "none",
             [rate("ullage_router_reports_missed_total")],
         ),
         Panel(
             "Retries",
-            "Requests sent to another engine, those not retried as the budget was spent, and "
+            "Requests sent to another engine, retries that the budget prevented, and circuit "
             "breakers that opened.",
             "reqps",
             [
@@ -391,7 +397,7 @@ CONNECTIONS = Row(
         ),
         Panel(
             "Resumptions",
-            "Answers that lost their engine after the first token, by why and what became of them.",
+            "Answers that lost their engine after the first token, by cause and outcome.",
             "reqps",
             [rate("ullage_router_resumptions_total", "cause, outcome", needs=LOST_ENGINE)],
         ),
@@ -407,7 +413,8 @@ CONNECTIONS = Row(
         ),
         Panel(
             "Certificates end in",
-            "The first of a router's to end. Issuers renew long before; three days are an alert.",
+            "Time to the first expiry by router. Issuers renew long before. An alert fires at "
+            "three days.",
             "s",
             [
                 Query(
@@ -420,8 +427,8 @@ CONNECTIONS = Row(
         ),
         Panel(
             "Files that cannot be read",
-            "Certificates and tenants' keys whose newest files are unusable; those before stay in "
-            "use.",
+            "Certificates and tenants' keys whose latest files are unusable. The previous ones "
+            "stay in use.",
             "none",
             [
                 gauge("ullage_router_certificate_problems", how="max"),
@@ -430,7 +437,7 @@ CONNECTIONS = Row(
         ),
         Panel(
             "Keys refused",
-            "Requests refused for their key, by what was wrong.",
+            "Requests refused because of their key, by reason.",
             "reqps",
             [rate("ullage_router_auth_failures_total", "reason", needs=TENANTS)],
         ),
@@ -447,13 +454,14 @@ OPTIONS = Row(
         ),
         Panel(
             "Cascade",
-            "Steps of the cascade that were tried, by what became of them.",
+            "Attempted steps of the cascade, by outcome.",
             "reqps",
             [rate("ullage_router_cascade_attempts_total", "step, outcome", needs=CASCADE)],
         ),
         Panel(
             "Long conversations",
-            "Those whose oldest turns were summed up, and prompt tokens that this saved.",
+            "Conversations whose oldest turns were summarised, and the prompt tokens that this "
+            "saved.",
             "none",
             [
                 rate("ullage_router_compressions_total", "method", needs="long conversations"),
@@ -467,8 +475,8 @@ PROCESS = Row(
     [
         Panel(
             "CPU of routers",
-            "Processor time a second. A router uses one core at the most: add replicas before "
-            "it does.",
+            "Processor time a second. A router uses at most one core, so add replicas before it "
+            "reaches that.",
             "none",
             [
                 Query(
@@ -481,7 +489,7 @@ PROCESS = Row(
         ),
         Panel(
             "Memory of routers",
-            "Resident; of it the prompts that wait and the answers kept by key.",
+            "Resident memory, and the part of it for answers kept by key.",
             "bytes",
             [
                 Query(
@@ -526,34 +534,34 @@ OPERATOR = Dashboard(
             [
                 of_operator(
                     "Leader",
-                    "1 for the operator that acts. None: nothing is repaired, scaled or rolled "
-                    "out; services keep serving.",
+                    "1 for the operator that acts. Without one nothing is repaired, scaled or "
+                    "rolled out, but services keep serving.",
                     "none",
                     gauge("ullage_operator_leader", "pod", OPERATOR_PODS),
                 ),
                 of_operator(
                     "Reconciliations by result",
-                    "temporary and denied are tried again; permanent and invalid wait for somebody "
-                    "to change the spec, bug for us.",
+                    "temporary and denied are retried. permanent and invalid wait until somebody "
+                    "changes the spec. bug is an error of the operator.",
                     "ops",
                     rate("ullage_operator_reconcile_total", "result", OPERATOR_PODS),
                 ),
                 of_operator(
                     "Time of a reconciliation",
-                    "Long ones mean a slow API server, or too little CPU.",
+                    "Long reconciliations mean a slow API server, or too little CPU.",
                     "s",
                     *quantiles(RECONCILE, OPERATOR_PODS),
                 ),
                 of_operator(
                     "Objects watched",
-                    "By kind. No LLMService though some exist: a wrong watch.namespaces or a "
-                    "missing right.",
+                    "Watched objects by kind. No LLMService although some exist means a wrong "
+                    "watch.namespaces or a missing right.",
                     "none",
                     gauge("ullage_operator_objects", "kind", OPERATOR_PODS, how="max"),
                 ),
                 of_operator(
                     "Watches begun again",
-                    "ended and forgotten are normal; denied is a missing right.",
+                    "ended and forgotten are normal. denied means a missing right.",
                     "ops",
                     rate(
                         "ullage_operator_watch_restarts_total",
@@ -573,7 +581,7 @@ OPERATOR = Dashboard(
                 ),
                 of_operator(
                     "Memory",
-                    "Resident; it grows with the number of objects watched.",
+                    "Resident memory, which grows with the number of watched objects.",
                     "bytes",
                     Query(
                         "{{pod}}",
