@@ -43,7 +43,7 @@ def test_the_page_is_of_this_crd() -> None:
         "| `thresholdPercent` | integer 1 to 100 | `85` | Percent of the device's memory",
         "| `NAME.gpus` | integer 1 to 64 |  | GPUs of an engine,",
         "| **`secretName`** | string |  | Secret with one key a tenant",
-        "* gpus must equal parallelism.tensor * parallelism.pipeline, which only 1 and 4 GPUs may ",
+        "* gpus must equal parallelism.tensor * parallelism.pipeline, which you may leave out ",
         "| `queue.timeout` | duration | `10s` | Longest wait",
         "| `pressureLevels[].belowPercent`",
     ],

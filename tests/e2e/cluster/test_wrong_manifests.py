@@ -28,7 +28,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "gpus",
     ),
     ("spec.pools", {"pools": {"huge": {"role": "Overflow"}}}, "no pool takes ordinary requests"),
-    ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
+    ("spec.pools", {"pools": {"single": {}, "next": {}}}, "rename the pool"),
     ("spec.rollout.weightSteps", {"rollout": {"weightSteps": [10, 60, 30]}}, "must rise"),
 ]
 

@@ -248,7 +248,7 @@ SCALING = (
         provider="KEDA",
         prometheusURL="http://prometheus:9090",
     ),
-    scaling("prometheusURL", "where provider KEDA asks", provider="KEDA"),
+    scaling("prometheusURL", "KEDA queries metrics", provider="KEDA"),
     scaling("keda", "keda is for provider KEDA", keda={}),
     rule(
         "router.autoscaling.minReplicas",
@@ -270,8 +270,8 @@ SCALING = (
 """About the size of pools."""
 
 SERVICE = (
-    rule("router.service.loadBalancerClass", "is of load balancers", value="x"),
-    rule("router.service.loadBalancerSourceRanges", "are of load", value=["10.0.0.0/8"]),
+    rule("router.service.loadBalancerClass", "is only for load balancers", value="x"),
+    rule("router.service.loadBalancerSourceRanges", "are only for load", value=["10.0.0.0/8"]),
     rule("router.service.externalTrafficPolicy", "clients outside the cluster", value="Local"),
 )
 """About the routers' Service."""
@@ -294,7 +294,7 @@ RULES = [
     ),
     rule("pools", "names of pools must be at most 20", {"pools.a-b": {}}),
     rule("pools", "are names of the operator's own objects", {"pools.engine": {}}),
-    rule("pools", "name the pool otherwise", {"pools.next": {}}),
+    rule("pools", "rename the pool", {"pools.next": {}}),
     rule("pools.single.gpus", "gpus must equal parallelism.tensor *", value=2),
     rule(
         "pools.huge.gpus",
@@ -321,7 +321,7 @@ RULES = [
     ),
     rule(
         "pools",
-        "modelCache.warm fetches models of hf:// and s3:// alone",
+        "modelCache.warm fetches only models of hf:// and s3://",
         {"pools.single.modelCache": {"claimName": "c", "warm": True}},
     ),
     rule(
@@ -332,7 +332,7 @@ RULES = [
     rule("pools.single.resourceClaims", "two items have one name", value=[CLAIM, CLAIM]),
     rule(
         "serviceAccount.annotations",
-        "write them to the account that name names",
+        "annotate your own account",
         {"serviceAccount": {"name": "mine", "annotations": {"a": "b"}}},
     ),
     rule(
@@ -373,12 +373,12 @@ RULES = [
     ),
     rule(
         "model.quantization",
-        "this quantization is the native engine's",
+        "only the native engine, which serves no adapters, has this",
         {"engine": "VLLM", "model.quantization": "Int4"},
     ),
     rule(
         "model.deterministic",
-        "results of vLLM, which alone serves adapters, depend on what else",
+        "results of vLLM, which alone serves adapters, depend on the rest",
         {"engine": "VLLM", "model.deterministic": True},
     ),
     rule("memory.hostKV", "vLLM, which alone", {"engine": "VLLM", "memory": {"hostKV": "1Gi"}}),
@@ -453,7 +453,7 @@ RULES = [
         {"metadata.name": "n" * 36, "engine": "VLLM", "pools.large": {"gpus": 4, "nodes": 2}},
     ),
     rule("adapters", "native engine serves no", {"engine": "Native", "adapters": [ADAPTER]}),
-    rule("adapters", "another name than the model", value=[ADAPTER | {"name": "m"}]),
+    rule("adapters", "must not have the model's name", value=[ADAPTER | {"name": "m"}]),
     rule("adapters", "two adapters have one name", value=[ADAPTER, ADAPTER]),
     rule(
         "adapters",
@@ -534,7 +534,7 @@ RULES = [
     ),
     rule(
         "cascade.fallback",
-        "fallback needs a sign of the peak",
+        "fallback needs a sign of high load",
         {"cascade.steps": [STEP], "cascade.fallback": {"pressureLevel": 0, "queuedRequests": 0}},
     ),
     rule(

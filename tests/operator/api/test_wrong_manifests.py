@@ -164,7 +164,7 @@ def test_a_name_that_clients_ask_for_stays(api: Api) -> None:
     answer = api.client.patch(f"{api.services}/right", json=changed, headers=MERGE)
     [cause] = answer.json()["details"]["causes"]
     assert cause["field"] == "spec.model.name"
-    assert "is what clients ask for" in cause["message"]
+    assert "name cannot change" in cause["message"]
     image = {"spec": {"model": {"source": "file:///other"}}}
     assert api.client.patch(f"{api.services}/right", json=image, headers=MERGE).status_code == 200
 

@@ -123,4 +123,4 @@ def test_what_cannot_be_warmed_is_refused_by_name(world):
     assert "name it as claimName" in refused.text
     refused = world.create(pools=POOLS)
     assert refused.status_code == 422
-    assert "modelCache.warm fetches models of hf:// and s3:// alone" in refused.text
+    assert "modelCache.warm fetches only models of hf:// and s3://" in refused.text

@@ -85,7 +85,7 @@ def test_a_service_of_which_nothing_is_asked_says_nothing_of_it(make_plan: MakeP
 @pytest.mark.parametrize(
     ("service", "words"),
     [
-        ({"loadBalancerClass": "x"}, "loadBalancerClass: loadBalancerClass is of load balancers"),
+        ({"loadBalancerClass": "x"}, "loadBalancerClass: loadBalancerClass is only for load"),
         ({"type": "NodePort", "loadBalancerSourceRanges": ["10.0.0.0/8"]}, "set type to LoadBal"),
         ({"externalTrafficPolicy": "Local"}, "set type to LoadBalancer or NodePort"),
         ({"type": "ExternalName"}, "must be one of ClusterIP, NodePort, LoadBalancer"),
