@@ -47,7 +47,7 @@ def main() -> int:
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
         return 0
-    print(f"{PAGE.relative_to(ROOT)} is not of this CRD; run python scripts/api_reference.py")
+    print(f"{PAGE.relative_to(ROOT)} is out of date; run python scripts/api_reference.py")
     return 1
 
 
@@ -86,7 +86,7 @@ def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
 
 
 def below(node: Schema, path: str) -> tuple[Schema, str]:
-    """Descend through a list or map of objects; return the object and its path."""
+    """Descend through a list or map of objects, and return the object and its path."""
     if "properties" in node.get("items", {}):
         return node["items"], f"{path}[]"
     if "properties" in (node.get("additionalProperties") or {}):

