@@ -140,7 +140,7 @@ def listing() -> str:
 
 
 def main() -> int:
-    """Run the named benchmark with the remaining arguments; return its exit status."""
+    """Run the named benchmark with the remaining arguments, and return its exit status."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(listing())

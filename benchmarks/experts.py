@@ -42,7 +42,7 @@ SORTED = ("sorted", "grouped", "triton")
 PAIRWISE = ("by pair", "picked")
 
 MOST_PAIRWISE = 64
-"""Most pairs for which computing them one by one is measured; more would take minutes."""
+"""Most pairs for which computing them one by one is measured, as more would take minutes."""
 
 SECONDS_EACH = 0.7
 SEED = 14
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=1792, help="of one expert")
+    parser.add_argument("--width", type=int, default=1792, help="width of one expert")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--chosen", type=int, default=4, help="experts of a token")
     parser.add_argument("--skew", type=float, default=0.5, help="spread of the router's bias")

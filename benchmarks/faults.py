@@ -4,8 +4,8 @@ Start one engine with SmolLM2 in float32 on a small device, and ask every prompt
 Then keep greedy streams running while faults are injected at random moments, one after the other: a
 step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker. Some signals
 come twice, the second one while the next worker loads. Compare every answer with the undisturbed
-one, token by token. The recovery is the time from a fault to the next token of a running stream;
-for a step out of memory it is the longest pause around the fault.
+one, token by token. The recovery is the time from a fault to the next token of a running stream.
+For a step out of memory it is the longest pause around the fault.
 
 Print one JSON object and a table.
 
@@ -75,7 +75,7 @@ class FaultRun:
 async def generate(
     engine: Engine, prompt: int, tokens: int, times: list[float]
 ) -> tuple[list[int], pb.Finished]:
-    """Request one greedy answer; append the time of every arrival to `times`.
+    """Request one greedy answer, and append the time of every arrival to `times`.
 
     Raises:
         AnswerError: it ended too early.
@@ -189,7 +189,7 @@ def _longest_pause(run: FaultRun, after: float) -> float:
 
 
 async def _until(condition: "Callable[[], T | None]") -> T:
-    """Poll a condition; return its first result that is not None."""
+    """Poll a condition, and return its first result that is not None."""
     deadline = time.monotonic() + RECOVERY_S
     while (result := condition()) is None:
         if time.monotonic() > deadline:
@@ -204,7 +204,7 @@ async def references(engine: Engine, prompts: int, tokens: int) -> list[list[int
 
 
 def plan(faults: int, chooser: random.Random, only: str | None = None) -> list[str]:
-    """Return kinds in random order, by their shares and each at least once; or `only` one kind."""
+    """Return kinds in random order, by their shares and each at least once, or `only` one kind."""
     if only is not None:
         return [only] * faults
     kinds: list[str] = []
@@ -263,7 +263,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def _inject_all(
     engine: Engine, run: FaultRun, kinds: Sequence[str], chooser: random.Random, deadline: float
 ) -> int:
-    """Inject the faults in order; return how many were injected.
+    """Inject the faults in order, and return how many were injected.
 
     Stop early at the deadline or after the first error.
     """
@@ -317,15 +317,17 @@ def table(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = new_parser("faults", __doc__)
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=30.0, help="no fault after this long")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="inject no fault after this time"
+    )
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=len(SUBJECTS))
-    parser.add_argument("--tokens", type=int, default=80, help="longest answer")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens of the longest answer")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=SHARES, help="one kind of fault")
+    parser.add_argument("--only", choices=SHARES, help="inject one kind of fault")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--weights-dir", help="prepared weights, kept for the next run")
+    parser.add_argument("--weights-dir", help="folder that keeps prepared weights for the next run")
     parser.add_argument("--log", help="file for the engine's log")
     options = parser.parse_args()
 

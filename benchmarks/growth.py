@@ -2,9 +2,9 @@
 
 Scheduling is measured without a model: the CPU time of planning and committing a step of decodes.
 Steps are measured on the real runner and a KV pool of zeros. Sequences, and contexts up to 8k, are
-measured on the model of `--source`; contexts up to 32k, and sizes of the KV pool, on a small random
-one. Every figure is the best of several, and verdicts are on CPU time, because other programs on
-the same cores only ever add time, and least to CPU time. The whole takes a minute.
+measured on the model of `--source`. Contexts up to 32k, and sizes of the KV pool, are measured on a
+small random one. Every figure is the best of several, and verdicts are on CPU time, because other
+programs on the same cores only ever add time, and least to CPU time. The whole takes a minute.
 
 examples:
   python -m benchmarks growth --only scheduling
@@ -221,7 +221,7 @@ def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Sch
 
 
 def scheduling_s(scheduler: Scheduler) -> float:
-    """Plan a step and commit invented tokens; return the CPU seconds of both."""
+    """Plan a step, commit invented tokens, and return the CPU seconds of both."""
     started = time.process_time()
     plan = scheduler.schedule()
     planned_s = time.process_time() - started

@@ -16,7 +16,7 @@ examples:
   python -m benchmarks metrics
   python -m benchmarks metrics --quick             scrapes and calls, without a service
 
-exit status: 0 no floor missed; 1 otherwise
+exit status: 0 no floor missed, 1 otherwise
 """
 
 import argparse
@@ -349,7 +349,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="measure no service")
+    parser.add_argument("--quick", action="store_true", help="measure scrapes and calls only")
     options = parser.parse_args()
 
     registries = {

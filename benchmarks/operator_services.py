@@ -3,7 +3,7 @@
 Run the real operator against the API server that KUBECONFIG names, in a namespace of its own. If
 KUBECONFIG is not set, the API server of the tests runs in this process. Print one line a figure.
 
-On a real cluster, cordon the nodes first; otherwise the routers of all services are scheduled.
+On a real cluster, cordon the nodes first, or the routers of all services are scheduled.
 
 examples:
   python -m benchmarks operator --services 1000
@@ -46,12 +46,14 @@ PATIENCE_S = 1800.0
 def parser() -> argparse.ArgumentParser:
     options = new_parser("operator", __doc__)
     options.add_argument("--services", type=int, default=1000)
-    options.add_argument("--seconds", type=float, default=30.0, help="how long rest is measured")
+    options.add_argument(
+        "--seconds", type=float, default=30.0, help="duration of the measurement at rest"
+    )
     options.add_argument(
         "--settle",
         type=float,
         default=5.0,
-        help="seconds of peace before rest is measured; a real cluster's controllers need minutes",
+        help="seconds to wait before the measurement at rest (minutes on a real cluster)",
     )
     options.add_argument("--edits", type=int, default=20)
     options.add_argument("--quick", action="store_true", help="20 services, 3 s, 3 edits")
@@ -87,7 +89,7 @@ def api_server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def operator() -> Iterator[tuple[psutil.Process, str]]:
-    """Run the operator within the block; yield its process and the URL of its metrics."""
+    """Run the operator within the block, and yield its process and the URL of its metrics."""
     probes, metrics = free_ports(2)
     ports = [f"--probes-port={probes}", f"--metrics-port={metrics}", "--host=127.0.0.1"]
     flags = [f"--namespace={NAMESPACE}", "--log-level=warning"]

@@ -64,7 +64,7 @@ class Case:
     source: str
     dtype: str
     format: Format = "none"
-    """int8 is quantized from the weights; mxfp4 is the checkpoint's own format of experts."""
+    """int8 is quantized from the weights. mxfp4 is the checkpoint's own format of experts."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ class Prediction:
 def main() -> int:
     parser = new_parser("predict", __doc__)
     parser.add_argument(
-        "--measure", nargs=3, metavar=("SOURCE", "DTYPE", "FORMAT"), help="only this, as JSON"
+        "--measure",
+        nargs=3,
+        metavar=("SOURCE", "DTYPE", "FORMAT"),
+        help="measure only this, as JSON",
     )
     options = parser.parse_args()
     if options.measure:
@@ -96,7 +99,7 @@ def main() -> int:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Case]]:
-    """Yield every configuration; one random model at a time is in `folder`."""
+    """Yield every configuration. One random model at a time is in `folder`."""
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16")
     yield "SmolLM2-135M", Case(SMOLLM2, "float32")
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16", "int8")
@@ -108,7 +111,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Case]]:
 
 
 def table(name: str, case: Case, lines: list[Prediction]) -> float:
-    """Print the lines of one configuration; return the largest error among them."""
+    """Print the lines of one configuration, and return the largest error among them."""
     format = "" if case.format == "none" else f", {case.format}"
     print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
     for line in lines:

@@ -13,8 +13,8 @@ int4 afresh   a copy in bfloat16 with shuffled channels, quantized again. The sh
               change what the model computes, but it puts weights of many old groups into each new
               one. So no grid fits them, like weights of a model that was never rounded.
 w8a8          calibrated on another text
-fp8 KV        the weights of `none`; attention reads every key and value, those of the current token
-              too, from float8, so that more tokens fit into the same memory
+fp8 KV        the weights of `none`. Attention reads every key and value, those of the current token
+              too, from float8, so that more tokens fit into the same memory.
 
 Exit with 1 where a gate fails. The whole takes some minutes.
 
@@ -84,7 +84,9 @@ def main() -> int:
     parser = new_parser("quality", __doc__)
     parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
-    parser.add_argument("--tokens", type=int, default=None, help="of the text, the first so many")
+    parser.add_argument(
+        "--tokens", type=int, default=None, help="use only the first tokens of the text"
+    )
     parser.add_argument("--device-mib", type=int, default=1024, help="(default: %(default)s)")
     parser.add_argument("--other-mib", type=int, default=256, help="memory besides weights and KV")
     options = parser.parse_args()

@@ -61,7 +61,7 @@ ANSWER_SHARES = (0.003, 0.006, 0.018)
 FLAT_MIB = 32
 """Most MiB by which a process's resident memory may grow."""
 MEMORY_SHARE = 0.85
-"""Largest share of the device's memory for the worker; the device of a CPU is the process."""
+"""Largest share of the device's memory for the worker. On a CPU the device is the process."""
 LATER_S = 600.0
 """Most extra seconds until each tier has served blocks."""
 FEWEST_ROWS = 20
@@ -72,7 +72,7 @@ TIERS = ("device", "host", "file")
 
 @dataclass
 class Session:
-    """A conversation; its name changes when it starts again."""
+    """A conversation. Its name changes when it starts again."""
 
     number: int
     name: str = ""
@@ -250,7 +250,7 @@ async def kill_worker(soak: Soak, service: Service, started: float, after_s: flo
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Soak:
-    """Run the soak; SIGTERM ends it, and the service with it.
+    """Run the soak. SIGTERM ends it and the service.
 
     Raises:
         Exception: a client or the sampler met an error that it does not handle.
@@ -340,7 +340,7 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
 
 
 def growth(soak: Soak, name: str) -> float | None:
-    """Return the MiB by which a process's resident memory has grown; None if it lived too briefly.
+    """Return the growth of a process's resident memory in MiB, or None if it lived too briefly.
 
     A killed worker has two lives, and the larger growth counts. A life is judged from its first
     answers on, because loading and the first steps allocate memory that is kept.
@@ -407,7 +407,7 @@ def plot(soak: Soak, path: Path) -> None:
 
 def main() -> int:
     parser = new_parser("soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration (30)")
     parser.add_argument("--sessions", type=int, default=8, help="conversations, at least 5 (8)")
     parser.add_argument(
         "--kv-mib", type=int, default=60, help="KV of the device, for which all else is cut (60)"
@@ -415,10 +415,13 @@ def main() -> int:
     parser.add_argument(
         "--pause-s", type=float, default=0.25, help="a client's mean pause between turns (0.25)"
     )
-    parser.add_argument("--no-kill", action="store_true", help="let the worker live")
+    parser.add_argument("--no-kill", action="store_true", help="do not kill the worker")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--e2e-s", type=float, default=20.0, help="most seconds of whole answers, p95 (20)"
+        "--e2e-s",
+        type=float,
+        default=20.0,
+        help="limit of the 95th percentile of whole answers (20)",
     )
     parser.add_argument("--json", type=Path, help="write result and samples here")
     parser.add_argument("--plot", type=Path, help="draw the samples as SVG")

@@ -67,7 +67,9 @@ def main() -> int:
     parser = new_parser("speculation", __doc__)
     parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="like spec.model.deterministic"
+    )
     parser.add_argument("--texts", nargs="+", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--tokens", type=int, default=4, help="numSpeculativeTokens (%(default)s)")
     parser.add_argument("--output", type=int, default=128, help="tokens an answer (%(default)s)")
@@ -118,7 +120,7 @@ def serve(
     num_speculative_tokens: int,
     num_output: int,
 ) -> ServedRun:
-    """Serve all prompts at once; time the steps after their prompts."""
+    """Serve all prompts at once, and time the steps after their prompts."""
     engine = new_engine(runner, num_speculative_tokens)
 
     for number, prompt in enumerate(prompts):

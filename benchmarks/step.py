@@ -42,14 +42,16 @@ def main() -> None:
         "--quantization",
         default="auto",
         choices=["auto", "none", "int8", "int4"],
-        help="as spec.model.quantization",
+        help="value of spec.model.quantization",
     )
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument(
         "--torch", action="store_true", help="compute all but the products with torch, as ranks do"
     )
     parser.add_argument("--context", type=int, default=250, help="tokens behind each decode")
-    parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="like spec.model.deterministic"
+    )
     arguments = parser.parse_args()
 
     device = torch.device(arguments.device)
@@ -90,11 +92,11 @@ def load_runner(
     wrap: Wrap | None = None,
     fp8_kv: bool = False,
 ) -> ModelRunner:
-    """Load a model; return a runner whose arena and KV pool are allocated.
+    """Load a model and return a runner whose arena and KV pool are allocated.
 
     Args:
         is_chosen: `dtype` comes from spec.model.dtype, and KV has the same type.
-        wrap: put between the model and its matrices; torch then computes with them.
+        wrap: put between the model and its matrices, which torch then computes with.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)

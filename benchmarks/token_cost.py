@@ -152,7 +152,7 @@ def measure(
 
 
 def run(folder: Path, options: argparse.Namespace) -> list[str]:
-    """Measure and print all costs; return those above their bounds."""
+    """Measure and print all costs, and return those above their bounds."""
     faults = []
     with contextlib.ExitStack() as stack:
         url, processes = start(Machine(stack, folder), folder, options.step_ms)
@@ -180,13 +180,15 @@ def main() -> int:
     parser.add_argument(
         "--concurrency", type=numbers, default=[1, 8, 32], help="streams (default: 1,8,32)"
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="of all answers of a round")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of all answers of a round")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--rounds", type=int, default=2, help="medians are of them (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="rounds, of which the median counts (%(default)s)"
+    )
     parser.add_argument(
         "--step-ms",
         default="4.4,0.65,0.15",
-        help="of a step, a decoding sequence and a token of a prompt (%(default)s)",
+        help="times of a step, a decoding sequence and a token of a prompt (%(default)s)",
     )
 
     options = parser.parse_args()

@@ -134,7 +134,7 @@ def means(rounds: Sequence[Round]) -> dict[int, dict[str, float]]:
 
 
 def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Ratio]:
-    """Compare at each concurrency; return none if Ullage or all the others were left out."""
+    """Compare at each concurrency. Return nothing if Ullage or all the others were left out."""
     others = {name: levels for name, levels in figures.items() if name != OURS}
     if OURS not in figures or not others:
         return []
@@ -439,10 +439,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=_rounds, default=2)
     parser.add_argument("--concurrency", type=_levels, default="1,8,32")
     parser.add_argument("--only", type=_names, default=",".join(SERVERS), help="(%(default)s)")
-    parser.add_argument("--quality", action="store_true", help="perplexity, too; some minutes")
-    parser.add_argument("-f", "--file", type=_manifest, default=MANIFEST, help="served by Ullage")
-    parser.add_argument("--json", type=_output, help="writes all figures there")
-    parser.add_argument("--plot", type=_output, help="draws them there, as SVG")
+    parser.add_argument(
+        "--quality", action="store_true", help="also measure the perplexity, which takes minutes"
+    )
+    parser.add_argument(
+        "-f", "--file", type=_manifest, default=MANIFEST, help="manifest that Ullage serves"
+    )
+    parser.add_argument("--json", type=_output, help="write all figures to a file")
+    parser.add_argument("--plot", type=_output, help="draw all figures as SVG")
     return parser.parse_args()
 
 

@@ -71,7 +71,7 @@ class Running:
         return [self.process, *self.process.children(recursive=True)]
 
     def pss_bytes(self) -> float:
-        """Return the resident memory of all processes; shared pages count once."""
+        """Return the resident memory of all processes. Shared pages count once."""
         return self._sum(lambda process: process.memory_full_info().pss)
 
     def cpu_s(self) -> float:
@@ -137,7 +137,7 @@ def _llama_server(python: Path) -> Path:
 
 
 def vllm(folder: Path) -> Server:
-    """Install vLLM for CPUs below `folder` unless it is there; serve the file's weights."""
+    """Install vLLM for CPUs below `folder` unless it is there, and serve the file's weights."""
     environment = folder / "vllm"
     python = environment / "bin" / "python"
     wanted = _pinned_vllm()
@@ -196,7 +196,7 @@ def _environment(folder: Path) -> Path:
 
 
 def _version(python: Path, package: str) -> str:
-    """Return the installed version; empty if there is none."""
+    """Return the installed version (empty if there is none)."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     return result.stdout.strip()
@@ -248,7 +248,7 @@ def _install(what: str, command: list[str], log: Path, environment: Mapping[str,
 
 @contextlib.contextmanager
 def running(server: Server, log: Path) -> Iterator[Running]:
-    """Run a server; yield once it has answered a request.
+    """Run a server, and yield once it has answered a request.
 
     Afterwards none of its processes is alive.
     """

@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def obstacle() -> str | None:
-    """Return why nothing can be measured here, in one line; None if it can."""
+    """Return why nothing can be measured here, in one line, or None if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -164,7 +164,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder for models, locked while in use; remove those of killed runs."""
+    """Make a folder for models, locked while in use, and remove those of killed runs."""
     for place in {"/dev/shm", tempfile.gettempdir()}:
         remove_abandoned(Path(place))
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=_memory_folder()) as name:
@@ -177,7 +177,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the model folders that no run has locked; a lock ends with its process."""
+    """Remove the model folders that no run has locked. A lock ends with its process."""
     for folder in place.glob(f"{SCRATCH}*"):
         # A folder of another user cannot be opened, and one in use cannot be locked.
         with contextlib.suppress(OSError):

@@ -42,7 +42,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * itemsize
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json; without an end token, answers have full length."""
+        """Return the contents of config.json, without an end token: answers have full length."""
         return {
             "model_type": "llama",
             "num_hidden_layers": self.layers,
@@ -81,10 +81,10 @@ def service_shape(job: Job) -> Shape:
 
 
 def service_checkpoint(job: Job, layers: int | None = None) -> Path:
-    """Return the folder of the services' model; write the model unless it is there.
+    """Return the folder of the services' model, and write the model unless it is there.
 
     Args:
-        layers: number of layers; None: that of the model.
+        layers: number of layers, or None for that of the model.
     """
     shape = service_shape(job)
     shape = replace(shape, layers=layers or shape.layers)

@@ -66,7 +66,7 @@ MAX_TOKENS = 1024
 MAX_ROWS = 128
 MAX_MODEL_LEN = 16_384
 NUM_BLOCKS = 64
-"""Blocks of KV; steps share them, since nothing is read from them."""
+"""Blocks of KV. Steps share them, since nothing is read from them."""
 VOCAB = 16_384
 """Compiles to the same kernels as any larger multiple of 16: columns choose the width of a tile."""
 MXFP4_GROUP = 32
@@ -79,7 +79,7 @@ class Case:
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     format: Format | None = None
-    """Format of the matrices; None: the computing type."""
+    """Format of the matrices, or None for the computing type."""
     has_fp8_kv: bool = False
 
 
@@ -94,13 +94,13 @@ class Compiled:
     shared: int = 0
     """Bytes of shared memory of one program."""
     spilled: int | None = None
-    """Bytes of spilled registers; None for a kernel from the cache, which does not record it."""
+    """Bytes of spilled registers, or None for a kernel from the cache, which does not record it."""
     uses_tensor_cores: bool = False
     error: str = ""
 
     @property
     def fault(self) -> str:
-        """Why this kernel cannot run on its architecture; empty if it can."""
+        """Why this kernel cannot run on its architecture (empty if it can)."""
         if self.error:
             return self.error
         limit = SHARED_BYTES.get(self.arch)
@@ -222,7 +222,7 @@ def empty_model(case: Case) -> LoadedModel:
 
 
 def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
-    """Return the encoding of a tensor; None for plain numbers. MXFP4 is for experts alone."""
+    """Return the encoding of a tensor, or None for plain numbers. MXFP4 is for experts alone."""
     if format is None or not is_matrix(plan):
         return None
     *stacked, columns = plan.shape
@@ -234,7 +234,7 @@ def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
 
 
 def run_steps(case: Case) -> None:
-    """Run the steps of a warm-up; kernels are compiled instead of launched."""
+    """Run the steps of a warm-up, with kernels compiled instead of launched."""
     loaded = empty_model(case)
 
     limits = StepLimits(
@@ -276,7 +276,7 @@ class Recorder:
         return list(self._compiled.values())
 
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Stand in for kernel[grid]; return the launcher."""
+        """Stand in for kernel[grid], and return the launcher."""
 
         def compile_only(*args: object, **constants: object) -> None:
             attempt = f"{kernel.__name__} {constants}"
@@ -375,7 +375,7 @@ def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]
 
 
 def compile_all(names: list[str], arch: int, processes: int) -> Iterator[Compiled]:
-    """Compile several cases at a time; yield each kernel once, when its case is done.
+    """Compile several cases at a time, and yield each kernel once, when its case is done.
 
     Without a GPU nothing is launched, and with one no process opens a context on it.
     """
@@ -437,12 +437,14 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="all, or some of them by name")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="compile only these cases")
     parser.add_argument("--arch", type=read_arch, default=None, help="sm80, sm89, sm90, sm100")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--every", action="store_true", help="the tests' variants, too")
+    parser.add_argument(
+        "--every", action="store_true", help="also compile the variants of the tests"
+    )
     parser.add_argument("--cache", metavar="DIR", help="Triton's cache; TRITON_CACHE_DIR")
-    parser.add_argument("--json", metavar="FILE", help="a line of JSON for each kernel")
+    parser.add_argument("--json", metavar="FILE", help="write a line of JSON for each kernel")
 
     arguments = parser.parse_args(argv)
     if arguments.arch is None:

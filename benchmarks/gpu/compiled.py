@@ -1,4 +1,4 @@
-"""Every kernel of the programme, compiled ahead by as many processes as help.
+"""Every kernel of the programme, compiled in advance by several processes.
 
 The kernels are in Triton's cache for later parts, even if this part is cut.
 """

@@ -199,7 +199,7 @@ def kill_twice(scene: Scene) -> Fault:
 
 
 async def kill_at(scene: Scene, watched: list[Stream], share: float) -> None:
-    """Kill the worker once the streams have a share of their tokens; wait for the next token."""
+    """Kill the worker once the streams have a share of their tokens, and wait for the next one."""
     await shared(scene, watched, share)
     pid = scene.engine.worker_pid()
     if pid is None:
@@ -240,7 +240,7 @@ async def until(condition: Callable[[], bool], awaited: str) -> None:
 
 @contextlib.asynccontextmanager
 async def ballast(job: Job) -> AsyncIterator[int]:
-    """Fill the device up to LEFT_FREE bytes within the block; yield the bytes taken."""
+    """Fill the device up to LEFT_FREE bytes within the block, and yield the bytes taken."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

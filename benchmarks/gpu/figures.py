@@ -18,7 +18,7 @@ class Figure(NamedTuple):
     value: float
     unit: str
     aim: float | None = None
-    """Smallest value that passes; None records the figure without judging it."""
+    """Smallest value that passes, or None to record the figure without judging it."""
     is_limit: bool = False
     """Whether the aim is the largest value that passes instead."""
 
@@ -60,7 +60,7 @@ class Job:
         return self.device == "cuda"
 
     def speed_aim(self, aim: float) -> float | None:
-        """Return an aim of speed; None in a rehearsal."""
+        """Return an aim of speed, or None in a rehearsal."""
         return None if self.tiny else aim
 
 
@@ -70,7 +70,7 @@ def count(name: str, value: float, least: float) -> Figure:
 
 
 def at_most(name: str, value: float, unit: str, limit: float | None) -> Figure:
-    """Return a figure that passes up to a limit; a limit of None only records it."""
+    """Return a figure that passes up to a limit. A limit of None only records it."""
     return Figure(name, value, unit, limit, is_limit=True)
 
 
@@ -93,7 +93,7 @@ class Results:
         self.path = folder / RESULTS
 
     def add(self, part: str, finding: Figure | Fact) -> None:
-        """Append a finding of a part; the file has it when this returns."""
+        """Append a finding of a part. The file has it when this returns."""
         if isinstance(finding, Fact):
             self._append({"part": part, "fact": finding.name, "text": finding.text})
             return
@@ -102,7 +102,7 @@ class Results:
         self._append({"part": part, "figure": name, **values, "passes": finding.passes})
 
     def begin(self, part: str, limit_s: float) -> None:
-        """Append the beginning of a part; its later lines belong to this run."""
+        """Append the beginning of a part. Its later lines belong to this run."""
         self._append({"part": part, "began": round(limit_s, 2)})
 
     def crash(self, part: str, reason: str) -> None:

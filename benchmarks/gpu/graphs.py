@@ -34,7 +34,7 @@ OUTPUT_TOKENS = 64
 LEAST_GAIN = 1.0
 """Smallest speed of a step as a graph, relative to launches."""
 JUDGED = (1, 8)
-"""Rows up to which a step is bound by launches of the host; with more, by the device."""
+"""Rows up to which a step is bound by launches of the host. With more, the device bounds it."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -77,7 +77,7 @@ def outputs(
     tiny: bool,
     report: Report,
 ) -> Outputs:
-    """Continue a few prompts together; with `new_capture`, judge the number of graphs."""
+    """Continue a few prompts together. With `new_capture`, judge the number of graphs."""
     runner = make_runner(loaded, device, torch.float32, TURNS, TURNS * BLOCKS_EACH, 96, new_capture)
     runner.run_largest()
     if new_capture is not None:

@@ -1,4 +1,4 @@
-"""The tests of the compiled kernels, in as many processes as help; pytest.log has the output."""
+"""The tests of the compiled kernels in parallel processes. pytest.log has the output."""
 
 import importlib.util
 import os

@@ -75,7 +75,7 @@ def version(package: str) -> str:
 
 
 def commit(job: Job) -> str:
-    """Return the commit of this tree; without a repository, the bundle's, or unknown."""
+    """Return the commit of this tree or, without a repository, the bundle's, or unknown."""
     command = ("git", "log", "-1", "--format=%H")
     with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -100,7 +100,7 @@ def all_modules() -> Iterator[str]:
 
 
 def import_error(name: str) -> str:
-    """Return why a module cannot be imported, in one line; empty if it can."""
+    """Return why a module cannot be imported, in one line (empty if it can)."""
     try:
         importlib.import_module(name)
     except Exception as error:  # a missing or wrong package may raise anything

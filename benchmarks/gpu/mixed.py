@@ -26,7 +26,7 @@ LONGEST = 480
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that torch has reserved and the device has lost; on a CPU, the resident ones."""
+    """Bytes that torch has reserved and the device has lost, or the resident ones on a CPU."""
 
     reserved: int
     lost: int

@@ -31,10 +31,10 @@ thousand numbers up to 6 then have norms of about 1."""
 def random_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, format: Format | None = None
 ) -> LoadedModel:
-    """Draw a model's weights from a fixed seed; the experts of gpt-oss are MXFP4.
+    """Draw a model's weights from a fixed seed. The experts of gpt-oss are MXFP4.
 
     Args:
-        format: format of other matrices, quantized as by the loader; None: `dtype`.
+        format: format of other matrices, quantized as by the loader, or None for `dtype`.
     """
     generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
@@ -62,7 +62,7 @@ def random_model(
 
 
 def _random_plain(plan: TensorPlan, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers whose rows have a norm of about 1; norm weights are near 1."""
+    """Draw numbers whose rows have a norm of about 1. Norm weights are near 1."""
     is_float32 = plan.name.rpartition(".")[2] in FLOAT32
     weights = torch.randn(
         plan.shape,

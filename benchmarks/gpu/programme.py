@@ -168,7 +168,7 @@ def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
 def explain(
     status: str, code: int | None, rows: Sequence[dict[str, Any]], part: str, limit_s: float
 ) -> str:
-    """Return why a part did not end by itself, and where its traceback is; empty if it did."""
+    """Return why a part did not end by itself, and where its traceback is (empty if it did)."""
     if status == TIMED_OUT:
         return f"its {limit_s:.0f} s were over; {traceback_log(part)} has where it was"
     if status != CRASHED or code is None:

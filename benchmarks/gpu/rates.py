@@ -48,7 +48,7 @@ def rates(device: torch.device, tiny: bool) -> tuple[float, float]:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Measure an action; on a GPU, take the median of many runs with a cold L2 cache."""
+    """Measure an action. On a GPU, take the median of many runs with a cold L2 cache."""
     if device.type == "cuda":
         from triton.testing import do_bench
 

@@ -31,7 +31,7 @@ def make_runner(
     """Return a runner with its buffers and its KV pool, for steps of up to `rows` sequences.
 
     Args:
-        new_capture: captures decode steps as graphs; None launches every step.
+        new_capture: captures decode steps as graphs, or None to launch every step.
     """
     limits = StepLimits(
         max_tokens=max(256, rows),

@@ -50,7 +50,7 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def engine_up(job: Job, name: str, sections: Sections) -> AsyncIterator[Engine]:
-    """Start an engine of the services' model; write its log to `NAME.log` with the results."""
+    """Start an engine of the services' model. `NAME.log`, beside the results, has its log."""
     folder = job.scratch / name
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = await asyncio.to_thread(service_checkpoint, job)
@@ -143,7 +143,7 @@ class Reply:
     """The answer to one request by HTTP."""
 
     status: int
-    """HTTP status; 0 without an answer in time, or after a lost connection."""
+    """HTTP status (0 without an answer in time, or after a lost connection)."""
     headers: dict[str, str]
     tokens: int
     seconds: float
@@ -190,7 +190,7 @@ class Stream:
     preemptions: int = 0
     cached_tokens: int = 0
     error: str = ""
-    """Why the stream is incomplete; empty if it is complete."""
+    """Why the stream is incomplete (empty if it is complete)."""
 
 
 async def ask(
@@ -205,7 +205,7 @@ async def ask(
     seed: int = 0,
     stream: Stream | None = None,
 ) -> Stream:
-    """Request exactly `max_tokens` tokens and follow the stream; the result names an error.
+    """Request exactly `max_tokens` tokens and follow the stream. The result names an error.
 
     Args:
         gaps: whether the response also has each token's distance to the next likeliest one.
@@ -254,7 +254,7 @@ def _take(stream: Stream, response: pb.GenerateResponse) -> None:
 
 
 def prompt_of(job: Job, number: int, length: int) -> list[int]:
-    """Return prompt `number` of a length; prompts differ from their beginning on."""
+    """Return prompt `number` of a length. Prompts differ from their beginning on."""
     chooser = random.Random(f"prompt {number} {length}")
     return [chooser.randrange(service_shape(job).vocab) for _ in range(length)]
 
@@ -277,7 +277,7 @@ def metrics(engine: Engine) -> dict[str, float]:
 
 
 def judge_log(job: Job, name: str, report: Report) -> None:
-    """Report the errors in the log of an engine of `engine_up`; none is allowed."""
+    """Report the errors in the log of an engine of `engine_up`. None is allowed."""
     errors = errors_logged(job.out / f"{name}.log")
     for message in sorted(set(errors)):
         report(Fact(f"{name}.log", message))

@@ -58,7 +58,7 @@ class Sizes:
     matrix: tuple[int, int]
     """Depth and columns."""
     experts: tuple[int, int, int]
-    """Experts of a layer, their depth and columns; every token chooses four."""
+    """Experts of a layer, their depth and columns. Every token chooses four."""
 
 
 def attention_config(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
@@ -221,7 +221,7 @@ def paged(bench: Bench, model: ModelConfig, plan: StepPlan) -> "PagedDecode | Pa
 def random_weights(
     bench: Bench, format: Format, columns: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return random codes, scales and zeros; their values do not matter."""
+    """Return random codes, scales and zeros, whose values do not matter."""
     width = depth if format in ("int8", "fp8") else depth // 2
     codes = torch.randint(0, 120, (columns, width), device=bench.device, dtype=torch.uint8)
     if format == "mxfp4":

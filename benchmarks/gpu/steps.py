@@ -47,7 +47,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def formats(job: Job) -> tuple[Format | None, ...]:
-    """Return the formats of weights; None is the computing type."""
+    """Return the formats of weights, with None for the computing type."""
     return (None, "int8") if job.tiny else (None, "int8", "int4")
 
 

@@ -25,7 +25,7 @@ def markdown(rows: Rows) -> str:
 
 
 def last_run(rows: Rows, part: str) -> Rows:
-    """Return the lines of a part's last run and how it ended; a run that was cut has no end."""
+    """Return the lines of a part's last run and how it ended. A run that was cut has no end."""
     own = [row for row in rows if row["part"] == part]
     # A call that had no time for a part does not replace an earlier run.
     own = [row for row in own if row.get("ended") != NOT_RUN] or own[-1:]

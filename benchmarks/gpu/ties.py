@@ -25,7 +25,7 @@ class Parted(NamedTuple):
 
 
 def compare(pairs: Iterable[Pair], near: float = NEAR_TIE) -> Parted:
-    """Count the sequences that part; a prefix of the wanted one does not part.
+    """Count the sequences that part. A prefix of the wanted one does not part.
 
     Args:
         pairs: sequences of both runs.
@@ -37,6 +37,6 @@ def compare(pairs: Iterable[Pair], near: float = NEAR_TIE) -> Parted:
 
 
 def _gap(pair: Pair) -> float | None:
-    """Return the gap at the first token that differs; None if none does."""
+    """Return the gap at the first token that differs, or None if none does."""
     tokens = zip(pair.wanted, pair.given, strict=False)
     return next((pair.gaps[at] for at, (one, other) in enumerate(tokens) if one != other), None)

@@ -68,7 +68,7 @@ def families(tiny: bool) -> dict[str, dict[str, Any]]:
 
 
 def read_oracle(job: Job) -> dict[str, Outputs] | None:
-    """Return the tokens of the bundle; None if it has none for this size."""
+    """Return the tokens of the bundle, or None if it has none for this size."""
     path = job.bundle / ORACLE if job.bundle else None
     if path is None or not path.is_file():
         return None

@@ -28,7 +28,7 @@ LAYERS = 2
 PROMPT_TOKENS = 600
 OUTPUT_TOKENS = 40
 SERVICES = (("none", "fp8"), ("int8", "auto"))
-"""Formats of weights and of KV; each is prepared, loaded and served."""
+"""Formats of weights and of KV. Each is prepared, loaded and served."""
 TIES = {"auto": NEAR_TIE, "fp8": 5e-2}
 """Gap in log-probability below which rounding may choose either token, by the format of KV. A key
 whose last bit differs may be rounded to the next float8, 1/16 away."""
@@ -47,7 +47,7 @@ def run(job: Job, report: Report) -> None:
 
 
 async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Report) -> None:
-    """Start one service after another; request a cached prompt from each."""
+    """Start one service after another, and request a cached prompt from each."""
     pool = kv_bytes(job, 4 * (PROMPT_TOKENS + OUTPUT_TOKENS), itemsize=4)
     memory = {"max_kv": pool, "host_kv": pool, "tiers": {"host": {"size": 4 * pool}}}
     checkpoint = await asyncio.to_thread(service_checkpoint, job, LAYERS)

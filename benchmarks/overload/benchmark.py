@@ -3,7 +3,7 @@
 Start engines and one `ullage-router` with its default ladder, a process each. Send streamed
 requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals, whether
 or not earlier ones have been answered (an open loop). The engines have no model, but a bounded KV
-and a given time for a step; with --real there is one engine with SmolLM2 on the CPU.
+and a given time for a step. With --real there is one engine with SmolLM2 on the CPU.
 
 The worth of a request is the KV that it holds times its output. Where time is short rather than
 memory (--sequence-s, --real), it is its output alone. The capacity of memory is computed. The
@@ -11,14 +11,14 @@ capacity of time is measured before the load, by `--clients` that each send one 
 another. Print one JSON object:
 
 capacity          worth of the requests that can be served in a second
-goodput_share     worth of the complete answers within the objectives, over the capacity; without
-                  the first seconds
+goodput_share     worth of the complete answers within the objectives, over the capacity,
+                  without the first seconds
 ttft_p95_s        from sending a request to its first token, of requests that were served
 e2e_p95_s         the same to its last token
 refused_p50_ms    from sending a request to the end of its refusal, of requests that did not queue
 router_cpu_ms     processor time of the router for a request
 hangs             requests without an answer at their time limit
-missed            figures that are worse than their floors; --quick has none
+missed            figures that are worse than their floors (none with --quick)
 alerts            with --prometheus: when each alert of a service fired and cleared, in seconds
                   after the load began. A Prometheus with the rules that the operator makes scrapes
                   the router every second. The run waits until UllageHeadroomExhausted has cleared.
@@ -42,8 +42,8 @@ examples:
   python -m benchmarks overload --refused 60
   python -m benchmarks overload --quick
 
-exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; with --refused, every
-client was served and none was refused again; 1 otherwise
+exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed (with --refused: every
+client was served and none was refused again), 1 otherwise
 """
 
 import asyncio
@@ -88,7 +88,7 @@ HEADROOM_ALERT = "UllageHeadroomExhausted"
 FIRING = 'ALERTS{alertstate="firing"}'
 CLEAR_S = 180.0
 GAP_S = 2.5
-"""Seconds without a sample after which an alert has cleared; samples come every second."""
+"""Seconds without a sample after which an alert has cleared. Samples come every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
 FLOORS = (
@@ -98,7 +98,7 @@ FLOORS = (
 REAL_MODEL = "smollm2"
 PROMPTS = (40, 100, 250)
 OUTPUTS = (10, 40, 90)
-"""Lengths of outputs in tokens; those of PROMPTS are in characters, or in words with --real."""
+"""Lengths of outputs in tokens. Those of PROMPTS are in characters, or in words with --real."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Plan:
 class Outcome:
     ask: Ask
     status: int
-    """HTTP status; 0 if the request hung, -1 if its connection or stream broke."""
+    """HTTP status (0 if the request hung, -1 if its connection or stream broke)."""
     code: str
     has_waited: bool
     ended: float
@@ -170,7 +170,7 @@ class Outcome:
 
 
 async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int, to: Path) -> str:
-    """Start an engine; return its address."""
+    """Start an engine and return its address."""
     if plan.is_real:
         memory = {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20}
         real = await stack.enter_async_context(start_real_engine(to, None, memory=memory))
@@ -317,7 +317,7 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
 
 
 async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Outcome]]:
-    """Send the load; return the time when it began, and every answer."""
+    """Send the load, and return the time when it began and every answer."""
     started = time.monotonic()
     rate = plan.factor * capacity / plan.mean_worth
     asks = random.Random(7).choices(MIX, k=int(rate * plan.seconds))
@@ -420,11 +420,13 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8, help="requests an engine holds at once")
     parser.add_argument("--token-s", type=float, default=0.05)
-    parser.add_argument("--sequence-s", type=float, default=0.0, help="more for each other request")
+    parser.add_argument(
+        "--sequence-s", type=float, default=0.0, help="more seconds for each other request"
+    )
     parser.add_argument("--real", action="store_true", help="SmolLM2 on the CPU, one engine")
-    parser.add_argument("--clients", type=int, default=8, help="at once, to measure the capacity")
+    parser.add_argument("--clients", type=int, default=8, help="clients that measure the capacity")
     parser.add_argument("--prometheus", action="store_true", help="say which alerts fire, and when")
-    parser.add_argument("--quick", action="store_true", help="3 s of little load, without floors")
+    parser.add_argument("--quick", action="store_true", help="3 s of light load, without floors")
     parser.add_argument(
         "--refused", type=int, metavar="N", help="measure N refused clients that come back instead"
     )

@@ -89,7 +89,7 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
 
 
 def measure(refused: int, slots: int, token_s: float) -> int:
-    """Print the figures; return the exit status."""
+    """Print the figures and return the exit status."""
     figures = asyncio.run(run(refused, slots, token_s))
     print(json.dumps(figures))
     return 0 if figures["refused_again"] == 0 else 1

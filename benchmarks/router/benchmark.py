@@ -1,10 +1,10 @@
 """Requests/s, added latency, concurrent streams and memory of the router.
 
 Every engine answers at once, so the figures are those of the router. Ullage's router tokenizes,
-predicts, admits and logs each request; its peers are plain proxies. Load, engines and routers are
-processes of this machine. Routers take turns within each round, so ratios between them hold even
-where absolute figures depend on the load of the machine. The CPU time of a request is that of all
-processes of its router.
+predicts, admits and logs each request, while its peers are plain proxies. Load, engines and routers
+are processes of this machine. Routers take turns within each round, so ratios between them hold
+even where absolute figures depend on the load of the machine. The CPU time of a request is that of
+all processes of its router.
 
 With --interval-ms, engines stream one token at a time, as real ones do. Without it a proxy relays
 all bytes of a stream in one piece, which is its best case. Give more --connections with it.
@@ -72,7 +72,7 @@ def decision_us(ports: Sequence[int]) -> float:
 
 
 def load(target: Target, *options: str) -> dict[str, Any]:
-    """Send load to a target from a process of its own; return the figures."""
+    """Send load to a target from a process of its own, and return the figures."""
     command = [sys.executable, "-m", "benchmarks.router.clients", str(target.port), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -235,13 +235,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, few requests")
     parser.add_argument("--engines", type=counts, default=[1], help="numbers of engines: 1,8,64")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement")
     parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--interval-ms", type=float, default=0.0, help="between two tokens")
+    parser.add_argument("--interval-ms", type=float, default=0.0, help="time between two tokens")
     parser.add_argument("--rate", type=float, default=300.0)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--traced", action="store_true", help="also with spans")
+    parser.add_argument(
+        "--traced", action="store_true", help="also measure the router with tracing"
+    )
     parser.add_argument("--peers", help="folder of the other routers' virtual environments")
     parser.add_argument("--production-stack", default=PRODUCTION_STACK)
     options = parser.parse_args()

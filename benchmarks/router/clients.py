@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._finish(False)
 
     async def ask(self, data: bytes) -> bool:
-        """Send a request; return whether the answer was complete and good."""
+        """Send a request, and return whether the answer was complete and good."""
         if self._transport is None:
             return False
         self._waiting = asyncio.get_running_loop().create_future()

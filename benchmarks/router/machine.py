@@ -57,7 +57,7 @@ class Machine:
         return psutil.Process(process.pid)
 
     def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
-        """Start a process that prints its ports; return the ports and its process id."""
+        """Start a process that prints its ports, and return the ports and its process id."""
         path = self._folder / f"{name}.log"
         log = self._stack.enter_context(path.open("wb"))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -69,13 +69,13 @@ class Machine:
         return json.loads(line), process.pid
 
     def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
-        """Start engines in one process, each on its own port; return when all listen."""
+        """Start engines in one process, each on its own port, and return when all listen."""
         command = [sys.executable, "-m", "benchmarks.router.engine", *["0"] * count, *more]
         ports, pid = self.start_listening(name, command)
         return ports, psutil.Process(pid)
 
     def collector(self) -> str:
-        """Start a thread that accepts spans like an OpenTelemetry collector; return its URL."""
+        """Start a thread that accepts spans like an OpenTelemetry collector, and return its URL."""
         method = "opentelemetry.proto.collector.trace.v1.TraceService"
         export = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
         server = grpc.server(ThreadPoolExecutor(2))

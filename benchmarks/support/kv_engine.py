@@ -84,7 +84,7 @@ class Pool:
         return self.token_s + self.sequence_s * max(0, len(self.running) - 1)
 
     def take(self, key: int, blocks: int, tokens: int) -> bool:
-        """Reserve blocks; return whether there was room."""
+        """Reserve blocks, and return whether there was room."""
         if blocks > self.free:
             self.refused += 1
             return False

@@ -23,7 +23,7 @@ OUTPUT = 64
 
 
 class ServerError(SystemExit):
-    """A server failed to start or to answer; its message ends the program."""
+    """A server failed to start or to answer. The message ends the program."""
 
 
 class _NotAnswered(Exception):
@@ -32,12 +32,12 @@ class _NotAnswered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of one request; times in seconds."""
+    """The outcome of one request, with times in seconds."""
 
     status: int
-    """HTTP status; 0 if the connection broke, or the stream ended before its last token."""
+    """HTTP status (0 if the connection broke, or the stream ended before its last token)."""
     error: str
-    """The server's failure; empty for a complete answer."""
+    """The server's failure (empty for a complete answer)."""
     ttft: float
     e2e: float
     longest_pause: float
@@ -114,7 +114,7 @@ async def ask(
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of a stream; skip keep-alive comments and the end marker."""
+    """Yield the events of a stream, without keep-alive comments and the end marker."""
     async for line in response.content:
         if line.startswith(b"data: {"):
             yield json.loads(line.removeprefix(b"data: "))
@@ -135,11 +135,11 @@ async def level(
     Args:
         url: base URL of the server.
         model: name of its model.
-        concurrency: workers; each sends its next request when the last one has ended.
+        concurrency: workers. Each sends its next request when the last one has ended.
         requests: number of requests.
         words: words of each prompt.
         tokens: tokens of each answer.
-        seed: below 1,000; another seed or concurrency has other prompts.
+        seed: below 1,000. Another seed or concurrency has other prompts.
         server: name of the server in messages, in place of its URL.
 
     Raises:

@@ -32,7 +32,7 @@ TIER = re.compile(r'tier="(\w+)"')
 
 @dataclass(frozen=True)
 class Service:
-    """A running service; engines are numbered from 0."""
+    """A running service. Engines are numbered from 0."""
 
     process: subprocess.Popen[bytes]
     state: dict[str, Any]
@@ -65,7 +65,7 @@ class Service:
 
 
 def start(manifest: Path, state_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """Start `ullage up`; return its process and the seconds until it was ready."""
+    """Start `ullage up`, and return its process and the seconds until it was ready."""
     command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
     started = time.monotonic()
@@ -84,7 +84,7 @@ async def service_up(
     tiers: dict[str, Any],
     is_deterministic: bool = False,
 ) -> AsyncIterator[Service]:
-    """Run a service, with limits that no request of a benchmark meets, until the block ends.
+    """Run a service until the block ends. No request of a benchmark meets its limits.
 
     Raises:
         SystemExit: it does not start, or does not stop within a minute.
@@ -141,7 +141,7 @@ def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dic
 
 @dataclass
 class Answer:
-    """One answer; `arrivals_s` has the seconds from request to token, for each token."""
+    """One answer. `arrivals_s` has the seconds from request to token, for each token."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)

@@ -67,11 +67,11 @@ class Engine:
 async def start_engine(
     folder: Path, log: str | None, **sections: dict[str, Any] | str
 ) -> AsyncIterator[Engine]:
-    """Run an engine until the block ends; yield once it is ready.
+    """Run an engine until the block ends, and yield once it is ready.
 
     Args:
         folder: its run directory, with its configuration and weights.
-        log: file for its log; None discards it.
+        log: file for its log, or None to discard it.
         sections: fields of its configuration by section, in place of the defaults.
     """
     grpc_port, metrics_port = free_ports(2)
@@ -134,7 +134,7 @@ async def _ready(engine: Engine, log: str | None) -> None:
 
 
 def _last_words(log: str | None) -> str:
-    """Return the name and the last line of a log; empty without a log."""
+    """Return the name and the last line of a log (empty without a log)."""
     if log is None:
         return ""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -28,7 +28,7 @@ class Panel:
     title: str
     lines: Sequence[Line]
     xs: Sequence[float] = ()
-    """Positions of this panel; empty for those of all panels."""
+    """Positions of this panel (empty for those of all panels)."""
     unit: str = ""
     """Unit of the positions of this panel."""
 

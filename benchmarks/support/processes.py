@@ -10,7 +10,7 @@ atexit.register(_held.close)
 
 
 def free_ports(count: int) -> list[int]:
-    """Reserve free ports while this process lives; servers can still bind them."""
+    """Reserve free ports while this process lives. Servers can still bind them."""
     ports = []
     for _ in range(count):
         held = _held.enter_context(socket.socket())

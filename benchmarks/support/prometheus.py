@@ -69,7 +69,7 @@ def running(
         program: path of its executable.
         folder: empty folder for its configuration, log and data.
         jobs: entries of `scrape_configs`.
-        groups: rule groups; all are evaluated at the scrape interval.
+        groups: rule groups, which are all evaluated at the scrape interval.
         seconds: scrape interval.
     """
     often = [{name: each for name, each in group.items() if name != "interval"} for group in groups]

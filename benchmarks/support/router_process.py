@@ -40,7 +40,7 @@ async def start_router(
     to: Path,
     slo: Mapping[str, float] = OBJECTIVES,
 ) -> tuple[str, psutil.Process]:
-    """Start a router; return its URL and its process."""
+    """Start a router, and return its URL and its process."""
     anywhere = {"host": "127.0.0.1", "port": 0}
     config = {
         "model": model,
@@ -71,7 +71,7 @@ async def listening(log: Path) -> dict[str, Any]:
 
 
 def first_line(log: Path, word: str) -> str:
-    """Return the first line that contains the word; empty if there is none yet."""
+    """Return the first line that contains the word (empty if there is none yet)."""
     return next((line for line in log.read_text().splitlines() if word in line), "")
 
 

@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) -> str:
-    """Write a model, with the settings of `changes`; return its source URI."""
+    """Write a model with the settings of `changes`, and return its source URI."""
     config = MODELS[name] | (changes or {})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

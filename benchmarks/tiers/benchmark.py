@@ -12,9 +12,9 @@ engine    Ask three services of SmolLM2 the same prompts in turn: without tiers,
           the last token. An answer that did not come from the tier of its row ends the benchmark.
 vllm      Start vLLM's own offloading to host memory, and report whether it runs on this machine.
 
-floors: the host tier reaches 80 % of memcpy's bandwidth, and the file tier 80 % of fio's; the first
-token comes from host memory within 1/5, and from files within 1/3, of the time of recomputing;
-tokens come at most 3 % slower with tiers. The exit status is 1 where one is missed. With --quick
+floors: the host tier reaches 80 % of memcpy's bandwidth, and the file tier 80 % of fio's. The first
+token comes from host memory within 1/5, and from files within 1/3, of the time of recomputing.
+Tokens come at most 3 % slower with tiers. The exit status is 1 where one is missed. With --quick
 it is 1 only where texts differ.
 
 examples:
@@ -72,13 +72,22 @@ def plot(rows: dict[str, dict[str, float]], path: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = new_parser("tiers", __doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small and brief, floors not judged")
-    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small, brief run that judges no floors"
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder of the file tier and of fio",
+    )
     parser.add_argument("--block-kib", type=int, default=720, help="size of a block")
     parser.add_argument("--size-mib", type=int, default=512, help="size of all blocks together")
     parser.add_argument("--threads", type=int, default=2, help="most threads of the host tier")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=4096, help="a prompt's prefix")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=4096, help="tokens of a prompt's prefix"
+    )
     parser.add_argument("--vllm", type=Path, default=VLLM, help="python that has vLLM")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="draw the engine's figures as SVG")

@@ -21,7 +21,7 @@ from ullage_common.wire.channels import open_channel
 MIB = 1 << 20
 TAIL = 16
 OUTPUT = 32
-"""Tokens of an answer; TAIL is the number of prompt tokens after the long prefix."""
+"""Tokens of an answer. TAIL is the number of prompt tokens after the long prefix."""
 TEXT_PROMPT = 512
 WAIT_S = 60.0
 FROM_TIER = 0.85
@@ -44,7 +44,7 @@ class Setup:
     """Tier that serves a repeated prompt, or `recomputed`."""
     prompts: int
     host_share: float
-    """Size of the host tier, as a share of one prompt's KV; `file_share` likewise."""
+    """Size of the host tier, as a share of one prompt's KV, like `file_share`."""
     file_share: float = 0.0
 
     def tiers(self, prompt_mib: float, folder: Path) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def print_engine(result: dict[str, Any]) -> bool:
-    """Print the figures; return whether all are within their limits."""
+    """Print the figures, and return whether all are within their limits."""
     names = ("ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms", "hit_ratio")
     titles = ("ttft p50", "ttft p99", "token p50", "token p99", "hits")
     print(f"{'prefix of ' + str(result['prompt_tokens']) + ' tokens, ms':28}", end="")

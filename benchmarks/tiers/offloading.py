@@ -30,12 +30,12 @@ SHAPE = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-"""Shape of SmolLM2-135M; whether vLLM offloads KV does not depend on the weights."""
+"""Shape of SmolLM2-135M. Whether vLLM offloads KV does not depend on the weights."""
 ERROR = re.compile(r"(?:^|\s)([A-Z]\w*(?:Error|Exception)|Exception): (.+)$", re.MULTILINE)
 
 
 def measure_vllm(python: Path) -> dict[str, str]:
-    """Start vLLM with its own offloading to host memory; return its outcome."""
+    """Start vLLM with its own offloading to host memory, and return its outcome."""
     if not python.exists():
         return {"outcome": "not installed", "detail": f"no {python}: make install-vllm"}
     with tempfile.TemporaryDirectory(prefix="ullage-vllm-") as name:

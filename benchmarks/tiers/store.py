@@ -189,7 +189,7 @@ def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
 
 
 def save_all(tier: FileTier, blocks: Blocks) -> float:
-    """Save all blocks, with two batches queued so that no thread idles; return bytes a second."""
+    """Save all blocks, with two batches queued so that no thread idles. Return bytes a second."""
     pending = []
     started = time.perf_counter()
     for batch in blocks.batches():
@@ -203,7 +203,7 @@ def save_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def load_all(tier: FileTier, blocks: Blocks) -> float:
-    """Load all blocks; return bytes a second."""
+    """Load all blocks, and return bytes a second."""
     for into in blocks.into:
         into[:64] = 0
     started = time.perf_counter()
@@ -271,7 +271,7 @@ def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
 
 
 def print_store(comparisons: Sequence[Comparison]) -> bool:
-    """Print the figures; return whether all are above their floors."""
+    """Print the figures, and return whether all are above their floors."""
     print(f"{'GiB/s, median of rounds':28} {'ours':>7} {'theirs':>7} {'ratio':>7}")
     for comparison in comparisons:
         print(comparison.row())

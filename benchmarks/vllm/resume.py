@@ -127,7 +127,7 @@ class InProcessEngine:
 
         Args:
             prompts: token ids, with the number of output tokens at their end.
-            salt: requests share KV with earlier ones of the same salt; an empty salt shares none.
+            salt: requests share KV with earlier ones of the same salt, and none with an empty one.
             together: submit all prompts at once.
         """
         if not together:
@@ -248,7 +248,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure all settings, or in a child one of them; return the exit status."""
+    """Measure all settings, or in a child one of them, and return the exit status."""
     if options.one:
         result = measure(SETTINGS[options.one], options.source, options.weights)
         options.output.write_text(json.dumps(result))

@@ -14,7 +14,7 @@ examples:
   .venv-vllm/bin/python -m benchmarks vllm server --rounds 3
   .venv-vllm/bin/python -m benchmarks vllm server --quick
 
-exit status: 0 all streams of Ullage ended well and only 200 and 429 were answered; 1 otherwise
+exit status: 0 all streams of Ullage ended well and only 200 and 429 were answered, 1 otherwise
 """
 
 import argparse
@@ -75,7 +75,7 @@ async def ask(
 
 
 async def kill(session: aiohttp.ClientSession, server: ServerUnderTest) -> dict[str, Any]:
-    """Kill the computing process while 8 streams run; return the outcome of the streams."""
+    """Kill the computing process while 8 streams run, and return the outcome of the streams."""
     streams = [
         asyncio.create_task(ask(session, server, 900_000 + index, 2 * OUTPUT)) for index in range(8)
     ]
@@ -189,7 +189,7 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
 async def measure_speed(
     servers: list[ServerUnderTest], levels: list[int], rounds: int
 ) -> dict[str, Any]:
-    """Measure both servers in turns; return the medians of all rounds."""
+    """Measure both servers in turns, and return the medians of all rounds."""
     rows: dict[tuple[int, str], list[dict[str, float]]] = {}
     for turn in range(rounds):
         for level in levels:
@@ -267,7 +267,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure both servers; return the exit status."""
+    """Measure both servers and return the exit status."""
     if options.quick:
         options.rounds = 1
         options.concurrency = "8"

@@ -55,10 +55,10 @@ def parse_work() -> Work:
     add("--size", choices=sorted(SIZES), help="default: full on a GPU, small on a CPU")
     add("--stages", type=int, default=1, help="devices, or processes of a CPU (default: 1)")
     add("--samples", type=int, default=1024)
-    add("--tokens", type=int, default=32, help="of each sample")
-    add("--micro-batches", type=int, default=8, help="at most, of several stages")
-    add("--spare", type=float, default=0.5, help="prompts to choose from beyond the samples, share")
-    add("--runs", type=int, default=3, help="measured; the median counts")
+    add("--tokens", type=int, default=32, help="tokens of each sample")
+    add("--micro-batches", type=int, default=8, help="most micro-batches with several stages")
+    add("--spare", type=float, default=0.5, help="extra prompts to choose samples from, as a share")
+    add("--runs", type=int, default=3, help="measured runs, of which the median counts")
     add(
         "--all-positions",
         action="store_true",
@@ -82,7 +82,7 @@ def parse_work() -> Work:
 
 
 def refusal(work: Work) -> str | None:
-    """Return why a work cannot be run, and the remedy; None: it can."""
+    """Return why a work cannot be run, and the remedy, or None if it can."""
     for name in ("stages", "samples", "micro_batches", "runs"):
         if getattr(work, name) < 1:
             flag = f"--{name.replace('_', '-')}"

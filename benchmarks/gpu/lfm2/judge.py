@@ -30,7 +30,7 @@ MEDIAN_TOLERANCE = 1.25
 """Largest ratio to the error of a plain implementation in the same type."""
 
 MAX_PEAK_GB = 55.0
-"""Of the 78 GiB of an H100; the weights are 33 GB in float32."""
+"""Of the 78 GiB of an H100. The weights are 33 GB in float32."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Measured:
     own: Agreement
     """The engine against the plain float32 reference."""
     plain: Agreement | None
-    """A plain implementation in the engine's type against the same; None in float32."""
+    """A plain implementation in the engine's type against the same reference (None in float32)."""
     transformers: Agreement | None
     """The engine against transformers, for few samples."""
     seconds: float

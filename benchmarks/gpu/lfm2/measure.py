@@ -139,7 +139,7 @@ class _Stage:
         self._phases = Phases(self._device, f"rank {rank}: " if work.stages > 1 else "")
 
     def run(self) -> Measured | None:
-        """Return the measurements; None on all stages but the last."""
+        """Return the measurements, or None on all stages but the last."""
         work = self._work
         phases = self._phases
         chosen = None
@@ -271,8 +271,10 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
 
 
 def answer_margins(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the least difference [samples] between the two likeliest tokens of any position, as a
-    share of the largest logit; hidden is [samples, positions, hidden].
+    """Return by how much the likeliest token leads [samples], at the position where it is least.
+
+    The lead is the difference to the next likeliest token's logit, as a share of the largest
+    logit. `hidden` is [samples, positions, hidden].
     """
     gaps = []
     largest = hidden.new_zeros(())
@@ -312,8 +314,9 @@ def agreement(pairs: Pairs) -> Agreement:
 
 
 def _last_logits(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
-    """Return the logits after each sample's last token, in the samples' order; none elsewhere than
-    on the last stage.
+    """Return the logits after each sample's last token, in the samples' order.
+
+    Only the last stage has any.
     """
     order: list[int] = []
     parts = []
@@ -354,7 +357,7 @@ def _beside(computed: Iterable[torch.Tensor], hidden: torch.Tensor, head: torch.
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most that torch took of the GPU; None on a CPU."""
+    """Return the most that torch took of the GPU, or None on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.lfm2.measure import TooFewSamples, run_rank, say
 
 
 def run_processes(work: Work) -> int:
-    """Start one process a stage; whichever fails ends the others, and so does Ctrl-C."""
+    """Start one process a stage. If one fails, or at Ctrl-C, the others end, too."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         started = spawn(  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def spawned(rank: int, work: Work, store: Path) -> None:
 
 
 def run(rank: int, work: Work, store: Path | None) -> int:
-    """Compute one stage; return the exit status."""
+    """Compute one stage and return the exit status."""
     try:
         measured = run_rank(rank, work, store)
     except TooFewSamples as error:
@@ -51,7 +51,7 @@ def run(rank: int, work: Work, store: Path | None) -> int:
 
 
 def report(work: Work, measured: Measured) -> int:
-    """Print the figures and those that do not pass; return the exit status."""
+    """Print the figures and those that do not pass, and return the exit status."""
     figures = figures_of(work, measured)
     for figure in figures:
         say(f"{figure.name}: {figure.value:.6g} {figure.unit}")

@@ -14,7 +14,7 @@ from ullage_engine.model_config.registry import lfm2_moe
 SEED = 20251021
 
 ROUTER_BIAS = 0.3
-"""The most and the least wanted expert are so far from the others, in units of the sigmoids."""
+"""Bias of the most wanted expert, in units of the sigmoids. The least wanted has minus this."""
 
 _FULL: dict[str, object] = {
     "model_type": "lfm2_moe",
@@ -54,7 +54,7 @@ SIZES["tiny"] = SIZES["small"] | {
 
 
 def make_model_config(size: str) -> ModelConfig:
-    """Return the whole model's configuration; `size` is a key of SIZES."""
+    """Return the whole model's configuration. `size` is a key of SIZES."""
     return lfm2_moe(HFConfig(Path(f"{size}/config.json"), SIZES[size]))
 
 
@@ -82,7 +82,7 @@ class SeededWeights:
         }
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of one layer; this object does not keep them."""
+        """Return new tensors of one layer, which this object does not keep."""
         model_config = self._model_config
         random = self._source(index + 1)
         spec = model_config.layers[index]
@@ -149,7 +149,7 @@ class _Source:
         self._device = device
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        """Return normal numbers; rows of length about 1, so that products keep their scale."""
+        """Return normal numbers in rows of length about 1, so that products keep their scale."""
         numbers = torch.randn(shape, generator=self._generator, device=self._device)
         return numbers.mul_(shape[-1] ** -0.5).to(self._dtype)
 
