@@ -142,7 +142,7 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: float) -> int:
-    # A time limit around the programme sends SIGTERM; end its processes and remove its models.
+    # A time limit around the programme sends SIGTERM. End its processes and remove its models.
     signal.signal(signal.SIGTERM, _interrupt)
     options.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

@@ -110,7 +110,7 @@ def judge(soak: Soak, spread_mib: float, report: Report) -> None:
     for error in sorted(set(soak.errors)):
         report(Fact("error", error))
     report(none_of("failed answers", len(soak.errors)))
-    # A CPU's heap varies by more; only a GPU's memory is constant to the allocation.
+    # A CPU's heap varies by more. Only a GPU's memory is constant to the allocation.
     limit = MOST_SPREAD_MIB if soak.job.on_gpu else None
     report(at_most("device memory, most less least", spread_mib, "MiB", limit))
     report(at_most("whole answers, p95", p95, "s", MOST_P95_S))

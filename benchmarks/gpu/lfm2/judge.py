@@ -107,7 +107,7 @@ def figures_of(work: Work, measured: Measured) -> list[Figure]:
     """Judge a run. Bounds in words: exceeding the published rate, differences below 1e-5."""
     label = f"LFM2 {work.size} {work.dtype}, {work.samples} x {work.tokens}"
     where = "all positions" if work.all_positions else "last positions"
-    # A figure that is equal to its aim passes; these bounds themselves do not.
+    # A figure that is equal to its aim passes, but these bounds themselves do not.
     above = math.nextafter(PUBLISHED, math.inf) if work.judges_speed else None
     below = math.nextafter(TOLERANCE, 0)
     of_largest = "of the largest logit"

@@ -65,7 +65,7 @@ def _config(own: ModelConfig) -> object:
         tie_word_embeddings=own.tied,
         attn_implementation="eager",
     )
-    # Some versions group products only in bfloat16; the loop over experts is exact in all.
+    # Some versions group products only in bfloat16. The loop over experts is exact in all.
     config._experts_implementation = "eager"
     return config
 
