@@ -91,4 +91,4 @@ def test_it_says_where_services_are_served(notes):
     assert "LLMServices in first, second" in text
     assert "namespace: first" in text
     assert "kubectl --namespace first wait" in text
-    assert "definition was not installed" in text
+    assert "did not install the LLMService definition" in text

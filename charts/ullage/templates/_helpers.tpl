@@ -27,8 +27,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- /*
-An image of the values, by its name there; `usual` is its name in imageRegistry. Without a registry
-a node would ask Docker Hub, where anybody may publish an image of that name.
+An image of the values, by its name there. `usual` is its name in imageRegistry. Without a registry,
+a node would pull from Docker Hub, where anybody may publish an image of that name.
 */ -}}
 {{- define "ullage.image" -}}
 {{- $registry := .values.imageRegistry | trimSuffix "/" -}}
@@ -53,7 +53,7 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
 {{ include "ullage.image" (dict "image" .Values.engineImage "name" "engineImage.repository" "usual" "engine" "values" .Values "chart" .Chart) }}
 {{- end }}
 
-{{- /* The image of engines with GPUs; empty where it is engineImage. */ -}}
+{{- /* The image of engines with GPUs, or empty if it is engineImage. */ -}}
 {{- define "ullage.cudaEngineImage" -}}
 {{- if or .Values.imageRegistry .Values.cudaEngineImage.repository -}}
 {{ include "ullage.image" (dict "image" .Values.cudaEngineImage "name" "cudaEngineImage.repository" "usual" "engine-cuda" "values" .Values "chart" .Chart) }}
@@ -66,7 +66,7 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
 {{- end }}
 {{- end }}
 
-{{- /* The routers' image: the operator's, unless anything of its own is named. */ -}}
+{{- /* The routers' image: the operator's, unless routerImage names another. */ -}}
 {{- define "ullage.routerImage" -}}
 {{- $own := .Values.routerImage -}}
 {{- $whole := merge (dict "repository" ($own.repository | default .Values.image.repository)) $own -}}
@@ -81,7 +81,7 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
 {{ join "," $names }}
 {{- end }}
 
-{{- /* What the operator does where it serves: derived from the kinds it makes, tested against them. */ -}}
+{{- /* The operator's rights where it serves. Tests compare them with the kinds that it makes. */ -}}
 {{- define "ullage.rules" -}}
 - apiGroups: [serving.ullage.dev]
   resources: [llmservices, llmservicebases]
@@ -127,14 +127,14 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
   verbs: [list, create]
 {{- end }}
 
-{{- /* Whether the node of a pod that does not end still answers; nodes belong to no namespace. */ -}}
+{{- /* To see whether the node of a hanging pod still answers. Nodes belong to no namespace. */ -}}
 {{- define "ullage.nodeRules" -}}
 - apiGroups: [""]
   resources: [nodes]
   verbs: [get]
 {{- end }}
 
-{{- /* In the release's own namespace: without them no operator acts. */ -}}
+{{- /* Rights in the release's own namespace, without which no operator acts. */ -}}
 {{- define "ullage.leaseRules" -}}
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
