@@ -64,7 +64,7 @@ LOGPROBS_WORDS = 3_000
 LEFT_BYTES = 300 << 20
 ROOM_BYTES = 128 << 20
 GROUP = f"ullage-survive-{os.getpid()}"
-PATIENCE_S = 120.0
+PATIENCE_S = 150.0
 """Longest wait for a word, or for an answer after the case."""
 
 
