@@ -117,9 +117,9 @@ class BlockFetch:
             yield self.begin(part)
 
     def _locate(self, part: range) -> dict[str, list[int]]:
-        """Return the places of blocks by the lower tier that has them.
+        """Group blocks that are not in host memory by the lower tier that holds them.
 
-        Blocks in host memory get their result here. Blocks that no tier has are in neither.
+        The result of a block in host memory is set at once. A block that no tier holds is left out.
         """
         places_by_tier = dict[str, list[int]]()
         tiers = self._loader.locate(self.keys[part.start : part.stop])

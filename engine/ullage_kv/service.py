@@ -422,7 +422,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Return a lease's number and milliseconds. A lease without slots ends and gives zeros."""
+        """Return a lease's number and its duration in milliseconds.
+
+        End a lease without slots, and return zeros.
+        """
         if not held.num_slots:
             self.leases.end(held.number)
             return 0, 0

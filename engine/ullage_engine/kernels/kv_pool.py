@@ -133,13 +133,13 @@ def scratch_blocks(model_config: ModelConfig) -> int:
 def kv_block_bytes(
     model_config: ModelConfig, block_tokens: int, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Return the bytes of one KV block over all its layers.
+    """Return the size of one KV block in bytes, summed over its layers.
 
     Args:
         model_config: the model.
-        block_tokens: tokens of a block.
-        itemsize: bytes of a stored number.
-        windowed: whether layers with sliding windows have blocks of their own.
+        block_tokens: tokens per block.
+        itemsize: bytes per stored element.
+        windowed: whether layers with sliding windows have separate blocks.
     """
     return block_tokens * model_config.page_bytes_per_token(itemsize, windowed=windowed)
 

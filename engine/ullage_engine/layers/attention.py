@@ -480,7 +480,7 @@ class AttentionStep:
         self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
-        """Write the attention of a layer with this window to `attended`."""
+        """Compute the attention of a layer with this window size into `attended`."""
         for attention in self._attentions[window]:
             attention.run(cache, sinks)
 

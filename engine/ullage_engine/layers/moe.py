@@ -122,9 +122,13 @@ class LoopedExperts:
     """
 
     def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
-        """Multiply by `matrices`, one for each expert.
+        """Create a layer that multiplies the rows of each expert by that expert's matrix.
 
-        With `deterministic`, products have whole units of rows (`ullage_engine.kernels.arena`).
+        Args:
+            matrices: one matrix for each expert.
+            deterministic: whether the rows of each matrix product are padded to a multiple of a
+                fixed number, so that results do not depend on the batch
+                (`ullage_engine.kernels.arena`).
         """
         self._matrices = matrices
         self._deterministic = deterministic
@@ -507,7 +511,11 @@ class Experts:
         return chosen, weights
 
     def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute pairs one by one, and return results [pairs, hidden] and the row of each pair."""
+        """Compute the pairs of a token and an expert one by one.
+
+        Returns:
+            The results [pairs, hidden], and the row of each pair in them.
+        """
         pairs = chosen.view(-1)
         weights = self._weights
         gate_up, gated, rows = self._buffers(len(pairs))

@@ -38,7 +38,7 @@ def read(meaning: str, *names: str) -> dict[str, Key]:
 
 
 def harmless(reason: str, *names: str) -> dict[str, Key]:
-    """Return rules of keys that change no number."""
+    """Return rules that accept any value of these keys, since no result depends on them."""
     return dict.fromkeys(names, Key(reason))
 
 

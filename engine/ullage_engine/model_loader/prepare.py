@@ -99,7 +99,7 @@ class PreparedTensor:
         """Yield the contents of each piece, as consecutive parts.
 
         Args:
-            rounded: the matrix as a calibration rounded it. Without it numbers are rounded to the
+            rounded: the matrix as a calibration rounded it. Without it, values are rounded to the
                 nearest.
         """
         if self.encoding is None:

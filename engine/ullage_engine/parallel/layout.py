@@ -24,10 +24,10 @@ A longer run never costs less.
 
 
 def split_runs(count: int, parts: int, criteria: Sequence[Criterion]) -> list[tuple[int, int]]:
-    """Cut `count` things into `parts` runs, none empty.
+    """Split `count` items into `parts` contiguous runs, none of them empty.
 
-    The cut minimises the largest cost by the first criterion. Ties are broken by the second
-    criterion, and so on, and at last by the shortest first runs.
+    The split minimises the largest cost of a run by the first criterion. The next criteria break
+    ties in their order. The last tie goes to the split whose first runs are shortest.
     """
     assert 0 < parts <= count, f"{count} things cannot make {parts} runs"
 

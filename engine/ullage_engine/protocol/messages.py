@@ -79,9 +79,10 @@ class Fault(Message, frozen=True, kw_only=True):
 
 
 class LimitBatch(Message, frozen=True, kw_only=True):
-    """Command: start no more sequences than a share of `batching.max_sequences`.
+    """Command: start new sequences only while fewer than a share of the largest batch run.
 
-    Memory may limit them further. The limit holds until the next `LimitBatch`.
+    The largest batch is `batching.max_sequences`. Memory may limit the number further. The limit
+    holds until the next `LimitBatch`.
     """
 
     share: float

@@ -114,7 +114,7 @@ class AdapterCalls:
             answer.set_result(added.error)
 
     def fail_all(self) -> None:
-        """End all calls without an answer, since the worker has ended."""
+        """Fail all pending calls, because the worker has ended."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(WorkerEndedError())

@@ -110,7 +110,10 @@ class SharedMemory:
         self._watcher.start()
 
     def close(self) -> None:
-        """Delete the record, unless some of its files remain for the next start to remove."""
+        """Delete the record of shared-memory files.
+
+        Keep it if some of these files still exist, so that the next start can remove them.
+        """
         self._is_closed.set()
         if self._watcher.is_alive():
             self._watcher.join()

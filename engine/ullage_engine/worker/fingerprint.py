@@ -35,9 +35,10 @@ _CPU_FLAGS = {
 
 
 def canonical_order() -> str:
-    """Return the name of the C++ library's order of sums and polynomials, empty without library.
+    """Return the name of the order in which the C++ library evaluates sums and polynomials.
 
-    Processors with the same name get the same bits from the same build of the library.
+    With the same build of the library, processors with the same name compute the same bits. The
+    name is empty if the library is absent.
     """
     return "" if library.instruction_set() is None else _ORDER
 

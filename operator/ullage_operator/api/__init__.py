@@ -1,4 +1,4 @@
 """The API of `LLMService`: the spec with its defaults, checks, quantities, names and settings.
 
-This room holds data and validation. It knows no cluster and no clock.
+This package has only data and validation. It depends on neither a cluster nor a clock.
 """

@@ -125,10 +125,11 @@ def _with_time_to_start(spec: Spec) -> Spec:
 
 
 def _with_room_for_adapters(spec: Spec) -> Spec:
-    """Return a spec with adapter slots and mounted claims for its adapters, unless it sets them.
+    """Return a spec with enough adapter slots and mounted claims for its adapters.
 
-    Slots and claims belong to the release of engines, and adapters do not. So only an edit that
-    exceeds the slots or claims starts a rollout.
+    Slots and claims that the spec sets stay as they are. Engines roll out when their slots or
+    claims change, but not when only adapters change. So an edit of adapters starts a rollout only
+    if they need more slots or other claims.
     """
     replaced = msgspec.structs.replace
     has_adapters = bool(spec.adapters)

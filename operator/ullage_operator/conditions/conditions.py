@@ -238,11 +238,11 @@ def timestamp(now: datetime) -> str:
 def cluster_conditions(
     serves: Collection[str], missing: Sequence[str], unlisted: Sequence[str] = ()
 ) -> list[Condition]:
-    """Return the conditions about the cluster.
+    """Return the status conditions that describe the cluster.
 
     Args:
         serves: the optional kinds that the cluster serves.
-        missing: the rights that the operator lacks.
+        missing: the permissions that the operator lacks.
         unlisted: kinds that the cluster serves but the operator cannot list.
     """
     return [

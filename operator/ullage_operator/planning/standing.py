@@ -87,7 +87,11 @@ def _dropped(path: str, value: Any) -> Problem:
 def standing(
     manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
 ) -> Standing | None:
-    """Return the spec to carry out, or None if the declared one is invalid and nothing serves."""
+    """Return the spec to reconcile.
+
+    That is the declared one if it is valid, and otherwise the one that serves. None if nothing
+    serves.
+    """
     if declared.service:
         return Standing(declared.service)
     kept = _kept(manifest, observed)

@@ -30,7 +30,10 @@ PressureLevels = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """The last report of one engine, with ages in seconds of the operator's running time."""
+    """The latest report of one engine.
+
+    Ages are in seconds, and count only the time for which the operator has run.
+    """
 
     pool: str
     report: headroom_pb2.Headroom | None = None

@@ -167,9 +167,10 @@ def was_stopped(live: Object | None) -> bool:
 
 
 def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
-    """Return whether another controller sets the StatefulSet's replicas.
+    """Return whether another controller sets the number of the StatefulSet's replicas.
 
-    KEDA does once the StatefulSet exists, unless the service is stopped or was until now.
+    KEDA does so once the StatefulSet exists, unless the service is stopped or is just starting
+    again.
     """
     is_held = is_stopped or was_stopped(live)
     return provider_of(pool) == KEDA and live is not None and not is_held

@@ -203,7 +203,7 @@ def analysis_of(
     progress: RolloutProgress,
     is_last: bool,
 ) -> Analysis:
-    """Return the analysis of the routers' counts in the current step."""
+    """Analyse the requests that the routers have counted during the current rollout step."""
     canary, stable, routers = sum_samples(
         observation.samples, sample_name(progress.canary, progress.step)
     )

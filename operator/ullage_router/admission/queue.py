@@ -251,12 +251,13 @@ class RequestQueue:
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the heads of some lines that are ahead of a request.
+        """Yield the first request of each of these lines that is served before another request.
 
-        In other pools than the request's own, all heads are ahead.
+        The first requests of other pools always count as ahead.
 
         Args:
-            entry: the request's place, or None while it is not queued and all heads are ahead.
+            entry: the other request's place. None while it is not queued, and behind all others.
+            keys: the lines.
         """
         for key in keys:
             if (head := self.head(key)) is None:

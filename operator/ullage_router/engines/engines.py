@@ -257,17 +257,17 @@ class Engines:
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
         """Return the description of the served model that a tenant may see.
 
-        The description has the adapters that any engine serves and the tenant may use. A tenant
-        that may not use the model itself does not get its name. Only a tenant that may use
-        everything gets the facts of the fingerprint.
+        The description lists the adapters that some engine serves and the tenant may use. It leaves
+        out the model's own name if the tenant may not use the model, and the details of the
+        fingerprint unless the tenant may use everything.
 
         Args:
             name: the model or adapter that the request names, or empty for the served model.
             allowed: names that the tenant may use, or empty for all.
 
         Raises:
-            ServiceError: the model has another name, the tenant may not use that name, or no
-                engine has described the model yet.
+            ServiceError: the name is not served, the tenant may not use it, or no engine has
+                described the model yet.
         """
         if name and allowed and name not in allowed:
             raise unknown_model(name, self._model_name, self.adapters, allowed)

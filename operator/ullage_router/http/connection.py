@@ -364,7 +364,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Answer the next request of the pipeline, and parse on."""
+        """Answer the next pipelined request, if there is one, and go on parsing."""
         self._answered = None
         if self._is_closing:
             return

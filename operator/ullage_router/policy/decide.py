@@ -490,7 +490,10 @@ class _LadderRun:
 def _never_fits(
     facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy
 ) -> NextStep:
-    """Return the step for a request that no engine can hold: a shorter prompt, or a refusal."""
+    """Return the step for a request that is too large for any engine.
+
+    That is a shorter prompt or a refusal.
+    """
     longest = facts.prompt_tokens + max(room_of(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
         wanted_output = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))

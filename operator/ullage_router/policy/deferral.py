@@ -22,7 +22,10 @@ class Deferred(NamedTuple):
 
 
 class DeferralBook:
-    """Counts the bytes of refused requests by class. Times are seconds of any steady clock."""
+    """Counts the bytes of refused requests by class.
+
+    Times are in seconds, from any monotonic clock.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[Deferred, int] = {}

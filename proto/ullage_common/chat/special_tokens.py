@@ -210,9 +210,10 @@ def _rank(character: str) -> tuple[bool, bool]:
 
 
 def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
-    """Return whether client text next to a word of the template could complete a guarded token.
+    """Return whether client text next to the template's own text could form a guarded token.
 
-    That is possible if a word of the template is a part of a token, and the part has a key.
+    That is possible if the template's text contains, begins or ends with a part of a token, and
+    this part contains one of the keys by which tokens are found.
     """
 
     def has_key(part: str) -> bool:

@@ -1,13 +1,13 @@
-"""The sending side of flow control: bounds a call by its window, and merges its tokens.
+"""The sending side of flow control: keeps each call within its window, and merges its tokens.
 
 A message costs the reader more than the tokens in it. The first token is sent at once. Later tokens
-wait for the next tick after the last send, or until there are as many as the reader wants together,
-and are sent as one delta. Ticks are at fixed intervals and the same for all calls, so tokens of
-many calls share a message.
+are held until the next tick after the last send, or until there are as many as the reader prefers
+in one batch, and are then sent as one delta. Ticks are at fixed intervals and the same for all
+calls, so tokens of many calls share a message.
 
-`SendWindow` owns this rule, since it alone knows the time of the last send. The producer of deltas
-may wait by the same `SendPace`, so that it makes no deltas that would only be merged. Its deltas
-are then due at once.
+`SendWindow` owns this rule, since it alone knows the time of the last send. A producer of deltas
+can pace itself with the same `SendPace`, so that it makes no deltas that would only be merged. Its
+deltas are then due at once.
 """
 
 import asyncio

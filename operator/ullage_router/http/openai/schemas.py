@@ -286,7 +286,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 
 def max_field_bytes(name: str) -> int | None:
-    """Return the most bytes of JSON that a field may have, or None if there is no limit."""
+    """Return the maximum size of a field's JSON in bytes, or None if it is not limited."""
     if name in INPUT_FIELDS:
         return None
     return MAX_GRAMMAR_FIELD_BYTES if name in GRAMMAR_FIELDS else MAX_FIELD_BYTES
