@@ -70,9 +70,9 @@ def test_ranks_are_as_many_as_gpus() -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"quantization": "int8"}, "model.quantization: int8"),
-        ({"quantization": "int4"}, "model.quantization: int4"),
-        ({"quantization": "w8a8"}, "model.quantization: w8a8"),
+        ({"quantization": "int8"}, "model.quantization: only the native engine has int8"),
+        ({"quantization": "int4"}, "model.quantization: only the native engine has int4"),
+        ({"quantization": "w8a8"}, "model.quantization: only the native engine has w8a8"),
         ({"deterministic": True}, "model.deterministic"),
         ({"memory": MemorySection(host_kv=1)}, "memory.host_kv"),
     ],

@@ -600,7 +600,7 @@ def with_spec(stored: dict[str, Any], **spec: Any) -> dict[str, Any]:
 def test_messages_call_fields_as_the_api_does_and_values_as_they_are(stored: Make) -> None:
     with pytest.raises(InvalidManifest, match=r"^spec\.device: Invalid enum value 'my_device'$"):
         parse_stored(with_spec(stored(), device="my_device"))
-    with pytest.raises(InvalidManifest, match=r"^spec\.vllm: args\.my-max_kv is no argument"):
+    with pytest.raises(InvalidManifest, match=r"^spec\.vllm: args\.my-max_kv is not an argument"):
         parse_stored(stored(vllm={"args": {"my-max_kv": 1}}))
     with pytest.raises(InvalidManifest, match=r"^spec\.memory\.maxKV: "):
         parse_stored(with_spec(stored(), memory=stored()["spec"]["memory"] | {"maxKV": "few"}))
