@@ -586,7 +586,7 @@ def test_room_is_looked_for_before_a_byte_is_written(
         ("s3://nowhere/m", ["bucket nowhere", "NoSuchBucket", "check the name, s3.endpoint"]),
         ("s3://models/none", ["bucket models", "key 'none'", "nothing is there; check the prefix"]),
         ("s3://models/none.gguf", ["none.gguf is not there; check the key"]),
-        ("s3://models/teams/llama/original", ["no config.json is there; upload it beside"]),
+        ("s3://models/teams/llama/original", ["no config.json is there; upload it next to"]),
         ("s3://models/a?b", ["write s3://bucket/prefix"]),
         ("s3://Models/a", ["'Models' is not a bucket's name"]),
         ("s3:///a", ["write s3://bucket/prefix"]),
