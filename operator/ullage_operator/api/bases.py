@@ -1,8 +1,10 @@
-"""LLMServiceBases: specs that several services share, and over which their own are merged. Pure.
+"""Merges the specs of services over the LLMServiceBases that they name. Pure.
 
-An API server fills in a service's defaults before the operator reads it, so a field that was left
-out looks like one that was set to its default. Both count as unset, and a base decides them. Bases
-have no defaults, so the last base that sets a field decides its value.
+An LLMServiceBase is a spec that several services share.
+
+An API server fills in a service's defaults before the operator reads the service. A field that was
+left out therefore looks like a field that was set to its default. Both fields count as unset, so a
+base may set them. Bases get no defaults, so the last base that sets a field decides its value.
 """
 
 import copy
@@ -21,7 +23,8 @@ FIELD = "baseRefs"
 _SERVICE_ONLY = frozenset({FIELD, "replicas", "stop"})
 """Fields that a base cannot set.
 
-A default counts as unset, so a base would undo `kubectl scale` and `stop`.
+A service's field that has its default value counts as unset. If bases could set these fields, they
+would undo some uses of `kubectl scale` and `stop`.
 """
 _RULES = "x-kubernetes-validations"
 _MERGED_LISTS = ("containers", "initContainers")
@@ -36,7 +39,7 @@ class Bases:
     """The bases that a service may name."""
 
     specs: Mapping[str, Spec] = field(default_factory=dict)
-    """Specs by the names of the bases."""
+    """The spec of each base, by the base's name."""
     remedy: str = "create it, or leave it out"
     """Remedy in the error about a missing base."""
 
@@ -45,7 +48,7 @@ NO_BASES = Bases()
 
 
 def base_names(spec: Any) -> list[str]:
-    """Return the names of the bases that a spec refers to, without those that cannot be read."""
+    """Return the names of the bases that a spec refers to, without unreadable references."""
     refs = spec.get(FIELD) if isinstance(spec, Mapping) else None
     names = [ref.get("name") for ref in refs or () if isinstance(ref, Mapping)]
     return [name for name in names if isinstance(name, str)]
@@ -145,7 +148,7 @@ def _missing(names: Sequence[str], bases: Bases) -> Iterator[Problem]:
 
 
 def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Problem:
-    """Return a problem with the names of the bases that set a field of its section."""
+    """Return a problem whose message also names the bases that set the section in question."""
     section = problem.path.removeprefix("spec.").partition(".")[0].partition("[")[0]
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:
@@ -155,7 +158,7 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
 
 
 def merged(node: Schema, over: Any, under: Any, *, has_defaults: bool) -> Any:
-    """Return a value merged over another.
+    """Return the value `over` merged over the value `under`.
 
     Args:
         has_defaults: whether `over` may have defaults that the API server filled in.
@@ -192,7 +195,7 @@ def _merged_field(name: str, node: Schema, over: Any, under: Any, has_defaults: 
 
 
 def is_default(node: Schema, value: Any) -> bool:
-    """Return whether a value is the schema's default."""
+    """Return whether a value equals the default in its schema."""
     if "default" not in node:
         return False
     default = copy.deepcopy(node["default"])

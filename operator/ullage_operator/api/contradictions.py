@@ -11,9 +11,9 @@ from ullage_operator.api.quantities import amount, parse_bytes
 from ullage_operator.api.spec import claim_of
 
 MIN_BYTES = 2**20
-"""Smallest amount of memory that can hold a request or a block."""
+"""Minimum size of a memory setting in bytes. Less memory cannot hold a request or a KV block."""
 MAX_BYTES = 2**46
-"""Largest amount of memory that a machine may have: 64 TiB."""
+"""Maximum size of a memory setting in bytes: 64 TiB, more than any machine has."""
 _MIG_SLICE = "/mig-"
 """Part of the resource names of MIG slices in NVIDIA's device plugin."""
 _HOST_SIZE = "tiers.host.size"
@@ -33,9 +33,10 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
 
 
 def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield pools whose engines would span several MIG slices, which NCCL cannot connect.
+    """Yield a problem if each engine of a pool would span several MIG slices.
 
-    The definition has no rule for this, because the number of GPUs has no default there.
+    NCCL cannot connect MIG slices. The CRD has no rule for this, because it has no default for the
+    number of GPUs.
     """
     resource = pool["gpuResourceName"]
     gpus = pool["gpus"]
@@ -48,7 +49,7 @@ def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the adapters that exceed the slots, ranks or mounted claims of engines."""
+    """Yield a problem for adapters that exceed the slots, ranks or mounted claims of engines."""
     memory = spec["memory"]
     adapters = spec.get("adapters", ())
     slots = memory.get("maxLoras")
@@ -87,10 +88,10 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems with roles that leave open which pool serves a request.
+    """Yield problems with pool roles that make it ambiguous which pool serves a request.
 
-    The definition has rules for this, but objects that were stored under an older one may break
-    them.
+    The CRD has rules for this, but objects that were stored under an older CRD may break the
+    rules.
     """
     names = ordered_pools(spec)
     for role in ("standard", "large"):
@@ -107,7 +108,7 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield memory sizes that exceed any machine, or that are too small for an engine to start.
+    """Yield problems with memory sizes that exceed any machine or are too small for an engine.
 
     Args:
         spec: the spec as written.
@@ -166,7 +167,7 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the quantities that would go into pods unchanged and cannot be parsed."""
+    """Yield problems with invalid quantities that the operator would copy into pods unchanged."""
     places = {"spec.router": spec["router"]}
     places |= {f"spec.pools.{name}": pool for name, pool in spec["pools"].items()}
     for place, section in places.items():
@@ -187,7 +188,7 @@ def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
-    """Yield KV tiers that could not hold a single block, with paths below `memory`.
+    """Yield problems with KV tiers that cannot hold a single block. Paths are relative to `memory`.
 
     Args:
         tiers: the tiers of the spec.
@@ -210,8 +211,8 @@ def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
 def excesses(spec: Mapping[str, Any]) -> list[Problem]:
     """Return resource requests that exceed their limits, which Kubernetes refuses in pods.
 
-    The definition has no rule for this. API servers before 1.34 assume that every quantity is
-    megabytes of text, so that comparing two of them exceeds the cost limit of rules.
+    The CRD has no CEL rule for this. API servers before 1.34 assume that the text of a quantity may
+    have megabytes, so a rule that compares two quantities would exceed the cost limit.
     """
     places = {"router": spec["router"]} | {f"pools.{n}": pool for n, pool in spec["pools"].items()}
     return [

@@ -3,13 +3,13 @@
 OperatorError
 ├── Permanent             a retry cannot help until somebody changes something
 │   ├── InvalidManifest   an LLMService that the API would refuse, with every problem
-│   ├── LocalFailure      a local run that cannot go on
-│   └── ClusterRefused    the API server refuses a request as wrong
+│   ├── LocalFailure      a local run that cannot continue
+│   └── ClusterRefused    the API server rejects a request as invalid
 └── Temporary             a retry after `delay_s` may help
-    └── ClusterUnavailable  the API server did not answer, is busy, or refuses for now
-        ├── ClusterDenied     the operator's account lacks a right
+    └── ClusterUnavailable  the API server did not answer, is busy, or rejects a request for now
+        ├── ClusterDenied     the operator's account lacks a permission
         ├── ClusterPostponed  a quota, admission or a failing webhook stops this request
-        ├── ClusterConflict   somebody else wrote first
+        ├── ClusterConflict   another client wrote the object first
         ├── ClusterForgets    the requested history has expired, so list again
         └── KindAbsent        the API server does not serve the kind
 """
@@ -23,11 +23,11 @@ class OperatorError(Exception):
 
 
 class Permanent(OperatorError):
-    """A retry cannot help until somebody changes something."""
+    """An error that a retry cannot solve until somebody changes something."""
 
 
 class Temporary(OperatorError):
-    """A retry after `delay_s` seconds may help."""
+    """An error that a retry after `delay_s` seconds may solve."""
 
     def __init__(self, message: str, delay_s: float = 5.0) -> None:
         super().__init__(message)
@@ -57,19 +57,19 @@ class InvalidManifest(Permanent):
 
 
 class LocalFailure(Permanent):
-    """A local run that cannot go on. The message gives the reason in one line."""
+    """A local run that cannot continue. The message gives the reason in one line."""
 
 
 class ClusterRefused(Permanent):
-    """The API server refuses a request as wrong."""
+    """The API server rejects a request as invalid."""
 
 
 class ClusterUnavailable(Temporary):
-    """The API server did not answer, is busy, or refuses for now."""
+    """The API server did not answer, is busy, or rejects a request for now."""
 
 
 class ClusterDenied(ClusterUnavailable):
-    """The operator's account lacks the right to `verb`, for example patch."""
+    """The operator's account lacks the permission for `verb`, for example patch."""
 
     def __init__(self, message: str, verb: str, delay_s: float) -> None:
         super().__init__(message, delay_s)
@@ -77,15 +77,15 @@ class ClusterDenied(ClusterUnavailable):
 
 
 class ClusterPostponed(ClusterUnavailable):
-    """A quota, admission or a webhook stops this request for now, but perhaps not others."""
+    """A quota, admission or a webhook stops this request for now, but perhaps no other request."""
 
 
 class ClusterConflict(ClusterUnavailable):
-    """Somebody else wrote first."""
+    """Another client wrote the object first."""
 
 
 class ClusterForgets(ClusterUnavailable):
-    """The history that a watch or a page needs has expired, so the caller lists again."""
+    """The history that a watch or a list page needs has expired, so the caller must list again."""
 
 
 class KindAbsent(ClusterUnavailable):

@@ -1,6 +1,6 @@
 """Names, labels and annotations of a service's objects, and the kinds of Kubernetes objects.
 
-No other module spells these names.
+All other modules take these names from this one.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ PLURAL = "llmservices"
 
 FIELD_MANAGER = "ullage-operator"
 SCALE_MANAGER = "ullage-operator-scale"
-"""Field manager of replicas that others set."""
+"""Field manager under which the operator writes the replicas of existing workloads."""
 CONFIG_HASH = f"{GROUP}/config-hash"
 """Pod annotation: a hash of the configuration. A changed hash replaces the pods."""
 ROLLOUT = f"{GROUP}/rollout"
@@ -24,22 +24,22 @@ REVISION = f"{GROUP}/revision"
 TEMPLATE_HASH = f"{GROUP}/template-hash"
 """Annotation of a StatefulSet or a Deployment: a hash of the applied pod template.
 
-The live template differs, because the API server adds defaults.
+The hash of the live template would differ, because the API server adds defaults to the template.
 """
 SHARED_HASH = f"{GROUP}/shared-hash"
-"""Annotation of a StatefulSet: a hash of the fields of engine pods outside their release."""
+"""Annotation of a StatefulSet: a hash of the engine pods' fields that are not part of a release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
 """Annotation of a StatefulSet: the number of its engines that a canary replaces.
 
-They are missing from its replicas, but still belong to the pool.
+The StatefulSet's replicas exclude these engines, which still belong to the pool.
 """
 STOPPED = f"{GROUP}/stopped"
 """Annotation of a StatefulSet that `spec.stop` has scaled to zero.
 
-Its number of pods is therefore not the number of engines that the pool should have later.
+Its replicas therefore do not say how many engines the pool should have after the stop.
 """
 GROUP_REVISION = f"{GROUP}/group-revision"
-"""Pod annotation: a hash of the templates of an engine's pods. Only pods with equal hashes join."""
+"""Pod annotation: a hash of an engine's pod templates. All pods of an engine have the same hash."""
 POOL_LABEL = f"{GROUP}/pool"
 FETCH_CLAIM = f"{GROUP}/fetch-claim"
 """Annotation of a Job: the claim that it fetches a model into."""
@@ -48,9 +48,9 @@ FETCH_SOURCE = f"{GROUP}/fetch-source"
 FETCH_STORE = f"{GROUP}/fetch-store"
 """Annotation of a Job: a digest of the bucket's endpoint (absent if the source needs none)."""
 STATEFUL_SET_REVISION = "controller-revision-hash"
-"""Label of a StatefulSet's pods with the revision that Kubernetes created them from."""
+"""Label of a StatefulSet's pods: the controller revision from which a pod was created."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Label with the namespace's name, which every namespace has."""
+"""Label that every namespace has, with its own name as value."""
 
 HTTP_PORT = 8000
 GRPC_PORT = 9000
@@ -66,7 +66,7 @@ TLS_DIR = "/etc/ullage-tls"
 CLIENT_CA_DIR = "/etc/ullage-client-ca"
 ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 STEPS_DIR = "/etc/ullage-steps"
-"""Folder of the cascade's steps, with a folder by index for each: `0-tls` and `0-key`."""
+"""Folder with the TLS and key folders of each cascade step, named by index: `0-tls` and `0-key`."""
 ADAPTERS_DIR = "/etc/ullage-adapters"
 CACHE_DIR = "/var/cache/ullage"
 KV_DIR = "/var/lib/ullage/kv"
@@ -77,10 +77,10 @@ CLAIM_ROOT = "/models"
 
 ENGINE_CONFIG = "engine.yaml"
 ADAPTERS_FILE = "adapters.yaml"
-"""File with the LoRA adapters, which all engines read again whenever it changes."""
+"""File that lists the LoRA adapters. All engines reload the file whenever it changes."""
 ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
-"""File next to the router's configuration, which routers read again whenever it changes."""
+"""File next to the router's configuration. Routers reload the file whenever it changes."""
 ROLLOUT_STATE = "state.json"
 KEPT_SPEC = "spec.json"
 """File next to the rollout's state, with the last valid spec."""
@@ -88,7 +88,7 @@ KEPT_SPEC = "spec.json"
 _CANARY = "-next"
 """Suffix of a canary's pool.
 
-It is short, because the name of a StatefulSet and a hash together may have 63 characters.
+The suffix is short, because a StatefulSet's name and a hash may have 63 characters in total.
 """
 
 _GROUP = "-group"
@@ -97,9 +97,9 @@ _GROUP = "-group"
 ROUTER = "router"
 ENGINE = "engine"
 FOLLOWER = "follower"
-"""A pod without a server, of an engine that spans several pods."""
+"""Component of pods that run part of a multi-pod engine but have no server."""
 FETCHER = "fetcher"
-"""A pod of a Job that fetches a model into a shared claim."""
+"""Component of pods whose Job fetches a model into a shared claim."""
 OPERATOR = "operator"
 
 
@@ -114,7 +114,7 @@ def pool_name(service: str, pool: str) -> str:
 
 
 def canary_pool(pool: str) -> str:
-    """Return the name of a pool's canary, which takes the pool's place in names and labels.
+    """Return the pool name under which a pool's canary appears in names and labels.
 
     The name is unambiguous because no pool has a dash in its name or is called `next`. Otherwise
     pool `next` of service `chat-single` would share object names with the canary of pool `single`
@@ -126,14 +126,14 @@ def canary_pool(pool: str) -> str:
 def group_pool(pool: str) -> str:
     """Return the pool name of the followers of a pool or its canary.
 
-    The Service by which followers find their leaders, and the NetworkPolicy between them, have this
-    name too.
+    Followers find their leaders by a Service of this name. The NetworkPolicy between leaders and
+    followers has this name, too.
     """
     return f"{pool}{_GROUP}"
 
 
 def stable_pool(pool: str) -> str:
-    """Return the pool of the spec to which a pool, its followers or its canary belong."""
+    """Return the pool in the spec to which a pool, its followers or its canary belong."""
     return pool.removesuffix(_GROUP).removesuffix(_CANARY)
 
 
@@ -221,7 +221,7 @@ ROUTER_SCALER = "HorizontalPodAutoscaler"
 
 
 class Kind(NamedTuple):
-    """A kind of Kubernetes objects, and the objects of it that the operator watches."""
+    """A kind of Kubernetes object, and which objects of this kind the operator watches."""
 
     api_version: str
     name: str
@@ -229,7 +229,7 @@ class Kind(NamedTuple):
     selector: str = ""
     """Label selector of the watched objects (empty for all)."""
     optional: bool = False
-    """Whether a cluster may lack the kind."""
+    """Whether the operator also runs in clusters that do not serve the kind."""
 
     @property
     def group(self) -> str:
@@ -241,7 +241,7 @@ class Kind(NamedTuple):
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Return the URL path of an object, or of all objects without a name.
+        """Return the URL path of an object, or of the whole collection if no name is given.
 
         An empty namespace stands for all namespaces.
         """

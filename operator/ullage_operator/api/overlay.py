@@ -1,6 +1,6 @@
-"""Merges pod templates, as server-side apply merges lists of objects by their keys.
+"""Merges pod templates. Lists of objects are merged by keys, as in server-side apply.
 
-The operator's fields, and those of older specs, are merged into the pod templates of a spec.
+The operator merges its own pod fields, and those of older specs, into a spec's pod templates.
 """
 
 import posixpath
@@ -14,7 +14,7 @@ Manifest = dict[str, Any]
 
 
 def over_template(given: Mapping[str, Any], own: Manifest) -> Manifest:
-    """Return the operator's pod template merged over the one of the spec."""
+    """Return the operator's pod template merged over the spec's pod template."""
     return laid_over(with_canonical_amounts(given), own)
 
 
@@ -56,16 +56,16 @@ _ELSEWHERE = {
     ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
-"""Spec fields by which the operator sets a pod field, by the end of that field's path."""
+"""Spec fields that users should set instead of a pod field, by the end of the pod field's path."""
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
-    """Yield the fields of a pod template that the operator sets itself, to other values.
+    """Yield problems with the fields of a pod template that the operator sets to other values.
 
     Args:
         given: the template, or a part of it.
-        own: what the operator sets of that part.
-        path: where the part stands.
+        own: the fields of the same part that the operator sets.
+        path: the path of the part.
     """
     if given is None or given == own:
         return
@@ -113,11 +113,11 @@ def _own(path: str) -> Problem:
 
 
 _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
-"""Actions of a probe or hook. Kubernetes accepts one of them at a time."""
+"""Actions of a probe or hook. A probe or hook may have only one action."""
 
 
 def overlap(path: str, mounts: Iterable[str]) -> str | None:
-    """Return how a container's path overlaps with a mount, or None if it overlaps with none."""
+    """Describe how a path in a container overlaps with a mount, or return None if it does not."""
     for each in mounts:
         if lies_in(path, each):
             return f"lies in {each}"
@@ -127,7 +127,7 @@ def overlap(path: str, mounts: Iterable[str]) -> str | None:
 
 
 def lies_in(path: str, folder: str) -> bool:
-    """Return whether a path of a container is a folder or lies in it."""
+    """Return whether a path in a container is the given folder or lies in it."""
     inner, outer = (posixpath.normpath(f"/{each}").lstrip("/") for each in (path, folder))
     return not outer or f"{inner}/".startswith(f"{outer}/")
 
@@ -138,8 +138,8 @@ MERGE_KEYS = ("mountPath", "containerPort", "name")
 def merge_key(desired: list[Any], live: list[Any]) -> str | None:
     """Return the field that identifies the items of a list, as in server-side apply, or None.
 
-    Items that others add to a list with such a field, for example an injected container, belong to
-    them.
+    If other clients add an item to a list with such a field, for example an injected container, the
+    item belongs to those clients.
     """
     items = [*desired, *live]
     if not desired or not all(isinstance(item, Mapping) for item in items):

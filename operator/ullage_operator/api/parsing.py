@@ -60,8 +60,8 @@ def _over_bases(
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
     """Return a service that an API server has validated and stored with its defaults.
 
-    Unknown fields are ignored. They belong to a newer definition, whose operator does not run yet,
-    as during an upgrade of both.
+    Unknown fields are ignored. They belong to a newer CRD, which may be installed before the
+    operator is upgraded.
 
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.
@@ -70,10 +70,10 @@ def parse_stored(manifest: Mapping[str, Any]) -> Service:
 
 
 def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[Service, list[str]]:
-    """Return a stored service, and the paths of the fields that got their default here.
+    """Return a stored service, and the paths of the fields whose defaults were filled in here.
 
-    An API server fills in the defaults of its own definition of LLMService. A definition older than
-    this operator leaves newer fields without defaults.
+    An API server fills in the defaults of its installed CRD. A CRD older than this operator leaves
+    newer fields without defaults.
 
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.
@@ -127,9 +127,8 @@ def _with_time_to_start(spec: Spec) -> Spec:
 def _with_room_for_adapters(spec: Spec) -> Spec:
     """Return a spec with enough adapter slots and mounted claims for its adapters.
 
-    Slots and claims that the spec sets stay as they are. Engines roll out when their slots or
-    claims change, but not when only adapters change. So an edit of adapters starts a rollout only
-    if they need more slots or other claims.
+    Slots and claims that the spec sets stay unchanged. An edit of adapters starts a rollout of
+    engines only if the adapters need more slots or other claims.
     """
     replaced = msgspec.structs.replace
     has_adapters = bool(spec.adapters)
@@ -149,7 +148,7 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
 
 
 def in_api_names(text: str) -> str:
-    """Return a message with API field names instead of those of configuration files.
+    """Return a message in which the API's field names replace those of configuration files.
 
     Arguments of vLLM and quoted text keep their names, because users wrote them.
     """
@@ -185,7 +184,7 @@ def service_of(
 
 
 def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the spec with the defaults of tenants filled in for every named tenant."""
+    """Return the spec with the tenant defaults filled in for every named tenant."""
     tenants = spec.get("tenants")
     if not tenants:
         return spec

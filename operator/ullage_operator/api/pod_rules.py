@@ -111,7 +111,7 @@ _SYSCTLS = frozenset(
         "net.ipv4.tcp_wmem",
     }
 )
-"""Sysctls that Kubernetes calls safe: they do not affect other pods of the node."""
+"""Sysctls that Kubernetes calls safe, because they do not affect other pods on the node."""
 _APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _HOOKS = ("postStart", "preStop")
@@ -194,11 +194,11 @@ _LISTS = {
     "imagePullSecrets": "name",
     "sources": "",
 }
-"""Lists of objects that are checked, with the field that distinguishes their items."""
+"""Checked lists of objects, each with the field that is unique among the list's items."""
 
 
 def template_problems(template: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Yield the fields of a pod template that are not allowed or cannot be read.
+    """Yield problems with the fields of a pod template that are not allowed or cannot be read.
 
     Args:
         path: the path of the template in the manifest.
@@ -290,7 +290,7 @@ def _security(
 
 
 def _objects(section: Any, name: str, path: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
-    """Return the objects of a list, or the problem that its items have no distinct keys."""
+    """Return the objects of a list, or a problem if the items do not have distinct keys."""
     key = _LISTS[name]
     items = section.get(name, []) if isinstance(section, Mapping) else None
     if isinstance(items, list) and all(isinstance(item, Mapping) for item in items):

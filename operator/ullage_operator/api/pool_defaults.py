@@ -10,7 +10,10 @@ _ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
 
 
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec with the size, memory and GPUs of every pool, in order of preference."""
+    """Return the spec with the replicas, memory and GPUs of every pool filled in.
+
+    The pools are in order of preference.
+    """
     memory = spec.get("memory", {})
     names = ordered_pools(spec)
     complete = {}
@@ -34,15 +37,15 @@ def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
 
 
 def role_of(pool: Mapping[str, Any]) -> PoolRole:
-    """Return the role of a pool, as configuration files spell it."""
+    """Return the role of a pool in the spelling of configuration files."""
     role = str(pool.get("role", _ROLES[0])).lower()
     return next((each for each in _ROLES if each == role), _ROLES[0])
 
 
 def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pool or router without the empty parts of its pod template.
+    """Return a pool or router section without the empty parts of its pod template.
 
-    All spellings of a template therefore yield the same release.
+    Templates that differ only in empty parts therefore yield the same release.
     """
     given = section.get("podTemplate")
     if not given:
@@ -57,9 +60,9 @@ def device_of(spec: Mapping[str, Any]) -> str:
 
 
 def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
-    """Return a pool's number of GPUs and its parallelism, each of which follows from the other.
+    """Return a pool's number of GPUs and its parallelism, and derive either one from the other.
 
-    The definition has no default for them, because it has one schema for pools of every name.
+    The CRD has no default for these fields, because it has one schema for pools of every name.
     """
     parallelism = pool.get("parallelism")
     if parallelism is None:

@@ -15,12 +15,12 @@ _SECONDS = {
     "us": Decimal("0.000001"),
 }
 _MAX_SECONDS = 100 * 365 * 86400
-"""Longest duration, in seconds. The definition accepts longer ones, which are cut to this one."""
+"""Longest duration, in seconds. The CRD accepts longer durations, which are cut to this value."""
 _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return the bytes of `2Gi`, `500M`, `1.5Gi` or 1024, rounded up to whole bytes.
+    """Parse a quantity such as `2Gi`, `500M`, `1.5Gi` or 1024, and round it up to whole bytes.
 
     Raises:
         ValueError: the text is not such a quantity.
@@ -33,7 +33,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def scale(suffix: str) -> int:
-    """Return the bytes of one unit: Ki is 1024, k is 1000, no suffix is 1."""
+    """Return the factor of a unit suffix: 1024 for Ki, 1000 for k, and 1 without a suffix."""
     if not suffix:
         return 1
     power = "kmgtpe".index(suffix[0].lower()) + 1
@@ -41,7 +41,7 @@ def scale(suffix: str) -> int:
 
 
 def parse_decimal(value: int | str) -> float:
-    """Return the number that the API writes as an integer or as text, such as 2 or `0.5`.
+    """Parse a number that the API writes as an integer or as text, such as 2 or `0.5`.
 
     Raises:
         ValueError: the text is not such a number.
@@ -52,7 +52,7 @@ def parse_decimal(value: int | str) -> float:
 
 
 def parse_seconds(value: int | str) -> float:
-    """Return the seconds of a Go duration such as `10s`, `6ms` or `1m30s`.
+    """Convert a Go duration such as `10s`, `6ms` or `1m30s` to seconds.
 
     Raises:
         ValueError: the text is not such a duration.
@@ -69,7 +69,7 @@ def amount(value: int | str) -> Decimal:
     """Return the value of a quantity, such as 0.5 for `500m`.
 
     Raises:
-        ValueError: the text is not a quantity, `m` for thousandths included.
+        ValueError: the text is not a quantity, with or without the suffix `m` for thousandths.
     """
     text = str(value)
     match = _QUANTITY.fullmatch(text.removesuffix("m"))

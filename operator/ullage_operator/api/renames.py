@@ -1,4 +1,4 @@
-"""Fields of 0.1.0 that were renamed or changed their form, and the conversion of documents. Pure.
+"""Converts documents of version 0.1.0, whose fields had other names or forms. Pure.
 
 Manifests, the specs that operators keep and the releases that engines run all have the form of a
 spec, so one table converts all of them.
@@ -20,7 +20,7 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def _percent(value: Any) -> Any:
-    """Return 85 for 0.85, and any other value unchanged, for the checks to refuse."""
+    """Return 85 for 0.85, and return any other value unchanged, so that the checks reject it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if not math.isfinite(value):
@@ -30,7 +30,7 @@ def _percent(value: Any) -> Any:
 
 
 def _decimal(value: Any) -> Any:
-    """Return "0.5" for 0.5, and whole numbers unchanged."""
+    """Return the text "0.5" for the number 0.5, and return whole numbers unchanged."""
     if isinstance(value, bool) or not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
@@ -46,7 +46,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Return the summary method that replaces the models of 0.1.0."""
+    """Return the summary method that replaces the summary models of 0.1.0."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -59,9 +59,9 @@ class Rename:
     """A field of 0.1.0, with its present name and form."""
 
     old: str
-    """Path below spec. `*` stands for any key of a map, `[]` for any item of a list."""
+    """Old path below spec. `*` stands for any key of a map, `[]` for any item of a list."""
     new: str
-    """Path from the section that has the field (empty if the field was removed)."""
+    """New path, relative to the section that had the field (empty if the field was removed)."""
     convert: Callable[[Any], Any] = _same
     reason: str = "it has no effect any more"
     """Why the field was removed."""
@@ -111,8 +111,8 @@ _DURATIONS = {
 }
 """Durations that changed their names.
 
-A stored number under the name of a text field would keep the API server from writing anything to
-the object, its status included.
+If a field kept its name, stored numbers would be invalid as text. The API server would then refuse
+every write to the object, its status included.
 """
 _OF_PODS = {
     "podLabels": "podTemplate.metadata.labels",
@@ -184,7 +184,7 @@ def _difference(percent: float) -> str:
 
 
 def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a spec of 0.1.0 with whole percentages, and the fields that an upgrade changes.
+    """Round the percentages of a 0.1.0 spec, and return it with the changes that an upgrade makes.
 
     Each change names the old value and the new one, or says that the field is left out.
     """
@@ -229,7 +229,7 @@ def _is_kept(rename: Rename) -> bool:
 def upgraded(
     spec: Mapping[str, Any], definition: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a spec of 0.1.0 with today's names and forms. A spec of today stays unchanged.
+    """Return a 0.1.0 spec with the current names and forms. A current spec stays unchanged.
 
     Args:
         definition: the schema of a spec, to convert words and decimals to those of the API. None
@@ -250,7 +250,7 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """Items of a list by their indices, or by their keys where the indices are not known."""
+    """Items of a list by index, or by key where the index is unknown."""
 
 
 def _sections(
@@ -302,7 +302,7 @@ def _is_among(item: Any, items: Sequence[Any]) -> bool:
 
 
 def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
-    """Return the object at a step of a path, and create a missing one."""
+    """Return the object one path step below a section. Create the object if it is missing."""
     containers = section.get("containers") if step == "engine" else None
     if step == "containers":
         section.setdefault("containers", [])
@@ -354,7 +354,7 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
 def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of 0.1.0 that a client declared and the API server dropped.
 
-    The result maps paths to values. A value is None where only the path is known.
+    The result maps paths to values. A value is None if only the path is known.
 
     An API server drops fields that its definition does not have, even when it reads a stored
     object. The annotation of `kubectl apply` still has them. For server-side apply, managedFields
@@ -382,10 +382,11 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any, live: Any) -> Any:
-    """Return the nested fields of a fieldsV1 tree, without its prefixes.
+    """Return the nested fields of a fieldsV1 tree, without the prefixes of its keys.
 
     Args:
-        live: the value in the object, to find the indices of items that the tree has by their keys.
+        live: the value in the object. It gives the indices of list items, for which the tree has
+            only keys.
     """
     if not isinstance(tree, Mapping):
         return {}

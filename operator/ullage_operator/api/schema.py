@@ -1,8 +1,8 @@
-"""Applies the CRD like an API server, for `ullage plan` and `ullage up`, which have none.
+"""Applies the CRD as an API server would, for `ullage plan` and `ullage up`.
 
-The CRD is the only source of the API. The steps run in this order: refuse unknown fields (as
-`kubectl apply` does), drop nulls, fill in defaults, check the structural schema, and then check the
-CEL rules.
+Both commands run without an API server. The CRD is the only source of the API. The steps run in
+this order: refuse unknown fields (as `kubectl apply` does), drop nulls, fill in defaults, check the
+structural schema, and then check the CEL rules.
 """
 
 import copy
@@ -40,9 +40,9 @@ _DECIMALS = {
     r"^([1-9][0-9]{0,8}(\.[0-9]{1,6})?|0\.[1-9][0-9]{0,5})$": "a number of at least 0.1",
     r"^([0-9]{1,5}(\.[0-9]{1,6})?|100000(\.0{1,6})?)$": "a number of at most 100000",
 }
-"""Patterns of decimals, in words.
+"""Descriptions of the decimals that a pattern accepts, by pattern.
 
-The pattern itself has the bounds where 0.1.0 stored fractions under the same name. A CEL rule
+Where 0.1.0 stored a fraction under the same name, the pattern itself checks the bounds. A CEL rule
 cannot be evaluated on a stored fraction, and the API server would then refuse every write to the
 object.
 """
@@ -77,14 +77,14 @@ def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Proble
 
 
 def problems_of(schema: Schema, stored: Any) -> list[Problem]:
-    """Return the violations of the schema and its rules in a manifest with defaults."""
+    """Return where a manifest with defaults violates the schema or its CEL rules."""
     broken = [*structure(schema, stored)]
     # Rules may read any field, so they only hold for values that the structure allows.
     return broken or [*rules(schema, stored, "")]
 
 
 def identity(manifest: Any, kind: str = KIND) -> Iterator[Problem]:
-    """Yield the problems with an object's apiVersion, kind and name."""
+    """Yield problems with the apiVersion, kind and name of an object."""
     if not isinstance(manifest, dict):
         yield Problem("", f"is not an object but {type(manifest).__name__}; write an {kind}")
         return
@@ -97,7 +97,7 @@ def identity(manifest: Any, kind: str = KIND) -> Iterator[Problem]:
 
 
 def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Yield the fields that the schema does not have, each with the nearest known name."""
+    """Yield a problem for each field that the schema lacks, with the nearest known name."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from unknown_fields(schema.get("items", {}), item, f"{path}[{index}]")
@@ -138,7 +138,7 @@ def fill(schema: Schema, value: Any, path: str = "") -> list[str]:
     """Drop nulls and fill in defaults, in place.
 
     Returns:
-        The paths of the fields that were missing and have their default now.
+        The paths of the fields that were missing and whose defaults were filled in.
     """
     filled = []
     if isinstance(value, list):
@@ -169,10 +169,10 @@ _TYPES: Mapping[str, type] = {
 
 
 def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Yield the values that have a wrong type or exceed the bounds of the schema.
+    """Yield a problem for each value that has a wrong type or exceeds the schema's bounds.
 
-    An API server checks this and more. An older definition may have accepted other values, which
-    must not stop the operator from carrying out the rest of the spec.
+    An API server checks this and more. An older CRD may have accepted other values, which must not
+    stop the operator from carrying out the rest of the spec.
     """
     kind = schema.get("type", "")
     is_amount = bool(schema.get("x-kubernetes-int-or-string"))
@@ -233,7 +233,7 @@ def structure(schema: Schema, value: Any) -> Iterator[Problem]:
 
 
 def standard(schema: Schema) -> dict[str, Any]:
-    """Return the schema in plain JSON Schema, which has no int-or-string type."""
+    """Return the schema as standard JSON Schema, which has no int-or-string type."""
     result = dict(schema)
     if schema.get("x-kubernetes-int-or-string"):
         result["type"] = ["integer", "string"]
@@ -279,7 +279,7 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
 
 
 def expected_form(schema: Schema) -> str:
-    """Return the notation that a schema of percentages, quantities or durations expects."""
+    """Describe the notation that a schema for percentages, quantities or durations expects."""
     if schema.get("pattern", "").endswith("%$"):
         return "a number such as 2 or a percentage such as 25%"
     if is_decimal(schema):

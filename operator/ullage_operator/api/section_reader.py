@@ -1,4 +1,4 @@
-"""Reads sections of the API into frozen values, and writes them back in the API's names."""
+"""Converts sections of an LLMService to immutable values, and back to the API's field names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from ullage_operator.api.quantities import parse_bytes, parse_decimal, parse_sec
 
 _WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
 _COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
-"""Modules of sections whose defaults the definition fills in."""
+"""Modules whose section classes get their defaults from the CRD."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
 _API_WORDS = {
     "bfloat16": "BFloat16",
@@ -29,7 +29,7 @@ _API_WORDS = {
     "w8a8": "W8A8",
 }
 Reader = Callable[[Any, str], Any]
-"""Converts a value of the API at a path into a value that msgspec can convert."""
+"""A function that prepares an API value, given with its path, for conversion by msgspec."""
 
 
 def camel(name: str) -> str:
@@ -39,7 +39,7 @@ def camel(name: str) -> str:
 
 
 def api_word(word: str) -> str:
-    """Return the API's spelling of a word of a configuration file, in CamelCase."""
+    """Return the API's CamelCase spelling of an enum word in a configuration file."""
     return _API_WORDS.get(word, word[:1].upper() + word[1:])
 
 
@@ -47,8 +47,8 @@ def section_reader(section: type[Strict]) -> Reader:
     """Return a reader of a section of the API.
 
     The reader renames fields to snake case, and converts quantities to bytes and seconds. It raises
-    msgspec.ValidationError for a quantity that cannot be read, and for a missing field that the
-    definition would have filled in.
+    msgspec.ValidationError for a quantity that cannot be read, and for a missing field that has a
+    default in the CRD.
     """
     kind = inspect.type_info(section)
     assert isinstance(kind, inspect.StructType)
@@ -86,9 +86,9 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 
 
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Return the word of configuration files for an API word.
+    """Return the configuration files' spelling of an enum word in the API.
 
-    Words of configuration files pass unchanged, since releases and kept specs contain them.
+    A word in that spelling already is returned unchanged, because releases and kept specs use it.
     """
     return words.get(value, value) if isinstance(value, str) else value
 
@@ -131,7 +131,7 @@ def _section_reader(kind: inspect.StructType) -> Reader:
 
 
 def field_names(section: type[Strict]) -> set[str]:
-    """Return the names of a section's fields, and of the fields of the sections in it."""
+    """Return the names of all fields in a section, including those of nested sections."""
     return set(_field_names(inspect.type_info(section)))
 
 
@@ -151,13 +151,13 @@ def _field_names(kind: inspect.Type) -> Iterator[str]:
 
 
 def _is_complete(kind: type) -> bool:
-    """Return whether the definition has defaults for all fields that must be set."""
+    """Return whether the CRD has defaults for all required fields of a section class."""
     modules = {base.__module__ for base in kind.__mro__}
     return not modules.isdisjoint(_COMPLETED) and not issubclass(kind, TenantRules)
 
 
 def to_api(value: Any) -> Any:
-    """Return a section with the API's names, as plain JSON with bytes and seconds as numbers."""
+    """Return a section as JSON with the API's field names, with bytes and seconds as numbers."""
     match value:
         case msgspec.Struct():
             return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}

@@ -15,7 +15,7 @@ from ullage_operator.api import naming
 
 Retention = Literal["retain", "delete"]
 USER = 65532
-"""User and group of the images, and the definition's default."""
+"""User and group id of the images, which is also the CRD's default."""
 
 
 class Thresholds(Strict, frozen=True, kw_only=True):
@@ -52,9 +52,9 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
     max_unavailable: int | str = "25%"
 
     def most_unavailable(self, replicas: int) -> int:
-        """Return the number of engines of a pool that a rollout may take away at once.
+        """Return the number of a pool's engines that a rollout may make unavailable at once.
 
-        A percentage is rounded down, and at least one engine may go.
+        A percentage is rounded down, but the result is at least one engine.
         """
         if isinstance(self.max_unavailable, int):
             return min(self.max_unavailable, replicas)
@@ -63,7 +63,7 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
 
 
 class ClaimTemplate(Strict, frozen=True, kw_only=True):
-    """A persistent volume claim that each pod gets for itself."""
+    """The template of a persistent volume claim that Kubernetes creates for each pod."""
 
     size: int | str
     storage_class_name: str | None = None
@@ -86,7 +86,7 @@ class ClaimRetention(Strict, frozen=True, kw_only=True):
 
 
 class ResourceClaim(Strict, frozen=True, kw_only=True):
-    """Devices that each pod claims by dynamic resource allocation."""
+    """Devices that each pod claims through dynamic resource allocation (DRA)."""
 
     name: str
     resource_claim_template_name: str
@@ -95,7 +95,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """The KV tier of the pool's other engines, which find one another by the pool's Service."""
+    """The remote KV tier: the pool's other engines, found through the pool's Service."""
 
     deadline: Seconds
     copy: bool
@@ -121,17 +121,17 @@ class TiersSpec(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
-    """The engines' section `memory`, with the tiers of the spec."""
+    """The section `memory` of the engines' configuration, with the KV tiers of the spec."""
 
     tiers: TiersSpec
 
 
 class PodSection(Strict, frozen=True, kw_only=True):
-    """Fields of pods with Kubernetes' own names."""
+    """Pod fields that have the same names as in Kubernetes."""
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
-    """Fields of pods in addition to those that the operator sets."""
+    """Pod fields that are merged with those that the operator sets."""
 
 
 class Targets(Strict, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ class AuthenticationRef(Strict, frozen=True, kw_only=True):
 
 
 class KEDATrigger(Strict, frozen=True, kw_only=True):
-    """A trigger of a ScaledObject, with KEDA's own field names."""
+    """A trigger of a KEDA ScaledObject, with the field names that KEDA uses."""
 
     type: str
     metadata: dict[str, str]
@@ -171,7 +171,7 @@ class KEDATrigger(Strict, frozen=True, kw_only=True):
 
 class KEDASpec(Strict, frozen=True, kw_only=True):
     authentication_ref: AuthenticationRef | None = None
-    """Credentials of KEDA for the Prometheus queries of the operator."""
+    """KEDA's credentials for the Prometheus queries that the operator generates."""
     triggers: tuple[KEDATrigger, ...] = ()
 
 
@@ -192,12 +192,12 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 class PoolSpec(PodSection, frozen=True, kw_only=True):
     role: PoolRole = "standard"
     replicas: int
-    """Number of engines, or the present number if the pool scales."""
+    """Number of engines, which is the current number if the pool is autoscaled."""
     autoscaling: AutoscalingSpec | None = None
     gpus: int
-    """GPUs of an engine, on all of its nodes."""
+    """Number of GPUs per engine, summed over all of its nodes."""
     nodes: int
-    """Pods that an engine spans."""
+    """Number of pods that one engine spans."""
     gpu_resource_name: str
     resource_claims: tuple[ResourceClaim, ...] = ()
     """Device claims that give the pods their GPUs instead of `gpu_resource_name`."""
@@ -248,7 +248,7 @@ class RouterAutoscaling(Strict, frozen=True, kw_only=True):
 
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
-    """Number of router pods, or the present number if a HorizontalPodAutoscaler scales them."""
+    """Number of router pods, which is the current number under a HorizontalPodAutoscaler."""
     public_stats: bool = False
     cors: CORSSection | None = None
     service: RouterServiceSpec = RouterServiceSpec()
@@ -263,12 +263,12 @@ class RouterSpec(PodSection, frozen=True, kw_only=True):
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):
     name: str | None = None
-    """Name of an existing ServiceAccount, or None for those that the operator creates."""
+    """Name of an existing ServiceAccount, or None if the operator should create ServiceAccounts."""
     annotations: dict[str, str] = field(default_factory=dict)
 
 
 class SecurityContext(Strict, frozen=True, kw_only=True):
-    """User and groups of all pods. The cluster or the image chooses those that are None."""
+    """User and groups of all pods. The cluster or the image chooses fields that are None."""
 
     run_as_user: int | None = None
     run_as_group: int | None = None

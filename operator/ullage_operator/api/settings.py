@@ -17,7 +17,8 @@ METRICS_NAMESPACE = "monitoring"
 IMAGES = "localhost/ullage"
 """Repository of the images that `make images` builds.
 
-No registry serves it, so a node without these images cannot pull an image of somebody else.
+No registry serves this repository. A node without the images therefore fails to pull them, instead
+of pulling somebody else's image.
 """
 ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
 """The image for CPUs, without vLLM."""
@@ -30,7 +31,7 @@ class Settings:
     """Settings of the operator's own Deployment, which apply to every service."""
 
     engine_image: str = ENGINE_IMAGE
-    """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
+    """ULLAGE_ENGINE_IMAGE: image of engine pods if their service names no image."""
     cuda_engine_image: str = CUDA_ENGINE_IMAGE
     """ULLAGE_CUDA_ENGINE_IMAGE: image of engine pods with GPUs (by default `engine_image`)."""
     vllm_engine_image: str = ""
@@ -42,20 +43,20 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     """ULLAGE_IMAGE_PULL_SECRETS: comma-separated names of pull secrets.
 
-    The Secrets are in the namespaces of the services. Pods get them in addition to those that a
-    service names.
+    Each service's namespace must contain these Secrets. Pods get them in addition to the pull
+    secrets that a service names.
     """
     dns_lag_s: float = DNS_LAG_S
     """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may return an outdated answer.
 
-    Routers find engines by DNS. A terminating engine therefore serves for this time longer, and a
+    Routers find engines by DNS. A terminating engine therefore continues to serve for this time. A
     canary stays for twice this time after the stable engines are ready.
     """
     max_rollouts: int = MAX_ROLLOUTS
-    """ULLAGE_MAX_ROLLOUTS: number of services that may be in a rollout at once.
+    """ULLAGE_MAX_ROLLOUTS: maximum number of services that may be in a rollout at once.
 
-    The limit applies to rollouts that no edit of a service asks for, for example of a new
-    `engine_image`.
+    The limit applies to rollouts that start without an edit of the service, for example because
+    `engine_image` changed.
     """
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: log level of the operator itself (debug, info, warning or error)."""

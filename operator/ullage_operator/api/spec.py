@@ -1,6 +1,7 @@
-"""An LLMService as frozen values, with bytes and seconds instead of quantities and durations.
+"""Immutable values of an LLMService, with bytes and seconds instead of quantities and durations.
 
-Every default comes from the CRD (`ullage_operator.api.schema`), so this module repeats none.
+This module sets no defaults, because every default comes from the CRD
+(`ullage_operator.api.schema`).
 """
 
 from typing import Any, Literal
@@ -46,7 +47,7 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The store of `s3://` sources, by default AWS with the identity of the pod."""
+    """The object store of `s3://` sources: by default AWS S3 with the identity of the pod."""
 
     endpoint: str | None = None
     region: str | None = None
@@ -103,7 +104,7 @@ class CascadeSpec(Strict, frozen=True, kw_only=True):
 
     @property
     def complete_steps(self) -> tuple[CascadeStep, ...]:
-        """Return all steps. The service's own engines come last unless a step names them."""
+        """Return all steps. If no step names the service's own engines, they are the last step."""
         if any(step.own for step in self.steps):
             return self.steps
         return (*self.steps, CascadeStep(own=True))
@@ -190,7 +191,7 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
     metrics_from: list[dict[str, Any]] | None = None
-    """Peers of a NetworkPolicy, or None for the operator's default."""
+    """NetworkPolicy peers that may read metrics, or None for the operator's default."""
 
 
 class BaseRef(Strict, frozen=True, kw_only=True):
@@ -200,7 +201,7 @@ class BaseRef(Strict, frozen=True, kw_only=True):
 class Spec(Strict, frozen=True, kw_only=True):
     model: ModelSection
     base_refs: tuple[BaseRef, ...] = ()
-    """Bases over which the other fields are already merged. The last base has precedence."""
+    """Bases over which the other fields were merged. The last base has precedence."""
     device: Device
     engine: EngineKind
     vllm: VllmSection
@@ -245,12 +246,12 @@ class Spec(Strict, frozen=True, kw_only=True):
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """One LLMService."""
+    """An LLMService: its identity in the cluster and its spec."""
 
     name: str
     namespace: str
     uid: str
-    """Empty outside Kubernetes."""
+    """Kubernetes uid of the service (empty outside Kubernetes)."""
     generation: int
     spec: Spec
 
