@@ -1,5 +1,5 @@
-"""Plans what must be done for a service, from its spec and the observed cluster.
+"""Plans the actions for a service from its spec and the observed state of the cluster.
 
-The plan is pure: `controller` observes the cluster before and applies the plan after. `ullage up`
-runs the planned pods as processes.
+Planning has no side effects. The package `controller` observes the cluster and applies the plan.
+`ullage up` runs the planned pods as processes.
 """

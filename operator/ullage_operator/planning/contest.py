@@ -1,9 +1,10 @@
-"""Decides which of several operators serves a service that more than one of them watches. Pure.
+"""Decides which operator serves a service that several operators watch. Pure.
 
 Each release of the chart elects its leader by its own lease, so two releases with the same
 namespaces would both act. The service's status names the operator that serves it. Another operator
-writes a question to the status, and the serving operator answers by removing it. If it answers, the
-other operator leaves the service alone. If not, the other operator takes over.
+writes a question to the status, and the serving operator answers by removing the question. If the
+serving operator answers, the other operator leaves the service alone. If the serving operator does
+not answer, the other operator takes over.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ Status = Mapping[str, Any]
 
 
 class ServingTurn(StrEnum):
-    """The decision of an operator about a service."""
+    """What an operator does about a service that another operator may serve."""
 
     SERVE = "serve"
     ASK = "ask"
@@ -33,12 +34,12 @@ class ServingTurn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question of an operator to the one that serves a service."""
+    """The question whether the operator that serves a service is still alive."""
 
     holder: str
     """Name of the operator that was asked."""
     asked_s: float
-    """Time of the question, on this process's clock."""
+    """Time of the question in seconds, on the clock of this process."""
     is_answered: bool = False
     """Whether the answer was logged."""
 
@@ -61,12 +62,12 @@ def turn_of(own: str, status: Status, question: Question | None, now_s: float) -
 
 
 def holder_of(status: Status) -> str:
-    """Return the name of the operator that serves a service (empty where none does yet)."""
+    """Return the name of the operator that serves a service (empty if none serves it yet)."""
     return str((status.get("operator") or {}).get("name", ""))
 
 
 def challenger_of(status: Status) -> str:
-    """Return the name of the operator whose question is still open (empty without one)."""
+    """Return the name of the operator whose question is unanswered (empty without a question)."""
     return str((status.get("operator") or {}).get("challenger", ""))
 
 
@@ -76,5 +77,5 @@ def asked(own: str, status: Status) -> dict[str, Any]:
 
 
 def held(own: str, status: Status) -> dict[str, Any]:
-    """Return a status that names `own` as the serving operator and answers an open question."""
+    """Return a status that names `own` as the serving operator and has no unanswered question."""
     return {**status, "operator": {"name": own}}

@@ -1,4 +1,4 @@
-"""Plans the objects of engines: what to apply, what to resize, and which pods to delete. Pure."""
+"""Plans which engine objects to apply or resize, and which engine pods to delete. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,12 +38,12 @@ LiveObject = dict[str, Any]
 _HELD_KINDS = ("ConfigMap", "StatefulSet")
 """Kinds of a pool's objects that change together.
 
-A pod must read the configuration that it was created for.
+A pod must read the ConfigMap that belongs to the pod's StatefulSet template.
 """
 
 
 def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
-    """Return the state of each claim that the spec asks to warm."""
+    """Return the warming state of each claim that the spec asks to fill with a model."""
     objects = list(observed.objects.values())
     return cache_states(service, objects, observed.fetches, observed.status, observed.now)
 
@@ -58,7 +58,7 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return the pools whose first engines wait for their model, with the reasons."""
+    """Return the pools whose first engines wait for a Job to fetch the model, with reasons."""
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
 
@@ -72,7 +72,7 @@ def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) ->
 def all_engines(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> list[Manifest]:
-    """Return the rollout's state, the canary's engines and the stable ones."""
+    """Return the objects with the rollout's state, the canary's engines and the stable engines."""
     objects = rollout_objects(service, rollout, settings)
     # Running pods keep their mounts until they are replaced.
     had_adapters = rollout.stable.spec.serves_adapters
@@ -113,7 +113,7 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return an object of a pool without the engines that a canary replaces."""
+    """Return an object of a pool, with replicas reduced by the engines that a canary replaces."""
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places
@@ -121,7 +121,7 @@ def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
 
 
 def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
-    """Return the keys of objects that stay unchanged while their pools wait for a rollout."""
+    """Return the keys of objects that must stay unchanged while their pools wait for a rollout."""
     pools = [name for pool in rollout.held for name in (pool, naming.group_pool(pool))]
     names = [naming.pool_name(service.name, pool) for pool in pools]
     return {ObjectKey(kind, name) for kind in _HELD_KINDS for name in names}
@@ -156,7 +156,7 @@ def resized_engines(
 
 
 def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
-    """Return the live ScaledObjects that must be paused or resumed, otherwise unchanged."""
+    """Return the live ScaledObjects that must be paused or resumed, with no other change."""
     scalers = []
     for name in service.spec.pools:
         key = ObjectKey(SCALED_OBJECT, naming.pool_name(service.name, name))
@@ -172,9 +172,10 @@ def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
 def outdated_followers(
     service: Service, desired: Iterable[Manifest], pods: Sequence[LiveObject]
 ) -> list[LiveObject]:
-    """Return the followers that cannot join, because only their leader has the new revision.
+    """Return the follower pods to delete, because only their leader has the new revision.
 
-    The StatefulSet of followers has the update strategy OnDelete, so the operator deletes them.
+    Pods of one engine must have the same revision. The followers' StatefulSet has the update
+    strategy OnDelete, so the operator must delete outdated followers.
     """
     wanted = {
         item["metadata"]["name"]: group_revision(item["spec"]["template"])
@@ -207,9 +208,9 @@ def outdated_followers(
 def outdated_engines(
     service: Service, rollout: RolloutPlan, desired: Iterable[Manifest], observed: Observed
 ) -> list[LiveObject]:
-    """Return the engines with an older pod template that the operator deletes now.
+    """Return the engine pods with an older template that the operator deletes now.
 
-    They do not include the engine that the StatefulSet controller replaces by itself.
+    The engine that the StatefulSet controller itself replaces next is not included.
     """
     wanted = {key_of(item): item for item in desired}
     outdated: list[LiveObject] = []

@@ -1,8 +1,8 @@
 """Tracks the warming of a service's shared model caches, and the pools that wait for it. Pure.
 
 A Job fetches the model into a claim. New engines and canaries wait for the Job. If the Job fails or
-cannot be created, they start without it and fetch the model themselves. The status records a filled
-claim, because Kubernetes removes the Job later.
+cannot be created, engines start without it and fetch the model themselves. The status records a
+filled claim, because Kubernetes removes the Job later.
 """
 
 import json
@@ -34,30 +34,30 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """Observations of the pods that fetch models, which the Jobs themselves do not contain."""
+    """Observations about the Jobs that fetch models, which the Job objects do not contain."""
 
     sees_jobs: bool = False
-    """Whether the operator can list Jobs. If not, engines wait for none."""
+    """Whether the operator can list Jobs. If it cannot, engines do not wait for Jobs."""
     pods: Sequence[LiveObject] = ()
-    """Pods of these Jobs."""
+    """Pods of the Jobs that fetch models."""
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Progress that running pods report, by the name of their Job."""
+    """Download progress that running pods report, by the name of their Job."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The warming of one claim."""
+    """How far one claim has been filled with its model."""
 
     cache: SharedCache
     phase: str
     job: str = ""
-    """Name of the existing Job (empty without one)."""
+    """Name of the existing Job (empty if there is no Job)."""
     bytes: int = 0
     total_bytes: int = 0
     message: str = ""
     """Reason why the Job failed, or why its pod does not start."""
     is_awaited: bool = False
-    """Whether engines that were not created yet wait for the Job."""
+    """Whether engines that do not exist yet must wait for the Job."""
 
     @property
     def is_unfinished(self) -> bool:
@@ -65,7 +65,7 @@ class CacheState:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether there should be a Job. A filled claim needs none."""
+        """Return whether a Job should exist. A filled claim needs no Job."""
         return self.phase != FETCHED
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
 
 
 def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
-    """Return the condition ModelCacheWarm (none for a service without claims to warm)."""
+    """Return the condition ModelCacheWarm (no condition for a service without claims to warm)."""
     if not states:
         return []
     failed = [state for state in states if state.phase == FAILED]
@@ -135,7 +135,7 @@ def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
 
 
 def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
-    """Return the section with a pool's `modelCache` status (empty for a pool without one)."""
+    """Return the section `modelCache` of a pool's status (empty for a pool without a cache)."""
     for state in states:
         if pool in state.cache.pools:
             return {
@@ -157,8 +157,8 @@ def _without_job(
 ) -> CacheState:
     """Return the state of a claim that has no Job.
 
-    If the status already reported a missing Job, the Job cannot be created and engines do not wait.
-    They do not wait either while a failed Job that was removed is created again.
+    If the status already reported a missing Job, the Job cannot be created, and engines do not
+    wait. Engines also do not wait while a failed Job that was removed is created again.
     """
     phase = before.get("phase")
     message = "its Job does not exist; see the condition Degraded or MissingPermission"
@@ -206,7 +206,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recorded status of a claim (empty for another claim, model or store)."""
+    """Return the recorded status of a claim (empty if it is for another claim, model or store)."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -253,7 +253,7 @@ def _reason(job: LiveObject) -> str:
 
 
 def _terminated(pods: Iterable[LiveObject]) -> list[str]:
-    """Return the termination messages of the containers of pods, in the order of the pods."""
+    """Return the termination messages of all containers in some pods, in the order of the pods."""
     return [
         str(status["state"]["terminated"].get("message", ""))
         for pod in pods
@@ -285,7 +285,7 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return the reported number of bytes, or the previous number without a valid report."""
+    """Return the reported number of bytes, or the previous number if the report is invalid."""
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and value >= 0 else 0

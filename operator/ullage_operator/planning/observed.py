@@ -21,7 +21,7 @@ LiveObject = dict[str, Any]
 class ObjectKey(NamedTuple):
     """The kind and name of an object of a service.
 
-    The API group is left out, because no two kinds of these objects share a name.
+    The key has no API group, because no two kinds of a service's objects share a name.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Observed:
     pods: Sequence[LiveObject] = ()
     """Pods of the service."""
     lost_nodes: frozenset[str] = frozenset()
-    """Nodes of these pods that do not answer (empty if the operator may not read nodes)."""
+    """Nodes of the service's pods that do not answer (empty if the operator may not read nodes)."""
     warnings: Warnings = field(default_factory=dict)
     """Latest warnings about pods that do not start and workloads without pods, by uid."""
     pressure_levels: PressureLevels = field(default_factory=dict)
@@ -47,23 +47,23 @@ class Observed:
     engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
     """Health of the engines that report to the operator, by the pods' uid."""
     unreachable_pools: frozenset[str] = frozenset()
-    """Pools with engines that are silent to the operator and that no router reaches either."""
+    """Pools with engines that neither report to the operator nor answer any router."""
     restarts: Sequence[RestartEvent] = ()
     """Restarts of engine pods in the last hour."""
     serves: frozenset[str] = frozenset()
     """Optional kinds that the cluster serves, for example PodMonitor."""
     unlisted: tuple[str, ...] = ()
-    """Kinds that the cluster serves but the operator cannot list, with the reason."""
+    """Kinds that the cluster serves but the operator cannot list, each with the reason."""
     missing_rights: tuple[str, ...] = ()
-    """Rights that the operator lacks, each as `verb resource in namespace`."""
+    """Permissions that the operator lacks, each as `verb resource in namespace`."""
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
     refused: tuple[Problem, ...] = ()
-    """Problems of the declared spec, in place of which the operator carries out an earlier one."""
+    """Problems with the declared spec, if the operator carries out the last valid spec instead."""
     undefined: tuple[str, ...] = ()
-    """Fields without a default in the cluster's definition of LLMService."""
+    """Fields that have no default in the cluster's installed CRD."""
     challenger: str = ""
-    """Name of another operator that also watches the service and leaves it to this one."""
+    """Name of another operator that watches the service but leaves it to this operator."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
     """Observations of the Jobs that fetch models into shared claims."""
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -71,17 +71,17 @@ class Observed:
     is_rollout_readable: bool = True
     """Whether the operator can read the ConfigMap with the state of the rollout."""
     may_begin_rollout: bool = True
-    """Whether the rollout queue admits a rollout that no edit of the service asks for."""
+    """Whether the rollout queue admits a rollout that starts without an edit of the service."""
     may_yield: bool = True
-    """Whether the service's next pod would get the room that another of its pods frees."""
+    """Whether the service's next pod would get the resources that another of its pods frees."""
     rollout_annotation: str = ""
-    """The annotation of the service with a command to its rollout."""
+    """Value of the service's annotation with a command for the rollout."""
     canary_samples: Sequence[CanarySample] = ()
-    """Request counts of a canary, from the routers that answered."""
+    """Request counts of a canary and its baseline, from the routers that answered."""
     unanswered: tuple[str, ...] = ()
-    """Addresses of routers that did not answer a request for samples, with the reason."""
+    """Addresses of routers that did not answer a request for samples, each with the reason."""
     scaling: ScalingDecisions = NO_DECISIONS
-    """Decided numbers of engines, for pools that the operator scales."""
+    """Decisions about the number of engines, for pools that the operator scales."""
 
 
 def is_owned_by(item: LiveObject, uid: str) -> bool:
@@ -99,7 +99,7 @@ def canary_pods(observed: Observed) -> list[LiveObject]:
 
 
 def stable_pods(observed: Observed) -> list[LiveObject]:
-    """Return all pods except a canary's, whose problems do not make the service unready."""
+    """Return all pods except those of a canary, which do not affect the service's readiness."""
     return [pod for pod in observed.pods if not is_canary(pod)]
 
 

@@ -47,16 +47,16 @@ LiveObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The actions for one service, in order: apply, delete, write the status, restart pods."""
+    """The actions for one service. Order: apply, delete, write the status, restart pods."""
 
     apply: tuple[Manifest, ...]
     delete: tuple[LiveObject, ...]
     status: Manifest
     rollout: RolloutPlan
     healing: RestartDecision
-    """Pods to restart after the status that counts the restarts is written."""
+    """Pods to restart, after the status that counts these restarts has been written."""
     recheck_s: float | None = None
-    """Seconds until the next reconciliation at the latest, or None for no bound."""
+    """Maximum number of seconds until the next reconciliation, or None for no limit."""
 
 
 def plan(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
@@ -64,7 +64,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 
     Args:
         service: the declared service.
-        observed: the live objects and measures.
+        observed: the live objects and measurements.
         settings: the operator's own settings.
 
     Returns:
@@ -72,7 +72,8 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 
     Raises:
         InvalidManifest: a pod template sets a field that the operator itself sets. Templates of
-            releases that engines already run are not checked. The operator's fields win there.
+            releases that engines already run are not checked. In those templates, the operator's
+            fields have precedence.
     """
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
@@ -126,7 +127,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
     """Return a plan that changes only the sizes of a service's pools.
 
-    The operator falls back to this plan if it has no complete spec of the service.
+    The operator falls back to this plan if no complete spec of the service is known.
     """
     service = with_replicas(service, observed.objects, observed.scaling)
     target = release_of(service, settings)
@@ -163,7 +164,7 @@ def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Man
 def restart_decision(service: Service, observed: Observed) -> RestartDecision:
     """Return the engine pods to restart now and later.
 
-    A canary's pods are left to its rollout.
+    The pods of a canary are excluded, because the rollout deals with them.
     """
     return decide_restarts(
         service.spec.healing,
@@ -177,10 +178,10 @@ def restart_decision(service: Service, observed: Observed) -> RestartDecision:
 
 
 def _recheck_times_s(service: Service, healing: RestartDecision, observed: Observed) -> list[float]:
-    """Return the seconds until each time at which the plan changes by itself.
+    """Return the seconds until each time at which the plan may change without an event.
 
-    At these times healing decides again, a pod becomes stable, a missing pod becomes a problem, or
-    a node is read again.
+    For example, a restart may become due, a pod may become stable, a missing pod may become a
+    problem, or a node must be read again.
     """
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
@@ -198,10 +199,10 @@ def is_edited(service: Service, observed: Observed) -> bool:
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
-    """Return the decision about the router's objects.
+    """Decide which router objects to apply now.
 
-    If only a new operator changes the router's pod template, the change waits for its turn in the
-    rollout queue.
+    If the router's pod template changes only because the operator was upgraded, the change waits
+    for the service's turn in the rollout queue.
     """
     file = _router_file(service, rollout, observed)
     deployment = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
@@ -228,8 +229,8 @@ def wanted_objects(
 ) -> list[Manifest]:
     """Return the objects of a service, in the order to apply them.
 
-    The state of the rollout comes first, because every later step relies on it. Engines come
-    before routers, so that a router can resolve its targets when it starts.
+    The state of the rollout comes first, because every later step relies on this state. Engines
+    come before routers, so that a router can resolve its targets when it starts.
     """
     if rollout.is_known:
         objects = all_engines(service, rollout, observed, settings)
@@ -246,7 +247,7 @@ def wanted_objects(
 def left_to_router_scaler(
     service: Service, objects: Iterable[Manifest], observed: Observed
 ) -> list[Manifest]:
-    """Return the router's objects, without replicas where a HorizontalPodAutoscaler sets them."""
+    """Return the router's objects, without replicas if a HorizontalPodAutoscaler sets them."""
     key = ObjectKey("Deployment", naming.router_name(service.name))
     live = live_replicas(observed.objects.get(key))
     is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas
@@ -254,10 +255,10 @@ def left_to_router_scaler(
 
 
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
-    """Return the rollout file of the routers.
+    """Return the rollout file that the routers read.
 
-    While the state of the rollout is unknown, the live file stays, and only its field for a stopped
-    service changes.
+    While the state of the rollout is unknown, the live file is kept, and only its field that says
+    whether the service is stopped may change.
     """
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)

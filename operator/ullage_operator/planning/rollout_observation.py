@@ -1,4 +1,4 @@
-"""Gathers the observations that a rollout depends on. Pure."""
+"""Selects from a service's observations those that its rollout depends on. Pure."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +30,7 @@ from ullage_operator.rollout.stages import PROMOTED, RolloutProgress, RolloutSta
 LiveObject = dict[str, Any]
 
 SEEK = timedelta(minutes=10)
-"""Time for which rollouts of other services wait for a service whose pods find no room."""
+"""Maximum time for which other services' rollouts wait for a service with unschedulable pods."""
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
@@ -64,9 +64,9 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return, by pool, the seconds for which a canary's pods have found no room.
+    """Return, by pool, the seconds for which a canary's pods have been unschedulable.
 
-    Only pools with an engine that would free enough room for such a pod are included.
+    Only pools with an engine that would free enough resources for such a pod are included.
     """
     waits: dict[str, float] = {}
     for pod in canary_pods(observed):
@@ -83,9 +83,9 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 
 
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
-    """Return whether a canary, or the engines after its promotion, still wait for nodes.
+    """Return whether pods of a canary, or of engines after its promotion, still wait for nodes.
 
-    After `SEEK`, other services do not wait for this one any longer.
+    The result is false after `SEEK`, so that other services do not wait any longer.
     """
     if observed.now - progress.since > SEEK:
         return False
@@ -101,7 +101,7 @@ def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) 
 
 
 def lacks_room(observed: Observed) -> bool:
-    """Return whether an engine has found no room, for less than `SEEK`."""
+    """Return whether an engine is unschedulable, but has been so for less than `SEEK`."""
     waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
     return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 

@@ -1,11 +1,12 @@
 """Chooses the spec that the operator carries out: the declared one or the last valid one. Pure.
 
-An edit that cannot be carried out changes nothing. The operator keeps scaling, waking and healing
-by the previous spec, and reports the invalid fields. The ConfigMap of the service's rollout keeps
-that spec, with hashes of the values of environment variables.
+An invalid edit changes nothing. The operator continues to scale, wake and heal the service by the
+last valid spec, and reports the invalid fields. The ConfigMap with the state of the rollout keeps
+the last valid spec, with hashes instead of the values of environment variables.
 
-Services of an older operator may have no kept spec. Then only the live objects are known, and they
-stay unchanged. Only the number of pods changes, by the readable fields of each pool's autoscaling.
+Services of an older operator may have no kept spec. Then only the live objects are known, so the
+operator leaves them unchanged. It changes only the number of pods, by those fields of each pool's
+autoscaling that can be read.
 """
 
 import contextlib
@@ -46,16 +47,16 @@ class Declared:
     problems: tuple[Problem, ...] = ()
     """Problems because of which the service cannot be carried out."""
     filled: tuple[str, ...] = ()
-    """Fields without a default in the cluster's definition of LLMService."""
+    """Fields that have no default in the cluster's installed CRD."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The service as the operator carries it out."""
+    """The service with the spec that the operator carries out."""
 
     service: Service
     is_partial: bool = False
-    """Whether only sizes are known, so that objects stay unchanged."""
+    """Whether only the sizes of pools are known, so that all else stays unchanged."""
 
 
 def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASES) -> Declared:
@@ -87,10 +88,10 @@ def _dropped(path: str, value: Any) -> Problem:
 def standing(
     manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
 ) -> Standing | None:
-    """Return the spec to reconcile.
+    """Return the spec to reconcile, or None if there is none.
 
-    That is the declared one if it is valid, and otherwise the one that serves. None if nothing
-    serves.
+    A valid declared spec is returned. Otherwise the spec that already serves is returned, and None
+    if no spec serves.
     """
     if declared.service:
         return Standing(declared.service)
@@ -121,7 +122,7 @@ def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> S
 
 
 def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
-    """Return a plan that keeps the service's spec with the state of its rollout."""
+    """Return a plan that also saves the service's spec next to the state of its rollout."""
     key = ObjectKey("ConfigMap", naming.rollout_name(service.name))
     kept = {naming.KEPT_SPEC: dump(service.spec)}
     objects = (
@@ -132,10 +133,10 @@ def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
 
 
 def dump(spec: Spec) -> str:
-    """Return a spec as text.
+    """Serialise a spec as text for a ConfigMap.
 
-    More people may read ConfigMaps than services. Environment variables may be secrets, so the text
-    has hashes of their values.
+    More people may read ConfigMaps than services. The values of environment variables may be
+    secrets, so the text has hashes instead.
     """
     document = to_api(spec)
     document |= {name: sealed_section(document[name]) for name in _SEALED}
@@ -143,7 +144,7 @@ def dump(spec: Spec) -> str:
 
 
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
-    """Return the kept spec with the fields that a newer definition adds (empty without one)."""
+    """Return the kept spec with fields that a newer CRD adds (empty if no spec was kept)."""
     name = naming.rollout_name(manifest["metadata"]["name"])
     data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
     definition = schema.load_schema()["properties"]["spec"]
@@ -161,10 +162,10 @@ def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
 def _unsealed(
     kept: Mapping[str, Any], manifest: Mapping[str, Any], observed: Observed
 ) -> dict[str, Any]:
-    """Return a kept spec with the values of its environment variables, taken from live pods.
+    """Return a kept spec with the values of its environment variables instead of their hashes.
 
     Raises:
-        KeyError: no live pod has a value any more.
+        KeyError: neither the declared spec nor a live workload has a value.
     """
     workloads = (
         item for key, item in observed.objects.items() if key.kind in ("Deployment", "StatefulSet")
@@ -185,7 +186,7 @@ def _live_pools(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Li
 
 
 def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept spec without pod templates, on which no size depends.
+    """Return a kept spec without its pod templates, which do not affect the sizes of pools.
 
     Raises:
         KeyError: no spec was kept.
@@ -196,15 +197,15 @@ def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
-"""Parts of a spec that decide how live pods are reached and treated."""
+"""Paths in a spec to fields that determine how the operator reaches and treats live pods."""
 
 
 def _salvaged(
     manifest: Mapping[str, Any], pools: Mapping[str, LiveObject], observed: Observed
 ) -> Service:
-    """Return a service for the live objects, which leaves them unchanged.
+    """Return a service that describes the live objects, so that they stay unchanged.
 
-    Its pools are the live ones with their live sizes. Autoscaling and healing come from the
+    The service has the live pools with their live sizes. Its autoscaling and healing come from the
     readable fields of the declared spec.
     """
     metadata = manifest["metadata"]
@@ -225,7 +226,7 @@ def _salvaged(
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
     """Return a role for each live pool.
 
-    A pool gets its declared role if it is readable and no other pool has it.
+    A pool gets its declared role if the role is readable and no other pool has the same role.
     """
     roles: dict[str, str] = {}
     for pool in pools:
@@ -249,7 +250,7 @@ def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
 def _with_readable(
     metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
 ) -> Manifest:
-    """Return a spec with a section, or with those of its fields that can be read."""
+    """Return a spec with a section of the declared spec, or with the section's readable fields."""
     if value is None:
         return spec
     candidate = _replaced(spec, path, value)
@@ -267,7 +268,7 @@ def _with_readable(
 
 
 def _fields_at(path: Iterable[str]) -> Mapping[str, Any]:
-    """Return the fields of the definition at a path of a spec."""
+    """Return the fields that the CRD defines at a path of a spec."""
     section: Mapping[str, Any] = schema.load_schema()["properties"]["spec"]
     for name in path:
         section = schema.fields(section, {name: None}).get(name, {})
@@ -276,7 +277,7 @@ def _fields_at(path: Iterable[str]) -> Mapping[str, Any]:
 
 
 def _replaced(section: Any, path: Sequence[str], value: Any) -> Manifest:
-    """Return a section with another value at a path."""
+    """Return a copy of a section with the value at a path replaced."""
     inner = section if isinstance(section, Mapping) else {}
     first, *rest = path
     return {**inner, first: _replaced(inner.get(first), rest, value) if rest else value}

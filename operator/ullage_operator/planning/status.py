@@ -1,4 +1,4 @@
-"""Writes the status of a service from its plan and observations. Pure."""
+"""Builds the status of a service from its plan and observations. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ _KEEPS_SPEC = ". Until that is corrected, the operator carries out the previous 
 def status_of(
     service: Service, rollout: RolloutPlan, observed: Observed, healing: RestartDecision
 ) -> Manifest:
-    """Return the status of a service."""
+    """Return the complete `status` section of a service."""
     name = naming.router_name(service.name)
     deployment = observed.objects.get(ObjectKey("Deployment", name))
     router = workload_of("router", service.spec.router.replicas, deployment)
@@ -133,7 +133,7 @@ def service_problems(
 
 
 def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
-    """Return the problems of an invalid spec, while the operator carries out the previous one."""
+    """Return the problems of an invalid edit, if the operator carries out the previous spec."""
     if not problems:
         return []
     message = "; ".join(map(str, problems))
@@ -141,7 +141,7 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
-    """Return a problem for each pool whose device claims the API server dropped."""
+    """Return a problem for each pool from whose pods the API server removed the device claims."""
     stable = rollout.stable
     problems = []
     for name, pool in stable.spec.pools.items():
@@ -228,7 +228,7 @@ def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
 def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
     """Return the condition Progressing of a rollout.
 
-    It is None while all engines have the revision of the spec.
+    The result is None while all engines have the revision of the spec.
     """
     progress = rollout.progress
     if progress.renewal:
@@ -250,14 +250,14 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
 def fetching_condition(
     service: Service, rollout: RolloutPlan, observed: Observed
 ) -> Condition | None:
-    """Return the condition while engines wait for a Job to fetch their model, or None."""
+    """Return the condition for engines that wait for a Job to fetch their model, or None."""
     unbegun = unbegun_pools(service, rollout, observed)
     messages = [f"pool {name} {why}" for name, why in unbegun.items()]
     return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None
 
 
 def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
-    """Return the stable engines' workload by pool."""
+    """Return the workload of the stable engines, by pool."""
     by_pool = {}
     for name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
@@ -269,7 +269,7 @@ def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
 def with_canary_engines(
     service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
 ) -> Workload:
-    """Return a pool with the canary's engines, which serve where no stable engine can."""
+    """Return a pool's workload with the canary's ready engines included in its ready engines."""
     if pool.name not in rollout.pools:
         return pool
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))
@@ -285,7 +285,7 @@ def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
 
 
 def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
-    """Return the status of a pool."""
+    """Return the status of a pool for the service's `status.pools`."""
     match = naming.selector(service.name, naming.ENGINE, pool)
     pressure = observed.pressure_levels.get(pool)
     before = observed.status.get("pools", {}).get(pool, {})

@@ -16,7 +16,7 @@ from ullage_operator.manifests.volumes import KV_VOLUME, engine_mounts
 
 
 def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
-    """Yield the fields of pod templates that the API forbids or that the operator itself sets."""
+    """Yield problems with pod template fields that the API forbids or the operator itself sets."""
     router = service.spec.router.pod_template
     places = {"spec.router": router}
     places |= {f"spec.pools.{n}": pool.pod_template for n, pool in service.spec.pools.items()}
@@ -40,7 +40,7 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
 
 
 def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iterator[Problem]:
-    """Yield conflicts between the folder of a pool's file tier and the mounts of its pods."""
+    """Yield problems if the folder of a pool's file tier conflicts with mounts of its pods."""
     file = pool.memory.tiers.file
     if file is None:
         return
