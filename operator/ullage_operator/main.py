@@ -128,8 +128,8 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
     """Run the operator until a signal ends it.
 
     Args:
-        arguments: the command line (by default that of the process).
-        defaults: values of options that no argument sets.
+        arguments: the command-line arguments (by default those of the process).
+        defaults: values of options that the arguments do not set.
 
     Returns:
         The exit status.

@@ -1,4 +1,4 @@
-"""Every metric of the operator, `ullage_operator_*`."""
+"""Names of the operator's own metrics, `ullage_operator_*`."""
 
 from ullage_common.process.metrics import CounterName, GaugeName, HistogramName
 

@@ -1,5 +1,5 @@
 """The reconcile loop and its queue, the healer and the autoscaler.
 
-The loop observes the cluster, plans by `planning`, and applies the plan. The healer and the
-autoscaler act on the decisions of `policy`. This room reaches the cluster only through `kube`.
+The loop observes the cluster, calls `planning`, and applies the plan. The healer and the autoscaler
+carry out the decisions of `policy`. This package accesses the cluster only through `kube`.
 """

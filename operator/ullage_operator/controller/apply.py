@@ -1,4 +1,4 @@
-"""Applies plans: writes missing or drifted objects, and deletes objects that left the plan."""
+"""Applies plans: writes missing or drifted objects, and deletes objects no longer in the plan."""
 
 import logging
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class AppliedChanges:
     created: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
-    """Objects that somebody else had edited."""
+    """Objects whose edits by other clients were reverted."""
     deleted: list[str] = field(default_factory=list)
 
     def on_applied(self, desired: Object, before: Object | None, after: Object) -> None:
@@ -52,7 +52,7 @@ class AppliedChanges:
 
         Args:
             desired: the manifest, with its applied hash.
-            before: the live object before, or None if there was none.
+            before: the previous live object, or None if it did not exist.
             after: the live object in the API server's answer.
         """
         if before is None:
@@ -65,7 +65,8 @@ class AppliedChanges:
         """Return one note for each kind of change.
 
         Args:
-            is_new: whether the service is new. The creation of its objects then needs no Event.
+            is_new: whether the service is new. The creation of a new service's objects needs no
+                Event.
         """
         changes = (
             ("Created", "Create", () if is_new else self.created),
@@ -96,25 +97,25 @@ class ApplyResult:
     service: str
     changes: AppliedChanges = field(default_factory=AppliedChanges)
     denied: dict[Denied, None] = field(default_factory=dict)
-    """Rights that the operator lacked for parts of the plan."""
+    """Permissions that the operator lacked for parts of the plan."""
     refused: list[str] = field(default_factory=list)
-    """Problems that a retry cannot solve."""
+    """Write errors that a retry cannot solve."""
     delayed: list[str] = field(default_factory=list)
-    """Problems that a retry may solve."""
+    """Write errors that a retry may solve."""
     delay_s: float = 0.0
     """Seconds until the next retry."""
     _unwritten_config_maps: set[str] = field(default_factory=set)
 
     @property
     def result(self) -> str:
-        """Return the label of the result in metrics."""
+        """Return the value of the metric label `result`."""
         if self.refused or self.delayed:
             return "temporary" if self.delayed else "permanent"
         return "denied" if self.denied else "ok"
 
     @property
     def problems(self) -> tuple[PodProblem, ...]:
-        """Return one problem for all objects that could not be written (empty without any)."""
+        """Return one problem about all objects that could not be written (empty without errors)."""
         messages = [*self.refused, *self.delayed]
         if not messages:
             return ()
@@ -130,7 +131,7 @@ class ApplyResult:
 
         Args:
             obj: the object to write.
-            live: the live object, or None if there is none.
+            live: the live object, or None if it does not exist.
         """
         if obj["kind"] not in ("StatefulSet", "Deployment"):
             return False
@@ -281,7 +282,7 @@ class Applier:
         return await self._cluster.apply(desired)
 
     def _check_current(self, key: ServiceKey, manifest: Object) -> None:
-        """Check that the service still exists, so that nothing is written for a deleted one.
+        """Check that the service still exists, so that nothing is written for a deleted service.
 
         Raises:
             Replaced: the service was deleted or recreated.
@@ -296,7 +297,7 @@ def check_owner(live: Object, manifest: Object) -> None:
 
     Raises:
         ClusterUnavailable: the object is left over from a deleted service of the same name.
-        ClusterRefused: the object belongs to somebody else.
+        ClusterRefused: the object belongs to another owner.
     """
     if live["metadata"].get("ownerReferences") and belongs(live, manifest):
         return
@@ -306,7 +307,7 @@ def check_owner(live: Object, manifest: Object) -> None:
 
 
 def _remedy(obj: Object) -> str:
-    """Return the hint at the spec's section for a workload's pods (empty for other objects)."""
+    """Return a hint to the spec section that sets a workload's pods (empty for other objects)."""
     if obj["kind"] not in ("StatefulSet", "Deployment"):
         return ""
     pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))
@@ -314,9 +315,9 @@ def _remedy(obj: Object) -> str:
 
 
 def _is_awaited(config_map: Object, live: Object | None) -> bool:
-    """Return whether pods must wait for a ConfigMap.
+    """Return whether pods must wait until a ConfigMap is written.
 
-    They need not wait if only the kept spec changed, because only the operator reads it.
+    Pods need not wait if only the kept spec changed, because only the operator reads the kept spec.
     """
     if live is None:
         return True
@@ -332,5 +333,5 @@ def _config_hash(obj: Object) -> Any:
 
 
 def leaves_replicas(obj: Object) -> bool:
-    """Return whether another controller sets the number of pods of the object."""
+    """Return whether another controller sets the object's number of replicas."""
     return obj["kind"] in ("StatefulSet", "Deployment") and "replicas" not in obj["spec"]

@@ -26,24 +26,24 @@ Key = TypeVar("Key", bound=Hashable)
 INTERVAL_S = 10.0
 """Seconds between two polls."""
 MIN_INTERVAL_S = 1.0
-"""Minimum seconds between two polls, even while a pool wakes."""
+"""Minimum number of seconds between two polls, even while a pool wakes."""
 TIMEOUT_S = 5.0
 WAIT_TIMEOUT_S = 20.0
-"""Timeout of a long poll, which routers answer after 10 s at the latest."""
+"""Timeout of a long poll in seconds. Routers answer a long poll within 10 s."""
 _MAX_BODY_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledService:
-    """The pools of a service that scale, and the routers to poll."""
+    """The autoscaled pools of a service, and the routers to poll."""
 
     policies: Mapping[str, AutoscalingSpec]
-    """Policies of the pools that the operator scales."""
+    """Autoscaling policies by pool, for the pools that the operator scales."""
     routers: tuple[str, ...]
-    """`http://host:port` of each router's load reports."""
+    """URL `http://host:port` at which each router serves its load reports."""
     leaving: tuple[str, ...] = ()
-    """URLs of terminating routers, which may still hold requests and need not answer."""
+    """URLs of terminating routers, which may still have requests but are not required to answer."""
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class ScaledService:
 class _Service:
     followed: ScaledService
     current: dict[str, int]
-    """The number of engines that each pool should have."""
+    """The currently requested number of engines of each pool."""
     task: "asyncio.Task[None] | None" = None
     decisions: ScalingDecisions = NO_DECISIONS
     histories: dict[str, ScalingHistory] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Autoscaler(Generic[Key]):
 
     Args:
         on_change: called with a service whose decisions have changed.
-        interval_s: seconds between two polls of its routers.
+        interval_s: seconds between two polls of a service's routers.
     """
 
     def __init__(self, on_change: Callable[[Key], None], interval_s: float = INTERVAL_S) -> None:
@@ -79,11 +79,11 @@ class Autoscaler(Generic[Key]):
     def follow(
         self, key: Key, followed: ScaledService, current: Mapping[str, int]
     ) -> ScalingDecisions:
-        """Scale these pools of a service from now on, and return the current decisions.
+        """Start or continue to scale pools of a service, and return the current decisions.
 
         Args:
             key: the service.
-            followed: the pools that scale, and the routers to poll.
+            followed: the pools to scale, and the routers to poll.
             current: the number of engines of each pool, used only for pools that are new here.
         """
         if not followed.policies:
@@ -111,7 +111,7 @@ class Autoscaler(Generic[Key]):
             service.task.cancel()
 
     def drop(self) -> None:
-        """Remove all services, because another operator leads and decides for them."""
+        """Stop scaling all services, because another operator is the leader now."""
         for key in list(self._services):
             self.forget(key)
 
@@ -154,7 +154,7 @@ class Autoscaler(Generic[Key]):
     def _take(
         self, key: Key, service: _Service, reports: Mapping[str, list[RouterReport]], problem: str
     ) -> None:
-        """Decide from the routers' reports, and call `on_change` if the decisions differ."""
+        """Decide from the routers' reports, and call `on_change` if the decisions changed."""
         before = service.decisions
         if not reports:
             service.decisions = ScalingDecisions(before.pools, problem, before.changes)
@@ -184,11 +184,12 @@ class Autoscaler(Generic[Key]):
     async def _asked(
         self, routers: tuple[str, ...], waits: bool
     ) -> tuple[dict[str, list[RouterReport]], str]:
-        """Poll routers.
+        """Poll routers for their load reports.
 
         Args:
             routers: URLs of the routers.
-            waits: whether to use a long poll, which ends when one router wants a sleeping pool.
+            waits: whether to use a long poll, which ends when a router has a request for a sleeping
+                pool.
 
         Returns:
             The reports by router, and the error of the last router that did not answer.
@@ -230,6 +231,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return the parts of decisions on which a service's objects and conditions depend."""
+    """Return those parts of scaling decisions that affect a service's objects and conditions."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

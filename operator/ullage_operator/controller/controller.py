@@ -1,7 +1,7 @@
 """The operator's informers, which fill the cache, and the queue of services to reconcile.
 
-An event only says that a service may have changed, so a key that already waits is not queued twice.
-A key that changes during its run runs once more afterwards.
+An event only says that a service may have changed, so a service that is already queued is not
+queued twice. If a service changes while it is reconciled, it is reconciled once more afterwards.
 """
 
 import asyncio
@@ -53,7 +53,8 @@ class WorkQueue(Generic[Key]):
     that a burst of events causes one run.
 
     Args:
-        work: processes a key, and returns the seconds until its next run, or None for no such run.
+        work: processes a key. It returns the seconds until the key's next run, or None if no run
+            is due.
     """
 
     def __init__(self, work: Callable[[Key], Awaitable[float | None]]) -> None:
@@ -73,7 +74,7 @@ class WorkQueue(Generic[Key]):
         return list(self._workers)
 
     async def close(self) -> None:
-        """Cancel all runs and wait for their end."""
+        """Cancel all runs, and wait until they have ended."""
         await asyncio.gather(*self._cancelled(), return_exceptions=True)
 
     def drop(self) -> None:
@@ -116,7 +117,7 @@ class WorkQueue(Generic[Key]):
 
 
 class OperatorMetrics:
-    """Metrics of reconciliations by result, of their duration, and of leadership."""
+    """Metrics of leadership, and of reconciliations by result and duration."""
 
     def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
         self.total = RECONCILE.register(registry)
@@ -131,7 +132,7 @@ class Options:
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve (empty for all)."""
     lease: tuple[str, str] | None = None
-    """Namespace and name of the Lease for leader election, or None without an election."""
+    """Namespace and name of the Lease for leader election, or None without leader election."""
     name: str = "default/ullage-operator"
     """Name of the operator, which all replicas of one release share."""
     election_times: Times = field(default_factory=Times)
@@ -141,10 +142,10 @@ class Options:
 
 
 class Controller:
-    """The operator's informers, queue and workers, from its start to its end.
+    """Runs the operator's informers, queue and workers.
 
-    An operator that does not lead also watches, so that it can take over at once, but it writes
-    nothing.
+    An operator that is not the leader also watches the cluster, so that it can take over at once.
+    It writes nothing.
     """
 
     def __init__(
@@ -215,11 +216,11 @@ class Controller:
 
     @property
     def silent_s(self) -> float:
-        """Return the seconds for which the quietest watch has received nothing."""
+        """Return the longest time in seconds for which one of the watches has received nothing."""
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:
-        """Reconcile a service, and return the seconds until the next time."""
+        """Reconcile a service, and return the seconds until its next reconciliation."""
         result = "bug"
         began = time.time()
         try:

@@ -1,4 +1,4 @@
-"""Compares planned objects with live ones, and distinguishes updates from edits by others. Pure."""
+"""Detects planned objects that differ from live ones, and edits by other clients. Pure."""
 
 import hashlib
 import json
@@ -13,17 +13,18 @@ Object = dict[str, Any]
 APPLIED_HASH = f"{naming.GROUP}/applied-hash"
 """Annotation with a hash of the manifest that was last applied.
 
-The hash also changes when a field leaves the manifest, which the live object cannot show.
+The hash also changes when a field is removed from the manifest. A comparison with the live object
+would miss such a change.
 """
 _FLAGS = frozenset({"hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty"})
 """Boolean pod fields that the API server drops if they are false.
 
-Other fields may default to true.
+Other boolean fields may default to true.
 """
 
 
 def with_applied_hash(desired: Mapping[str, Any]) -> Object:
-    """Return a manifest with its hash as an annotation."""
+    """Return a manifest with a hash of itself as an annotation."""
     meta = desired["metadata"]
     text = json.dumps(desired, sort_keys=True, separators=(",", ":"))
     applied_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -34,21 +35,21 @@ def with_applied_hash(desired: Mapping[str, Any]) -> Object:
 def has_drifted(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     """Return whether a manifest with its applied hash must be applied again.
 
-    Fields that the manifest does not set belong to others. An empty field that the live object
-    lacks is not drift. A quantity that the API server has rewritten looks like drift, but applying
-    the manifest again changes nothing.
+    Fields that the manifest does not set belong to other clients. An empty field that the live
+    object lacks is not drift. A quantity that the API server has rewritten looks like drift, but
+    applying the manifest again changes nothing.
     """
     return not _is_within(desired, live)
 
 
 def was_edited(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return whether others edited an object since this same manifest was applied to it."""
+    """Return whether another client edited an object after this same manifest was applied to it."""
     applied_hash = desired["metadata"]["annotations"][APPLIED_HASH]
     return bool((live["metadata"].get("annotations") or {}).get(APPLIED_HASH) == applied_hash)
 
 
 def _is_dropped(name: str, value: Any) -> bool:
-    """Return whether the API server may drop this value of a field."""
+    """Return whether the API server may omit a field with this value from the stored object."""
     return value in ("", [], None) or (value is False and name in _FLAGS)
 
 

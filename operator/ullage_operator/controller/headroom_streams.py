@@ -1,8 +1,8 @@
 """Follows the headroom reports of all engines over gRPC, with one stream per engine.
 
-Each stream goes at a low rate to a started pod, to the port that probes use, too. That port serves
-health and headroom in plaintext and takes no requests. The operator therefore needs no certificate,
-no ticket and no access to the serving port.
+Each stream connects to a started pod and gets reports at a low rate. It uses the port of the
+probes, which serves health and headroom in plaintext and accepts no inference requests. The
+operator therefore needs no certificate, no ticket and no access to the serving port.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class StreamTimes:
     status_interval_s: float = 10.0
     """Minimum time between two changes of a service's reported memory pressure."""
     tick_s: float = 5.0
-    """Resolution of the clock that counts this process's running time."""
+    """Resolution of the clock that measures how long this process has been running."""
 
 
 @dataclass(slots=True)
@@ -54,10 +54,10 @@ class _Stream:
 
 
 class HeadroomStreams(Generic[Key]):
-    """The headroom streams of all services, by service and by the pods' uid.
+    """Keeps the headroom streams of all services, by service and by pod uid.
 
     Args:
-        on_news: called with a service whose memory pressure or engine health changed.
+        on_news: called with a service if its memory pressure or the health of its engines changed.
         times: intervals of the streams.
     """
 
@@ -71,11 +71,11 @@ class HeadroomStreams(Generic[Key]):
         self._ticker = asyncio.create_task(self._tick(), name="headroom clock")
 
     def follow(self, key: Key, targets: Mapping[str, EngineTarget]) -> None:
-        """Follow exactly these engines of a service.
+        """Follow exactly the given engines of a service, and stop following its other engines.
 
         Args:
             key: the service.
-            targets: its engines by the pods' uid.
+            targets: the engines of the service, by pod uid.
         """
         streams = self._streams.get(key, {})
         if not streams and not targets:
@@ -108,12 +108,12 @@ class HeadroomStreams(Generic[Key]):
     def pressure_levels(self, key: Key) -> PressureLevels:
         """Return the last reported memory pressure by pool.
 
-        It changes at most once in `status_interval_s`.
+        The published levels change at most once in `status_interval_s`.
         """
         return self._reported[key][1] if key in self._reported else {}
 
     def engine_health(self, key: Key) -> dict[str, EngineHealth]:
-        """Return the present health of engines by the pods' uid."""
+        """Return the current health of a service's engines, by pod uid."""
         return {uid: self._health_of(each) for uid, each in self._streams.get(key, {}).items()}
 
     async def close(self) -> None:
@@ -220,10 +220,10 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _tick(self) -> None:
-        """Advance the clock by the time for which this process runs.
+        """Advance the clock of this process's running time.
 
-        Reports cannot arrive while the process is suspended, so that time must not count as silence
-        of the engines.
+        Reports cannot arrive while the process is suspended. The time of a suspension therefore
+        must not count as silence of the engines.
         """
         loop = asyncio.get_running_loop()
         tick_s = self._times.tick_s

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Healer:
-    """Follows engine pods and restarts them.
+    """Follows the health of engine pods, and restarts those that policy selects.
 
     Args:
         cluster: the Kubernetes API.
@@ -51,18 +51,18 @@ class Healer:
         self._recorder = recorder
         self._streams: HeadroomStreams[ServiceKey] = HeadroomStreams(wake, times)
         self._events: dict[ServiceKey, list[RestartEvent]] = {}
-        """Restarts since this operator started, since a cached status may lack the last ones."""
+        """Restarts since this operator started. A cached status may lack the latest restarts."""
 
     async def close(self) -> None:
         await self._streams.close()
 
     def forget(self, key: ServiceKey) -> None:
-        """Stop following a service that is gone."""
+        """Stop following a deleted service."""
         self._streams.follow(key, {})
         self._events.pop(key, None)
 
     def drop(self) -> None:
-        """Stop following all services. Their restarts are in their status."""
+        """Stop following all services. The status of each service already records its restarts."""
         self._streams.drop()
         self._events.clear()
 
@@ -87,7 +87,7 @@ class Healer:
         return sorted(recent, key=lambda each: each.at)
 
     async def _lost(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return the lost nodes among these (none if the operator may not read nodes)."""
+        """Return which of the given nodes are lost (no node if the operator may not read nodes)."""
         return frozenset([name for name in nodes if await self._is_lost(name)])
 
     async def _is_lost(self, name: str) -> bool:
@@ -106,7 +106,8 @@ class Healer:
     ) -> None:
         """Delete the pods to restart.
 
-        The caller has written the status that counts these restarts, so that none is lost.
+        The caller must already have written the status that counts these restarts, so that no
+        restart goes uncounted.
         """
         for restart in restarts:
             if not restart.by_force:

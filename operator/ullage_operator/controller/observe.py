@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Return the observations of a service that are in the cache. Callers add measurements."""
+    """Return those observations of a service that are in the cache. Callers add measurements."""
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]
@@ -42,8 +42,8 @@ def observe(cache: Cache, service: Object) -> Observed:
 def belongs(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
     """Return whether an object with the operator's labels belongs to this service.
 
-    An object without an owner is adopted again. An object of another owner is not adopted, for
-    example of a deleted service with the same name.
+    An object without an owner belongs to the service, which adopts it. An object of another owner
+    does not, for example if its owner is a deleted service with the same name.
     """
     owners = obj["metadata"].get("ownerReferences") or ()
     return not owners or any(owner["uid"] == service["metadata"]["uid"] for owner in owners)
@@ -54,8 +54,8 @@ def is_of_workload(
 ) -> bool:
     """Return whether a workload of the service created a pod that has the service's labels.
 
-    Copies of pods and pods of other workloads may also have these labels. The operator does not
-    count, delete or follow them.
+    Copies of pods and pods of other workloads may have the same labels. The operator does not
+    count, delete or follow such pods.
 
     Args:
         pod: the pod.

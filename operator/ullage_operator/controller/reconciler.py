@@ -1,4 +1,4 @@
-"""Observes, plans and applies: the loop body that every event leads to."""
+"""Reconciles one service: observe the cluster, plan, apply the plan, and write the status."""
 
 import asyncio
 import dataclasses
@@ -56,7 +56,7 @@ _MIN_WAIT_S = 1.0
 _MAX_WARNED = 3
 """Maximum number of pods and workloads whose Events one reconciliation reads."""
 _MAX_COUNTED_TRIES = 7
-"""Number of failed tries that lengthen the backoff, to about a minute."""
+"""Number of failed tries after which the backoff, about a minute then, no longer grows."""
 
 
 def _generation(obj: Object) -> tuple[str, int]:
@@ -71,9 +71,9 @@ class ReconcileResult(NamedTuple):
     status: Object
     """The status to report."""
     plan: ServicePlan | None = None
-    """The applied plan, or None without one. Its restarts follow after the status is written."""
+    """The applied plan, or None without a plan. Its restarts follow the write of the status."""
     recheck_s: float | None = None
-    """Seconds until the next reconciliation at the latest, or None for no bound."""
+    """Maximum number of seconds until the next reconciliation, or None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,11 @@ class ReconcileTimes:
     resync_s: float = 300.0
     """Maximum time between two reconciliations of a service, even without changes."""
     retry_s: float = 1.0
-    """First delay of a retry, which doubles up to 64 times as much."""
+    """Delay of the first retry. Each further retry doubles the delay, up to 64 times this value."""
 
 
 class Reconciler:
-    """Makes the cluster match declared services, one service at a time."""
+    """Makes the cluster match the declared services. Each call reconciles one service."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Reconciler:
     ) -> None:
         self._name = name
         self._questions: dict[ServiceKey, Question] = {}
-        """Questions to other operators, by the service that they serve."""
+        """Questions that this operator asked, by the service that another operator serves."""
         self._challengers: dict[ServiceKey, Question] = {}
-        """Questions of other operators about a service that this one serves."""
+        """Questions that other operators asked, by the service that this operator serves."""
         self._cluster = cluster
         self._cache = cache
         self._applier = applier
@@ -116,7 +116,7 @@ class Reconciler:
         self._times = times
         self._router_client = RouterClient()
         self._failures: dict[ServiceKey, int] = {}
-        """Number of failed tries in a row, by service."""
+        """Number of consecutive failed reconciliations, by service."""
         self._read: dict[ServiceKey, tuple[tuple[Any, ...], Declared]] = {}
         self._reading = asyncio.Lock()
 
@@ -124,7 +124,7 @@ class Reconciler:
         """Bring one service a step closer to its spec.
 
         Returns:
-            The result, and the seconds until the next reconciliation, or None for none.
+            The result label, and the seconds until the next reconciliation (None if none is due).
         """
         recheck_s = None
         try:
@@ -152,7 +152,7 @@ class Reconciler:
         return max(least_s, delay_s * random.uniform(0.8, 1.0))
 
     def drop(self) -> None:
-        """Remove all services, because another operator leads and serves them."""
+        """Forget all services, because another operator is the leader now."""
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -163,7 +163,7 @@ class Reconciler:
         self._rollout_queue.drop()
 
     def _forget(self, key: ServiceKey) -> None:
-        """Remove a deleted service."""
+        """Forget everything about a deleted service."""
         self._questions.pop(key, None)
         self._challengers.pop(key, None)
         self._stop_serving(key)
@@ -177,7 +177,7 @@ class Reconciler:
         self._rollout_queue.forget(key)
 
     async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
-        """Return the result, and the seconds until the next reconciliation at the latest."""
+        """Reconcile, and return the result and the maximum seconds until the next time."""
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # the garbage collector deletes the objects of the service
@@ -207,7 +207,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator in its status, and ask whether that operator is alive."""
+        """Leave a service to the operator named in its status, and ask whether it is alive."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -234,7 +234,7 @@ class Reconciler:
         return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add the operator that recently asked about the service to `observed`."""
+        """Add to `observed` the name of another operator that recently asked about the service."""
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
             if key not in self._challengers:
@@ -247,7 +247,7 @@ class Reconciler:
         return dataclasses.replace(observed, challenger=question.holder if question else "")
 
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add the routers' samples of a canary to `observed`, while a canary gets requests."""
+        """Add the routers' samples to `observed` while a canary gets requests."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
         answers = await self._router_client.canary_samples(key, observed.pods)
@@ -256,7 +256,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Add the silent pools that no router reaches either to `observed`."""
+        """Add to `observed` the silent pools whose engines no router can reach either."""
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
@@ -266,7 +266,7 @@ class Reconciler:
         return dataclasses.replace(observed, unreachable_pools=unreachable)
 
     async def _with_fetch_progress(self, observed: Observed) -> Observed:
-        """Add the progress of running Jobs that fetch models to `observed`."""
+        """Add to `observed` the download progress of running Jobs that fetch models."""
         if not observed.fetches.pods:
             return observed
         progress = await self._router_client.fetch_progress(observed.fetches.pods)
@@ -276,7 +276,7 @@ class Reconciler:
     async def _with_warnings(
         self, key: ServiceKey, service: Service, observed: Observed
     ) -> Observed:
-        """Add the Events about pods that do not start to `observed`."""
+        """Add to `observed` the Events about pods that do not start."""
         warnings = {}
         missing_rights = observed.missing_rights
         try:
@@ -298,7 +298,7 @@ class Reconciler:
     async def _plan_and_apply(
         self, key: ServiceKey, manifest: Object, observed: Observed
     ) -> ReconcileResult:
-        """Plan and apply, and return the result with the status to report."""
+        """Plan, apply the plan, and return the result with the status to report."""
         declared = await self._declared(key, manifest)
         stands = standing(manifest, declared, observed, self._settings)
         if stands is None:
@@ -331,9 +331,10 @@ class Reconciler:
         )
 
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
-        """Return a plan, and record its rollout in the queue.
+        """Return a plan, and record its rollout in the rollout queue.
 
-        Nothing is awaited in between, so that two services never take the same place in the queue.
+        Nothing is awaited between both steps, so that two services never take the same place in
+        the queue.
         """
         observed = dataclasses.replace(
             observed,
@@ -360,7 +361,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Add the new objects, which no watch has reported yet, and the failures to `observed`."""
+        """Add to `observed` the new objects, which no watch has reported yet, and the failures."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -369,7 +370,7 @@ class Reconciler:
         )
 
     def _with_replicas(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """Add the decided numbers of engines to `observed`."""
+        """Add to `observed` the autoscaler's decisions about the numbers of engines."""
         policies = own_policies(service)
         routers, leaving = router_addresses(observed.pods if policies else ())
         scaled = ScaledService(policies, routers, leaving)
@@ -379,9 +380,10 @@ class Reconciler:
         return dataclasses.replace(observed, scaling=decisions)
 
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return the declared service as read once per generation of the service and its bases.
+        """Return the declared service, which is parsed again only if the service or a base changed.
 
-        Fields that the API server dropped may change without a new generation.
+        A change is a new generation. Fields that the API server dropped may also change without a
+        new generation.
         """
         names = base_names(manifest.get("spec"))
         present = {name: self._cache.base(key.namespace, name) for name in names}
@@ -410,7 +412,7 @@ class Reconciler:
         return cached[1]
 
     def _remedy_for_bases(self, namespace: str) -> str:
-        """Return the remedy for a missing base."""
+        """Return the remedy that an error about a missing base suggests."""
         if not self._cache.serves(BASE, namespace):
             return f"the cluster does not know the kind; apply the crds/ of version {VERSION}"
         if not self._cache.sees(BASE, namespace):

@@ -1,8 +1,9 @@
-"""Bounds the number of rollouts that begin without an edit, because the operator changed.
+"""Limits how many rollouts run at once if they start because the operator changed.
 
 A new default image is a new revision of every service that names no image. If all services rolled
-out at once, each would want additional GPUs, and a bad image would reach all of them. The same
-holds for a new router image, which would break the streams of all services at once.
+out at once, each service would need additional GPUs, and a bad image would reach all services. The
+limit also applies to a new router image, which would otherwise break the streams of all services at
+once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,37 +24,38 @@ _ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
 
 
 class RolloutQueue:
-    """The services that roll out now, and the services that wait for their turn.
+    """The services in a rollout, and the services that wait for their turn.
 
-    Rollouts that an edit started also count, but do not wait.
+    Rollouts that start because a service was edited count towards the limit, but do not wait.
 
     Args:
-        max_rollouts: the number of services that may be in a rollout at once.
-        wake: called with a service whose turn has come, perhaps several times.
+        max_rollouts: the maximum number of services that may be in a rollout at once.
+        wake: called with a service when its turn has come. It may be called several times.
     """
 
     def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
         self._max_rollouts = max_rollouts
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
-        """Services in a rollout, or None until those of the last leader have been counted."""
+        """Services in a rollout, or None until the rollouts of the previous leader are counted."""
         self._only_routers: set[ServiceKey] = set()
-        """Rolling services in which only routers are being replaced."""
+        """Services in a rollout that replaces only routers."""
         self._waiting: set[ServiceKey] = set()
         self._seeking: set[ServiceKey] = set()
-        """Services whose canary, or whose engines after it, have no node yet."""
+        """Services with unscheduled pods of a canary, or of engines after its promotion."""
         self._roomless: set[ServiceKey] = set()
-        """Services with an engine that finds no room."""
+        """Services with an unschedulable engine."""
 
     def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
-        """Return whether a service may begin a rollout that no edit asks for.
+        """Return whether a service may begin a rollout that starts without an edit.
 
-        Rollouts look for room one after the other. If pods of two services waited at once, one
-        service could take the room that the other has freed for its own pod.
+        Only one rollout at a time waits for free nodes. If pods of two services waited at once, one
+        service could take the resources that the other service has freed for its own pod.
 
         Args:
             key: the service.
-            statuses: returns all services with their status. It is called at most once.
+            statuses: a function that returns all services with their status. It is called at most
+                once.
         """
         if self._rolling is None:
             self._rolling = {each for each, status in statuses() if _is_rolling(status)}
@@ -64,10 +66,10 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether a service's next pod would get the room that another of its pods frees.
+        """Return whether a service's next pod would get the room that its other pods free.
 
-        This holds while no engine of another service waits for room. If several services look for
-        room at once, because people edited them, the first by name goes first.
+        This is true while no engine of another service is unschedulable. If people edited several
+        services, and these wait for resources at once, the first service by name has precedence.
         """
         others = (self._roomless | self._seeking) - {key}
         return all({key, other} <= self._seeking and key < other for other in others)
@@ -89,11 +91,11 @@ class RolloutQueue:
         Args:
             key: the service.
             progress: the progress of its rollout.
-            router_waits: whether the operator's new routers wait for the service's turn.
+            router_waits: whether new router pods of this operator wait for the service's turn.
             router_rolls: whether routers are being replaced.
             seeks_room: whether pods of its canary, or of the engines after its promotion, have no
                 node yet.
-            lacks_room: whether one of its engines finds no room.
+            lacks_room: whether one of the service's engines is unschedulable.
         """
         waits = progress.is_held or progress.is_asleep or progress.reason == PAUSED
         is_renewing = progress.renewal == ROLLING_OUT
@@ -112,12 +114,12 @@ class RolloutQueue:
         )
 
     def forget(self, key: ServiceKey) -> None:
-        """Remove a service that is gone or can no longer be rolled out."""
+        """Remove a service that was deleted or can no longer be rolled out."""
         self._only_routers.discard(key)
         self._place(key)
 
     def drop(self) -> None:
-        """Remove all services, because another operator leads."""
+        """Remove all services, because another operator is the leader now."""
         self._rolling = None
         for services in (self._only_routers, self._waiting, self._seeking, self._roomless):
             services.clear()
@@ -131,7 +133,7 @@ class RolloutQueue:
         seeks_room: bool = False,
         lacks_room: bool = False,
     ) -> None:
-        """Record the state of a service, and wake as many waiting services as may begin."""
+        """Record a service's state, and wake as many waiting services as may begin a rollout."""
         rolling = set() if self._rolling is None else self._rolling
         membership = (
             (rolling, is_rolling),

@@ -1,4 +1,4 @@
-"""Reads counts and load reports of a service's routers over HTTP, at a bounded rate."""
+"""Reads request counts and load reports from a service's routers over HTTP, at a bounded rate."""
 
 import asyncio
 import logging
@@ -19,9 +19,9 @@ from ullage_operator.policy.pool_load import parse_reports
 from ullage_operator.rollout.analysis import CanarySample, parse_samples
 
 MIN_INTERVAL_S = 5.0
-"""Minimum seconds between two requests to the routers of a service."""
+"""Minimum number of seconds between two requests to the routers of a service."""
 SETTLED_AFTER_S = 30.0
-"""Seconds after its start within which a router has found all engines."""
+"""Maximum number of seconds that a router needs after its start to find all engines."""
 MAX_BYTES = 8 << 20
 TIMEOUT_S = 5.0
 CONNECT_S = 2.0
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterSamples:
-    """The counts of a canary from a service's routers."""
+    """The request counts of a canary and its baseline, from the routers of a service."""
 
     samples: tuple[CanarySample, ...] = ()
     unanswered: tuple[str, ...] = ()
@@ -84,8 +84,8 @@ class RouterClient:
     ) -> frozenset[str]:
         """Return the pools in which no router has a ready engine.
 
-        Routers that are not ready are asked, too, because a router without any engine is not ready.
-        They need not answer. The result is empty while it is uncertain: if a router has only just
+        Routers that are not ready are also asked, because a router without any engine is not ready.
+        Their answers are optional. The result is empty while it is uncertain: if a router has just
         started and may not have found the engines yet, if a ready router does not answer, or if no
         router answers.
 
@@ -116,12 +116,12 @@ class RouterClient:
         return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
-        """Return the page at a URL (empty if it cannot be read)."""
+        """Return the text at a URL (empty if it cannot be read)."""
         page, _ = await self._page(url)
         return page
 
     async def _page(self, url: str) -> tuple[str, str]:
-        """Return the page at a URL, and the error if it cannot be read."""
+        """Return the text at a URL, and the error if it cannot be read."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
@@ -138,7 +138,7 @@ def running(pods: Iterable[Pod]) -> Iterator[Pod]:
 
 
 def _runs_s(pod: Pod, now: datetime) -> float:
-    """Return the seconds since a pod's youngest container started (infinite if unknown)."""
+    """Return the seconds since a pod's latest container start (infinite if unknown)."""
     states = (each.get("state", {}) for each in pod["status"].get("containerStatuses", ()))
     started = (parse_time(state.get("running", {}).get("startedAt")) for state in states)
     return min(((now - at).total_seconds() for at in started if at), default=math.inf)
@@ -179,7 +179,7 @@ def _progress_url(pod: Pod) -> str:
 def router_addresses(
     pods: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return `http://host:port` of routers that stay, and of routers that terminate."""
+    """Return `http://host:port` of the routers that run, and of those that terminate."""
     staying: set[str] = set()
     leaving: set[str] = set()
     for pod in running(pods):
