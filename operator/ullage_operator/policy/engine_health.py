@@ -19,7 +19,7 @@ SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
 TRIAL_INTERVAL_MS = 1_000
 """Minimum time between two reports of a canary's engine, in milliseconds.
 
-It is short, because the operator must learn of a fall before it promotes the canary.
+The interval is short, because the operator must learn of a crash before it promotes the canary.
 """
 FRESH_S = 10.0
 """Seconds after which a report of a canary's engine is too old for the analysis."""
@@ -37,11 +37,11 @@ class EngineHealth:
 
     pool: str
     report: headroom_pb2.Headroom | None = None
-    """The last report, or None before the first one since the operator follows the engine."""
+    """The last report, or None if the operator has not received a report yet."""
     known_s: float = 0.0
     """Seconds since the operator first saw the engine started."""
     silent_s: float = 0.0
-    """Seconds since the last report, or since the operator follows the engine."""
+    """Seconds since the last report, or since the operator began to follow the engine."""
     unhealthy_s: float = 0.0
     """Seconds for which the reported health has been below the service's minimum."""
     trouble: str = ""
@@ -67,7 +67,7 @@ def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
 
     Args:
         engines: the engines of the pool.
-        before: the number in the service's status, which is kept until every engine has reported.
+        before: the number in the service's status, returned until every engine has reported.
     """
     reports = [engine.report for engine in engines]
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
@@ -86,7 +86,7 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
 
 
 def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for pools with more throttled engines than before, or without any again.
+    """Return Events for pools whose number of throttled engines rose, or fell to zero.
 
     Args:
         before: the previous status of the service.

@@ -18,7 +18,7 @@ Pod = Mapping[str, Any]
 DOUBT_AFTER_S = 20.0
 """Seconds after which a started pod that is not ready may have lost its node."""
 NODE_CHECK_S = 15.0
-"""Seconds between two reads of a node in doubt."""
+"""Seconds between two reads of a node that may be lost."""
 
 
 def elapsed_s(at: datetime | None, now: datetime) -> float:
@@ -26,12 +26,15 @@ def elapsed_s(at: datetime | None, now: datetime) -> float:
 
 
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
-    """Return the nodes with pods that are overdue to end, or that started and are not ready."""
+    """Return the nodes that may be lost, by their pods.
+
+    Such a node has pods that should have ended by now, or that started and are not ready.
+    """
     return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
 
 
 def node_wait_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until a pod's node should be read, or None while the pod is well."""
+    """Return the seconds until a pod's node should be read, or None while the pod is healthy."""
     wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
     return NODE_CHECK_S if wait_s == 0 else wait_s
 

@@ -30,11 +30,11 @@ class PoolLoad:
     answered: int = 0
     """First tokens within the last `LATE_WINDOW_S`."""
     late: int = 0
-    """Number of answers that were later than the objective."""
+    """Number of these first tokens that came later than the objective."""
     active: int = 0
     """Requests running or waiting."""
     wanted: int = 0
-    """Requests that found the pool asleep and were held or sent elsewhere."""
+    """Requests that arrived while the pool slept, and were held or sent to another pool."""
     idle_s: float = 0.0
     """Seconds since the last request."""
     is_partial: bool = False
@@ -42,9 +42,9 @@ class PoolLoad:
 
 
 def parse_reports(body: bytes) -> list[RouterReport]:
-    """Return the reports of a router.
+    """Parse the load reports of a router.
 
-    There is one, or several of a router of 0.1.0 with several processes.
+    A router has one report. A router of 0.1.0 with several processes has several reports.
 
     Raises:
         ValueError: the body is not a list of reports.
@@ -61,8 +61,8 @@ def is_wanted(reports: Iterable[RouterReport]) -> bool:
 def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> PoolLoad:
     """Return the load of one pool.
 
-    Engines report the same to every router, so their numbers come from the router that sees the
-    most engines. Numbers that each router counts itself are summed.
+    Engines report the same values to every router, so these values come from the router that sees
+    the most engines. Values that each router counts itself are summed.
 
     Args:
         name: the name of the pool.

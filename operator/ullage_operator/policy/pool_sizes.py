@@ -20,7 +20,7 @@ Object = Mapping[str, Any]
 
 OWN = "ullage"
 KEDA = "keda"
-"""The providers of `spec.pools.NAME.autoscaling.provider`, which decide the number of engines."""
+"""Values of `spec.pools.NAME.autoscaling.provider`: what decides the number of engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class ScalingDecisions:
     """The operator's scaling decisions, from measured load."""
 
     pools: Mapping[str, ScalingDecision]
-    """Decisions by pool, without pools that were not measured yet."""
+    """Decisions by pool. Pools that were not measured yet are missing."""
     problem: str = ""
-    """Why there are no measurements (empty while there are)."""
+    """Reason why there are no measurements (empty while there are measurements)."""
     changes: Mapping[str, "ScalingChange"] = field(default_factory=dict)
     """The last decision that changed a pool's number of engines, by pool."""
 
@@ -67,7 +67,7 @@ def may_sleep(pool: PoolSpec) -> bool:
 def live_replicas(live: Object | None) -> int | None:
     """Return a pool's number of engines, including those that a canary replaces, or None.
 
-    It is None without a StatefulSet.
+    The result is None if the pool has no StatefulSet.
     """
     return None if live is None else int(live["spec"].get("replicas", 1)) + canary_places(live)
 
@@ -81,7 +81,7 @@ def canary_places(live: Object) -> int:
 def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None) -> int:
     """Return the number of engines that a pool should have now.
 
-    A new operator without decisions continues with the number of the StatefulSet.
+    A new operator that has no scaling decisions yet keeps the StatefulSet's number.
     """
     scaling = autoscaling_of(pool)
     if scaling is None:
@@ -121,7 +121,7 @@ def with_replicas(
 def router_replicas(router: RouterSpec, live: Object | None) -> int:
     """Return the desired number of routers.
 
-    Under a HorizontalPodAutoscaler it is the live number, within the bounds.
+    With a HorizontalPodAutoscaler, the result is the live number, limited to the spec's bounds.
     """
     scaling = router.autoscaling
     if scaling is None:
@@ -131,7 +131,7 @@ def router_replicas(router: RouterSpec, live: Object | None) -> int:
 
 
 def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False) -> dict[str, Any]:
-    """Return the manifest that changes only the number of pods of a live workload.
+    """Return a manifest that changes only the number of pods in a live workload.
 
     Args:
         live: the live workload.

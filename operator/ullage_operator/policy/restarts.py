@@ -1,8 +1,8 @@
 """Decides which engine pods to restart, from pods, nodes and headroom reports. Pure.
 
 The engine's own supervisor restarts workers. The kubelet restarts containers that end or fail their
-liveness probe. Neither restarts a pod that started, stopped serving and stays unready. The operator
-deletes this pod, so that its StatefulSet creates another.
+liveness probe. Neither the supervisor nor the kubelet restarts a pod that started, stopped serving
+and stays unready. The operator deletes such a pod, so that its StatefulSet creates another pod.
 
 An hourly budget, an exponential backoff and the limit of one pod per pool at a time bound the
 restarts. The last pod that serves is never deleted.
@@ -34,7 +34,7 @@ HOUR = timedelta(hours=1)
 HUNG_GRACE_S = 30
 """Termination grace period, in seconds, of a pod that hangs or does not serve.
 
-More time would not let any request finish, and the pod keeps its GPUs meanwhile.
+No request of such a pod would finish in a longer period, and the pod would keep its GPUs.
 """
 FORCE_AFTER_S = 60.0
 """Seconds by which a deletion on a lost node must be overdue before it is forced."""
@@ -52,7 +52,7 @@ class EnginePod:
     uid: str
     pool: str
     has_started: bool
-    """Whether the startup probe passed. A pod that still loads is never restarted."""
+    """Whether the startup probe passed. A pod that still loads its model is never restarted."""
     is_ready: bool
     not_ready_s: float = 0.0
     """Seconds for which the operator has seen the started pod not ready."""
@@ -90,9 +90,9 @@ class Restart:
     reason: str
     message: str
     by_force: bool = False
-    """Whether Kubernetes removes the pod without an answer from its node. This costs no budget."""
+    """Whether to remove the pod without an answer from its node. This uses no restart budget."""
     grace_s: int | None = None
-    """Grace period of the deletion in seconds, or None for the pod's own, in which it drains."""
+    """Grace period of the deletion in seconds, or None for the pod's own, for a drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class RestartDecision:
     deferred: tuple[Restart, ...] = ()
     """Restarts that must wait. Each message gives the reason."""
     recheck_s: float | None = None
-    """Seconds until the next decision is due even without news, or None."""
+    """Seconds until the next decision is due even without changes, or None if none is due."""
 
 
 def decide_restarts(
@@ -118,10 +118,10 @@ def decide_restarts(
     Args:
         policy: the service's `healing`.
         pods: the engine pods of the service.
-        history: its restarts, at least those of the last hour.
+        history: the restarts of the service, at least those of the last hour.
         now: the current time, in UTC.
-        is_unreachable: pools that no router reaches either. If an engine there sends no reports,
-            the engine is silent, rather than the operator cut off.
+        is_unreachable: pools that no router can reach. If an engine in such a pool sends no
+            reports, the fault is the engine's and not the operator's network.
     """
     forced = tuple(map(_forced, filter(_is_lost, pods)))
     waits = [_until_forced(pod) for pod in pods]
@@ -229,7 +229,7 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Return the reason not to restart a ready pod, for example that it is the last that serves."""
+    """Return why a pod must not be restarted, for example because it is the last that serves."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):
@@ -257,9 +257,9 @@ def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tu
 
 
 def _explanation(reason: str, policy: HealingSpec) -> str:
-    """Return the message for the reason to wait.
+    """Return the message for a reason to wait.
 
-    The text does not change from time to time, so that Kubernetes aggregates it into one Event.
+    The text contains no time, so that Kubernetes aggregates repetitions into one Event.
     """
     match reason:
         case "RestartBudgetSpent":
@@ -283,7 +283,7 @@ def engine_pods(
     lost_nodes: frozenset[str],
     now: datetime,
 ) -> list[EnginePod]:
-    """Return the engine pods in the form that healing decides by.
+    """Return the engine pods with the state that restart decisions depend on.
 
     Args:
         pods: the pods of a service.
@@ -337,7 +337,7 @@ def _at(text: str) -> datetime:
 def restarts_status(
     history: Iterable[RestartEvent], restarts: Sequence[Restart], now: datetime
 ) -> list[dict[str, str]]:
-    """Return `status.healing.restarts`.
+    """Return the section `status.healing.restarts` of a service.
 
     The status is written before a pod is deleted, so that every restart is counted.
     """

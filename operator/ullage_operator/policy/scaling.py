@@ -26,7 +26,7 @@ TOLERANCE = 0.1
 STRAIN_KEPT_S = 3600.0
 """Seconds without late requests after which the target may rise by `EASING`."""
 EASING = 1.05
-"""Factor by which a lowered target rises again, so that engines are removed step by step."""
+"""Factor by which a lowered target rises again, so that engines are removed gradually."""
 RELIEF = 0.95
 """New target as a share of the utilisation at which requests were late."""
 MIN_SHARE = 0.25
@@ -37,15 +37,15 @@ Below this utilisation, more engines do not make requests faster.
 LATE_SHARE = 0.05
 """Share of late answers that the objective allows, since it is a 95th percentile."""
 MIN_ANSWERS = 20
-"""Minimum number of answers for a meaningful share of late ones."""
+"""Minimum number of answers for a meaningful share of late answers."""
 QUEUE_SETTLE_S = 15.0
-"""Seconds after engines became ready during which the queue time is ignored."""
+"""Seconds for which the queue time is ignored after engines became ready."""
 Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAt:
-    """A number of engines at a time."""
+    """A number of engines with the time at which it was suggested or set."""
 
     at: float
     replicas: int
@@ -63,14 +63,14 @@ class Strain:
 class ScalingHistory:
     """Earlier decisions, with times in seconds of one monotonic clock.
 
-    A new operator may start without a history. The present number then counts as suggested now, so
-    that no engine is removed before a whole window has passed.
+    A new operator may start without a history. The current number of engines then counts as a
+    suggestion made now, so that no engine is removed before a whole window has passed.
     """
 
     highs: tuple[ReplicasAt, ...] = ()
-    """Suggestions above all later ones, in falling order. The first is the window's maximum."""
+    """Suggestions that exceed all later ones, in descending order. The first is the maximum."""
     lows: tuple[ReplicasAt, ...] = ()
-    """Suggestions below all later ones, in rising order. The first is the window's minimum."""
+    """Suggestions that are below all later ones, in ascending order. The first is the minimum."""
     changes: tuple[ReplicasAt, ...] = ()
     """Recent changes of the number of engines."""
     strain: Strain | None = None
@@ -117,7 +117,7 @@ def decide_replicas(
 
 
 def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decide about a pool that has no engine."""
+    """Decide whether a pool without engines wakes up."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
     if current or least or policy.max_replicas == 0:
         return None
@@ -138,7 +138,7 @@ def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecis
 def _demand(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int
 ) -> ScalingDecision:
-    """Return the number of engines for the load, without regard to earlier decisions."""
+    """Return the number of engines that the load needs, regardless of earlier decisions."""
     if not load.ready or not load.capacity:
         least = max(current, 1 if load.wanted else 0)
         return ScalingDecision(least, "NotReady", "no engine is ready to be measured")
@@ -182,7 +182,7 @@ def is_strained(
 def _with_strain(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> ScalingHistory:
-    """Return the history with the time of full readiness and the strain of the current load."""
+    """Return the history, updated with the time of full readiness and the current strain."""
     if not history.highs:
         history = replace(history, highs=(ReplicasAt(now, current),))
     since = history.full_since if history.full_since is not None else now
@@ -203,7 +203,7 @@ def _with_strain(
 def _suggested(
     policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
 ) -> ScalingHistory:
-    """Return the history with a new suggestion, without those that no window needs any more."""
+    """Add a new suggestion to the history, and remove suggestions that no window needs."""
     moment = ReplicasAt(now, replicas)
     return replace(
         history,
@@ -223,7 +223,7 @@ def _window(
 def _stabilised(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Return the desired number, limited to the change that the whole window supports."""
+    """Return the desired number, limited to changes that all suggestions in the window support."""
     if desired > current:
         return max(current, min(m.replicas for m in history.lows))
     return min(current, max(m.replicas for m in history.highs))
@@ -244,7 +244,7 @@ def _limited(
 
 
 def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
-    """Return the number within the bounds of the pool. Only an idle pool has no engine."""
+    """Return the number, limited to the bounds of the pool. Only an idle pool has no engine."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
     return min(policy.max_replicas, max(least, replicas))
 

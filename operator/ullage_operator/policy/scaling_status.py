@@ -23,7 +23,7 @@ SCALED_OBJECT = "ScaledObject"
 
 
 def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -> dict[str, Any]:
-    """Return the fields of a pool's status about its size.
+    """Return the fields of a pool's status that describe its scaling.
 
     Args:
         pool: the pool.
@@ -48,7 +48,7 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 def scaling_condition(
     service: Service, decided: ScalingDecisions, serves: Collection[str]
 ) -> list[Condition]:
-    """Return the condition ScalingActive (none for a service that does not scale itself)."""
+    """Return the condition ScalingActive (none for a service that is not autoscaled)."""
     providers = {name: provider_of(pool) for name, pool in service.spec.pools.items()}
     by = {each for each in providers.values() if each}
     if not by or service.spec.stop:

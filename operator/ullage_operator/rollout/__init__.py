@@ -1,4 +1,4 @@
 """Rollouts by canary: the stages, the analysis that promotes or rolls back, and the kept state.
 
-This room decides from given observations. It knows no cluster.
+This package makes decisions from given observations. It does not access a cluster.
 """

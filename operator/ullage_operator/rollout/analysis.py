@@ -1,7 +1,7 @@
 """Decides whether a canary is worse than the stable engines, from the routers' metrics. Pure.
 
-All limits are relative to the stable engines over the same time, so that a problem of both does not
-fail a canary.
+All limits are relative to the stable engines over the same time, so a problem that affects both
+sides does not fail a canary.
 
 A limit counts as exceeded only if the count would be improbable (below `SIGNIFICANCE`) for a canary
 just within the limit. This is the probability of a false alarm in a single test. It is small,
@@ -25,9 +25,9 @@ UNKNOWN_RATE = 0.5
 """Assumed error rate of stable engines that have served nothing."""
 PERCENTILE = 0.95
 MIN_TIMES = 20
-"""Minimum number of answers on each side to compare times."""
+"""Minimum number of answers on each side for a comparison of latencies."""
 NO_TRAFFIC = "NoTraffic"
-"""Reason of the analysis of a step without requests. Later steps would have none either."""
+"""Reason of the analysis of a step without requests. Later steps would get no requests either."""
 METRIC = "ullage_router_trial"
 _PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
 
@@ -39,7 +39,7 @@ class Variant:
     succeeded: int = 0
     failed: int = 0
     declined: int = 0
-    """Requests that found no room on the canary at once."""
+    """Requests that the canary could not admit at once for lack of room."""
     restarts: int = 0
     """Workers and pods that crashed, for lack of memory or for another reason."""
     ttft: Mapping[float, int] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def summary(canary: Variant, stable: Variant) -> str:
 
 
 def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
-    """Return a percentile in seconds, with times interpolated linearly within a bucket."""
+    """Return a percentile of a histogram in seconds, interpolated linearly within a bucket."""
     remaining = share * sum(counts.values())
     for low, end, count in buckets(counts):
         if count and remaining <= count:
@@ -181,7 +181,7 @@ def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
 
 
 def num_above(counts: Mapping[float, int], limit_s: float) -> int:
-    """Return the number of times above a limit, interpolated within a bucket and rounded down."""
+    """Return how many latencies exceed a limit, interpolated within a bucket and rounded down."""
     above = 0.0
     for low, end, count in buckets(counts):
         if end > limit_s:
@@ -192,7 +192,7 @@ def num_above(counts: Mapping[float, int], limit_s: float) -> int:
 def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
     """Yield the lower bound, upper bound and count of each bucket.
 
-    The infinite bucket has its lower bound as upper bound, too.
+    The upper bound of the infinite bucket is given as its lower bound.
     """
     low = 0.0
     for end in sorted(counts):
@@ -259,23 +259,23 @@ class CanarySample:
     """One router's counts of a canary and its baseline."""
 
     name: str
-    """Revision and step."""
+    """Name of the trial: its revision and step."""
     canary: Variant
     stable: Variant
 
 
 def sample_name(revision: str, step: int) -> str:
-    """Return the routers' name of a trial: its revision and step.
+    """Return the name that routers give to a trial: its revision and step.
 
-    The weight is not part of the name, because it changes with the sizes of pools. The analysis
-    compares shares of both sides, so it may sum counts of several weights. Otherwise a trial in a
-    scaling pool would never get enough of them.
+    The weight is not part of the name, because the weight changes with the sizes of pools. The
+    analysis compares rates of both sides, so it may sum counts from several weights. Otherwise a
+    trial in a scaling pool would never collect enough counts.
     """
     return f"{revision}/{step}"
 
 
 def parse_samples(text: str) -> list[CanarySample]:
-    """Return the trials of a router (none without a canary)."""
+    """Return the samples that a router reports (none without a canary)."""
     own = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIXES))
     counts: dict[str, dict[str, dict[tuple[str, str], float]]] = {}
     for family in text_string_to_metric_families(f"{own}\n"):

@@ -48,7 +48,7 @@ from ullage_operator.rollout.transport import all_speak_both, are_mixed
 Manifest = dict[str, Any]
 
 ROOM_WAIT_S = 60.0
-"""Seconds for which a canary waits for additional room before it replaces stable engines."""
+"""Seconds for which a canary waits for free nodes before it replaces stable engines."""
 _IN_A_MESH = "the sidecars of a mesh must not intercept it, so set the chart's value mesh"
 
 
@@ -71,7 +71,7 @@ def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
 def crowded_pools(
     service: Service, observation: RolloutObservation, tried: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the pools whose canary must replace stable engines, for lack of room or by `surge`."""
+    """Return the pools whose canary must replace stable engines for lack of room, or by `surge`."""
     surge = service.spec.rollout.surge
     if surge == "always":
         return ()
@@ -166,9 +166,8 @@ def outdated_pools(
 ) -> tuple[str, ...]:
     """Return the pools whose applied pod template differs from this operator's, without an edit.
 
-    An edit of fields that stable engines and the canary share does not count. Routers read it at
-    once, so engines must not wait with it. Other edits of a waiting service do not advance its
-    turn.
+    Edits of fields that stable engines and the canary share are excluded. Routers apply such edits
+    at once, so engines must not wait. Other edits of a waiting service do not advance its turn.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -227,7 +226,7 @@ def analysis_of(
 
 
 def unmeasured(unanswered: Sequence[str]) -> str:
-    """Return the message that no router's counts are known, with the cause and the remedy."""
+    """Return the message for missing counts from all routers, with the cause and the remedy."""
     message = "no router has reported what it counted"
     if not unanswered:
         return message
@@ -238,7 +237,7 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Return why the operator hears no engine, with the remedy (empty without troubles)."""
+    """Return why no engine reports to the operator, with the remedy (empty without problems)."""
     if not troubles:
         return ""
     return (
@@ -250,7 +249,7 @@ def unheard(troubles: Sequence[str]) -> str:
 def _with_restarts(
     counts: Variant, falls: Falls, *, is_canary: bool, engines: Sequence[EngineReport]
 ) -> Variant:
-    """Return a side's counts with the restarts that its engines report.
+    """Return the request counts of one side, with the restarts that the side's engines report.
 
     If an engine is silent, for example because a mesh blocks the operator, the routers' count is
     used if it is higher.

@@ -3,7 +3,7 @@
 A fall is the loss of a worker or the end of a container. An engine's server counts the workers that
 it lost, and the kubelet counts the container restarts. Both counts belong to one pod. They do not
 depend on when a router read its file, on the address that a name resolved to, or on which operator
-looked.
+read the counts.
 
 Routers count falls, too, but only from the moment at which they learn of a canary. A canary may
 have fallen before.
@@ -19,7 +19,7 @@ class EngineReport:
 
     uid: str
     pool: str
-    """The pod's pool. A canary has a pool of its own."""
+    """The pod's pool. A canary counts as a separate pool."""
     pod_revision: str
     """Revision of the StatefulSet from which the pod was created (empty if unknown)."""
     restarts: int
@@ -36,7 +36,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class FallCount:
-    """Falls of one pod during a trial, with the counters at the last report."""
+    """Number of falls of one pod during a trial, with the pod's counters at the last report."""
 
     is_canary: bool
     restarts: int = 0
@@ -46,7 +46,7 @@ class FallCount:
 
 
 Falls = Mapping[str, FallCount]
-"""Falls of a trial by the pods' uid, including deleted pods."""
+"""Falls during a trial by pod uid, including those of deleted pods."""
 
 
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:
@@ -87,5 +87,5 @@ def _with_report(count: FallCount, report: EngineReport) -> FallCount:
 
 
 def total(falls: Falls, is_canary: bool) -> int:
-    """Return the falls of one side."""
+    """Return the total number of falls of the canary or of the stable engines."""
     return sum(count.falls for count in falls.values() if count.is_canary is is_canary)

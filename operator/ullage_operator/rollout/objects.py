@@ -23,7 +23,7 @@ Manifest = dict[str, Any]
 
 
 def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> list[Manifest]:
-    """Return the ConfigMap with the state, which comes first, and the canary's engines."""
+    """Return the objects to apply: the ConfigMap with the state, then the canary's engines."""
     name = naming.rollout_name(service.name)
     text = dump(plan.state)
     kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
@@ -38,7 +38,7 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 
 def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Return pool objects whose StatefulSets carry the hashes of revision, spec and template."""
+    """Return pool objects whose StatefulSets have hashes of revision, spec and template."""
     hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
         _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects
@@ -87,7 +87,7 @@ def _stop_said(is_stopped: bool) -> Manifest:
 
 
 def with_stop_said(text: str, is_stopped: bool) -> str:
-    """Return the routers' file with only the stop of the service changed."""
+    """Return the routers' rollout file, changed only in whether the service is stopped."""
     document = yaml.safe_load(text)
     kept = {name: value for name, value in document.items() if name != "stopped"}
     changed = kept | _stop_said(is_stopped)

@@ -20,15 +20,15 @@ class RolloutObservation:
 
     now: datetime
     stateful_sets: Mapping[str, Manifest]
-    """The service's live StatefulSets, by name."""
+    """Live StatefulSets of the service, by name."""
     stored_state: str | None
     """The stored text of the rollout's state, or None without one."""
     is_state_readable: bool = True
     """Whether the operator can read the kept state."""
     may_begin: bool = True
-    """Whether the rollout queue admits a rollout that no edit of the service asks for."""
+    """Whether the rollout queue admits a rollout that starts without an edit of the service."""
     may_yield: bool = True
-    """Whether the service's next pod would get the room that another of its pods frees."""
+    """Whether the service's next pod would get the resources that another of its pods frees."""
     routers: Manifest | None = None
     """The routers' live Deployment."""
     has_ending_routers: bool = False
@@ -36,24 +36,24 @@ class RolloutObservation:
     is_edited: bool = True
     """Whether somebody has edited the service since its status was last written."""
     annotation: str = ""
-    """The annotation of the service with a command to its rollout."""
+    """Value of the service's annotation with a command for the rollout."""
     samples: Sequence[CanarySample] = ()
-    """The routers' counts of both sides."""
+    """Request counts of the canary and of the stable engines, from the routers."""
     unanswered: Sequence[str] = ()
-    """Addresses of routers that did not answer with their counts, and the reasons."""
+    """Addresses of routers that did not answer with their counts, each with the reason."""
     problem: str = ""
     """Problem of the canary's pods (empty without one)."""
     is_stuck: bool = False
-    """Whether waiting cannot solve this problem."""
+    """Whether waiting cannot solve the problem of the canary's pods."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds for which a canary's pods have found no room, by pool.
+    """Seconds for which a canary's pods have been unschedulable, by pool.
 
-    Only pools with an engine that would free enough room for the canary are included.
+    Only pools with an engine that would free enough resources for the canary are included.
     """
     fetching: Mapping[str, str] = field(default_factory=dict)
-    """Why the first engines of a pool wait for their model, by pool."""
+    """Reason why the first engines of a pool wait for their model, by pool."""
     engines: Sequence[EngineReport] = ()
-    """Restarts and worker losses of the engines of both sides."""
+    """Restarts and worker losses of the canary's and the stable engines."""
 
 
 def canary_name(service: Service, pool: str) -> str:
@@ -65,7 +65,7 @@ def has_ready_engine(observation: RolloutObservation, name: str) -> bool:
 
 
 def is_canary_ready(observation: RolloutObservation, name: str, revision: str) -> bool:
-    """Return whether a canary's engines are ready, and none of another revision is left."""
+    """Return whether all of a canary's engines are ready and no engine has another revision."""
     return is_made_of(observation, name, revision) and has_ready_engine(observation, name)
 
 
@@ -76,7 +76,7 @@ def is_settled(observation: RolloutObservation, name: str, size: int, revision: 
 
 
 def is_made_of(observation: RolloutObservation, name: str, revision: str) -> bool:
-    """Return whether all pods of a StatefulSet, ready or not, have a revision."""
+    """Return whether all pods of a StatefulSet, ready or not, have the given revision."""
     if (live := observation.stateful_sets.get(name)) is None:
         return False
     made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)

@@ -38,7 +38,7 @@ from ullage_operator.rollout.transport import are_mixed, speak_both
 Manifest = dict[str, Any]
 
 LOOK_AGAIN_S = 10.0
-"""Seconds between two plans while a rollout goes on."""
+"""Seconds between two plans while a rollout is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class RolloutPlan:
     has_mixed_engines: bool = False
     """Whether some engines speak TLS and others plaintext, so that routers must speak both."""
     router_waits: bool = False
-    """Whether the operator's new routers wait until fewer services are being rolled out."""
+    """Whether new router pods of this operator wait until fewer services are in a rollout."""
     router_rolls: bool = False
     """Whether routers are being replaced."""
     seeks_room: bool = False
     """Whether pods of the canary, or of the engines after its promotion, have no node yet."""
     lacks_room: bool = False
-    """Whether an engine finds no room."""
+    """Whether an engine is unschedulable."""
     is_known: bool = True
     """Whether the state of the rollout is known. If not, only sizes of pools may change."""
 
@@ -77,7 +77,7 @@ class RolloutPlan:
 
     @property
     def look_again_s(self) -> float | None:
-        """Return the seconds until the next plan even without changes, or None for no plan."""
+        """Return the seconds until the next plan without changes, or None if no plan is due."""
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
         waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
         return None if is_quiet and not waits else LOOK_AGAIN_S
@@ -118,7 +118,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return a progress that changes nothing if the state is lost but needed, or None."""
+    """Return a progress that changes nothing if the needed state is lost. Otherwise return None."""
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)
@@ -168,7 +168,7 @@ def _has_mixed_engines(
 ) -> bool:
     """Return whether some engines speak TLS and others plaintext.
 
-    While stable engines are replaced, pods may differ even if all objects agree.
+    While stable engines are replaced, pods may differ even if all StatefulSets agree.
     """
     if are_mixed((service, stable), observation.stateful_sets.values()):
         return True

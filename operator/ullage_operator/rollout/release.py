@@ -26,7 +26,8 @@ Release = dict[str, Any]
 ENGINE_TLS = "engineTLS"
 """Name of `tls.engines` in a release.
 
-While it changes, engines with TLS and in plaintext both serve, and routers speak both.
+While this field changes, engines with TLS and engines in plaintext serve at the same time, and
+routers speak both protocols.
 """
 SECTIONS = (
     "image",
@@ -47,7 +48,7 @@ SECTIONS = (
 """Sections of the spec in a release.
 
 Adapters are left out, because engines load and unload them while they serve. Tickets, service
-accounts and pull secrets are left out, because stable engines and the canary must have the same.
+accounts and pull secrets are left out, because stable engines and the canary must share them.
 """
 SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
 """Sections that change only the speed, amount and transport of answers, not their content."""
@@ -56,7 +57,7 @@ _SIZES = ("engine", "model", "device", "memory")
 """Sections that determine the default CPU and memory requests of engines."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
-"""Sections with fields of the API, and the sections below them. People fill all other maps."""
+"""Sections whose fields the API defines. The keys of all other maps are chosen by users."""
 NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
@@ -71,13 +72,13 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that engines depend on, without the warming of their cache."""
+    """Return the fields of a pool that its engines depend on, without those that warm the cache."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
 
 def shared_hash(service: Service) -> str:
-    """Return a hash of the fields of engine pods outside their release, to detect edits.
+    """Return a hash of the engine pods' fields that no release contains, to detect edits.
 
     Unset fields are left out, so that a field that a newer operator adds does not look like an
     edit.
@@ -104,9 +105,9 @@ def _security(context: SecurityContext) -> list[int | None]:
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """Return a release with exactly the fields of the target.
+    """Return a release that has exactly the fields of the target release.
 
-    Fields and pools that the release lacks are new, so they take the target's values.
+    Fields and pools that the release lacks are new, so they get the target's values.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
@@ -172,7 +173,7 @@ def has_other_image_only(target: Release, release: Release) -> bool:
 
 
 def with_release(service: Service, release: Release) -> Service:
-    """Return the service with the engines of a release."""
+    """Return the service with the engine fields of its spec taken from a release."""
     spec = to_api(service.spec)
     pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
     chosen = {name: release[name] for name in SECTIONS if name != ENGINE_TLS}

@@ -2,8 +2,8 @@
 
 Kubernetes replaces the pods of a StatefulSet one at a time, from the last to the first. If
 maxUnavailable allows more, the operator deletes the next pods itself, in the same order. Kubernetes
-and the operator therefore agree on the next pod, and without the operator Kubernetes continues one
-by one.
+and the operator therefore agree on the next pod. Without the operator, Kubernetes continues one pod
+at a time.
 
 A new operator changes the router pods of every service. Each Deployment takes the new template when
 it is the service's turn, or earlier with an edit of the service.
@@ -28,12 +28,12 @@ def pods_to_replace(
 ) -> list[Pod]:
     """Return the pods with an older template that the operator deletes now.
 
-    They do not include the pod that Kubernetes replaces by itself.
+    The pod that Kubernetes itself replaces next is not included.
 
     Args:
         live: the StatefulSet, or None if it does not exist.
         pods: the pods of the StatefulSet.
-        most_unavailable: the number of its pods that may be unavailable at once.
+        most_unavailable: the maximum number of pods that may be unavailable at once.
     """
     if live is None or most_unavailable < 2:
         return []
@@ -66,7 +66,7 @@ class RouterRoll:
     objects: tuple[Manifest, ...]
     """The router's objects to apply."""
     held: tuple[Manifest, ...] = ()
-    """Live objects that stay unchanged."""
+    """Live router objects that must stay unchanged for now."""
     is_waiting: bool = False
     """Whether the new template waits until fewer services are being rolled out."""
     is_rolling: bool = False
@@ -85,7 +85,8 @@ def roll_routers(
         desired: the router's objects.
         live: the objects of the service by kind and name.
         is_edited: whether somebody has edited the service since its status was last written.
-        may_roll: whether the rollout queue admits a rollout that no edit of the service asks for.
+        may_roll: whether the rollout queue admits a rollout that starts without an edit of the
+            service.
     """
     [deployment] = [item for item in desired if item["kind"] == "Deployment"]
     name = deployment["metadata"]["name"]

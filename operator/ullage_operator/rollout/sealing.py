@@ -1,4 +1,4 @@
-"""Replaces the values of environment variables by hashes, and back. Pure.
+"""Replaces the values of environment variables with hashes, and hashes with the values. Pure.
 
 More people may read ConfigMaps than services, and the values may be secrets.
 """
@@ -15,7 +15,7 @@ _VALUE_HASH = "valueHash"
 _HAS_ENV = "pools"
 """Section of a release in which a list `env` has environment variables.
 
-Elsewhere people choose the names of fields, for example the arguments of vLLM.
+In other sections, users choose the names of fields, for example the arguments of vLLM.
 """
 
 
@@ -37,7 +37,7 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
         sources: objects that may still have the original values.
 
     Raises:
-        KeyError: no source has a value any more.
+        KeyError: no source has the value for a hash.
     """
     values = dict(hashed_values(list(sources)))
     return _with_maps(section, partial(_unsealed_variable, values))
@@ -69,7 +69,7 @@ def _with_pools(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Rel
 
 
 def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a section with every environment variable changed."""
+    """Return a section with a function applied to each of its environment variables."""
     match section:
         case Mapping():
             return {
@@ -84,7 +84,7 @@ def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_maps(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a section with every map changed."""
+    """Return a section with a function applied to each of its maps."""
     match section:
         case Mapping():
             return change({name: _with_maps(item, change) for name, item in section.items()})

@@ -4,8 +4,8 @@
                  └────────────┴──► RolledBack (until the spec changes)
 
 A revision identifies a release of engines. The stable revision serves. Another revision that the
-spec asks for is first tried on a canary. `RolloutProgress` holds all decisions and is kept in the
-cluster, so the operator may end at any point.
+spec asks for is first tried on a canary. `RolloutProgress` has all decisions and is stored in the
+cluster, so the operator may stop at any point.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ from ullage_operator.rollout.falls import FallCount
 UNSERVED = timedelta(seconds=60)
 """Time without a ready stable engine after which a revision is rolled out without a canary.
 
-Every restart of a worker makes its engine unready for a moment. Such a moment must not let the next
-revision skip its trial.
+Every restart of a worker makes its engine unready for a short time. The next revision must not skip
+its trial because of such a restart.
 """
 WAITING = "NoStableEngine"
 """Reason of a rollout that waits to learn whether stable engines come back."""
 _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
-"""Reason of a rollout that waits for those of other services."""
+"""Reason of a rollout that waits for the rollouts of other services."""
 PROMOTED = "Promoted"
 ROUTERS_FIRST = "RoutersFirst"
 """Reason of a rollout that waits until routers reach engines of both revisions."""
@@ -59,7 +59,7 @@ TRYING = (RolloutStage.STARTING, RolloutStage.CANARY)
 
 
 class RolloutCommand(StrEnum):
-    """A command that somebody gave by the annotation of the service."""
+    """A command that a user gave by an annotation of the service."""
 
     NONE = ""
     PROMOTE = "promote"
@@ -75,7 +75,7 @@ class RolloutFacts:
     target: str
     """The revision that the spec asks for."""
     is_serving: bool
-    """Whether a stable engine is ready. Only then a canary has something to compare with."""
+    """Whether a stable engine is ready. A canary can be compared only with ready stable engines."""
     is_bridged: bool = False
     """Whether engines of a promoted canary serve."""
     linger: timedelta = timedelta(0)
@@ -84,11 +84,11 @@ class RolloutFacts:
     Routers find the stable engines by DNS, whose answers are cached for a while.
     """
     may_begin: bool = True
-    """Whether the rollout queue admits this rollout, if no edit of the service asks for it."""
+    """Whether the rollout queue admits this rollout, if it starts without an edit."""
     may_yield: bool = True
-    """Whether the service's next pod would get the room that another of its pods frees."""
+    """Whether the service's next pod would get the resources that another of its pods frees."""
     is_reachable: bool = True
-    """Whether all routers can call both the target's engines and those that serve now."""
+    """Whether all routers can call both the target's engines and the engines that serve now."""
     fetching: str = ""
     """Why the target waits for a Job to fetch its model (empty if it does not wait)."""
     can_canary: bool = True
@@ -97,21 +97,21 @@ class RolloutFacts:
     """Whether the target may answer differently, or the spec asks for a canary of every change."""
     is_canary_ready: bool = False
     crowded: tuple[str, ...] = ()
-    """Pools without additional room for a canary, which may replace one of their engines."""
+    """Pools without free nodes for a canary, which may then replace one of their engines."""
     restarts: int = 0
-    """Number of workers and containers that the canary's pods have lost."""
+    """Number of worker losses and container restarts in the canary's pods."""
     problem: str = ""
     """Why the canary is not ready."""
     is_stuck: bool = False
-    """Whether waiting cannot solve this problem, for example a missing image."""
+    """Whether waiting cannot solve the canary's problem, for example a missing image."""
     like_stable: tuple[str, ...] = ()
     """Pools whose new engines request the same resources as the stable ones."""
     is_outdated: bool = False
     """Whether this operator's template differs from that of the stable engines, without an edit."""
     may_renew: bool = True
-    """Whether the rollout queue admits the replacement of such engines."""
+    """Whether the rollout queue admits the replacement of outdated engines."""
     is_settled: bool = True
-    """Whether all stable engines are of the stable revision and ready."""
+    """Whether all stable engines have the stable revision and are ready."""
     analysis: Analysis = field(
         default_factory=lambda: Analysis(Outcome.WAIT, "LittleTraffic", "nothing was measured")
     )
@@ -128,7 +128,7 @@ class RolloutProgress:
 
     stable: str
     since: datetime
-    """Time at which the stage or its step began."""
+    """Time at which the current stage or step began."""
     stage: RolloutStage = RolloutStage.STABLE
     canary: str = ""
     """The revision that is tried or promoted (empty otherwise)."""
@@ -136,17 +136,17 @@ class RolloutProgress:
     failed: str = ""
     """The revision that was rolled back."""
     unready_since: datetime | None = None
-    """Time since which the canary, once ready, is unready."""
+    """Time at which the canary became unready after it had been ready."""
     unserved_since: datetime | None = None
-    """Time since which no stable engine is ready, of a new service or during a rollout."""
+    """Time since which no stable engine is ready, in a new service or during a rollout."""
     settled_since: datetime | None = None
     """Time since which all stable engines have the revision and are ready, while promoting."""
     is_asleep: bool = False
     """Whether the canary's pools have no engines. The canary starts once they have some."""
     is_held: bool = False
-    """Whether people must decide, for example about a failed canary without automatic rollback."""
+    """Whether a user must decide, for example about a failed canary without automatic rollback."""
     renewal: str = ""
-    """Reason in `RENEWALS` in addition to that of a rollback (empty without a renewal)."""
+    """Reason from `RENEWALS` to replace engines after a rollback (empty without a replacement)."""
     reason: str = "Stable"
     message: str = _NOTHING
     seen: str = ""
@@ -154,7 +154,7 @@ class RolloutProgress:
     replaces: tuple[str, ...] = ()
     """Pools in which the canary takes the place of stable engines."""
     falls: Mapping[str, FallCount] = field(default_factory=dict)
-    """Falls of the engines of both sides, while a revision is tried."""
+    """Falls of the canary's and the stable engines while a revision is tried, by pod uid."""
 
 
 def initial_progress(revision: str, now: datetime) -> RolloutProgress:
@@ -226,7 +226,7 @@ def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
 def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
     """Return whether a newer revision should wait until the promotion ends.
 
-    It waits while engines serve and the promotion has not exceeded its deadline.
+    The newer revision waits while engines serve and the promotion has not exceeded its deadline.
     """
     is_late = _elapsed_s(state.since, facts) >= policy.start_deadline
     is_served = facts.is_serving or facts.is_bridged
@@ -378,7 +378,7 @@ def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress
 
 
 def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Wait while the canary's pools sleep. Its trial starts over when a request wakes them."""
+    """Wait while the canary's pools sleep. The trial starts over when a request wakes the pools."""
     message = f"the canary of {state.canary} waits until its pools have pods again"
     if not state.is_asleep:
         state = replace(_start(state, facts), is_asleep=True)
@@ -430,7 +430,7 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
 
 
 def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
-    """Return the text that says what a step waits for, and until when."""
+    """Return a message that says what a step waits for, and until when."""
     if analysis.outcome is Outcome.PASS:
         until = _clock(state.since, policy.step_duration)
         return f"good so far, waits for its minimum time until {until}"

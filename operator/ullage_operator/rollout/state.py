@@ -1,8 +1,8 @@
 """The state of a rollout that reconciliations share: its progress and its releases. Pure.
 
-The state is text in a ConfigMap. Without it, the operator cannot distinguish a stable revision from
-one that was rolled back. It then leaves engines unchanged and reports that, rather than roll out a
-revision that nobody has analysed.
+The state is text in a ConfigMap. Without the state, the operator cannot distinguish a stable
+revision from a revision that was rolled back. It then leaves engines unchanged and reports the lost
+state, instead of rolling out a revision that was not analysed.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ class RolloutState:
     """Release of the tried or failed revision, or None without one."""
 
     def revision(self, target: Release) -> str:
-        """Return the revision of the release that the spec asks for, as this state names it.
+        """Return the revision of the spec's release. A release in this state keeps its revision.
 
-        A revision is a hash of all fields. An operator that knows one more field would compute
+        A revision is a hash of all fields. A newer operator with an additional field would compute
         another revision for the same release, and would try a failed release again.
         """
         if not changed_pools(target, self.release):
@@ -61,7 +61,7 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return the state after a decision about the release that the spec asks for."""
+        """Return the state that follows a decision about the release that the spec asks for."""
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
@@ -80,7 +80,7 @@ def load(
 ) -> RolloutState | None:
     """Return the state in a text that `dump` wrote, or None if it cannot be read.
 
-    The releases take the form of the target's spec.
+    The releases are converted to the form of the target's spec.
 
     Args:
         text: the kept text, or None without one.
@@ -145,10 +145,10 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Return a state as text, with the decisions but without measurements.
+    """Serialise a state as text, with the decisions but without measurements.
 
-    More people may read ConfigMaps than services. Environment variables may be secrets, so the text
-    has hashes of their values.
+    More people may read ConfigMaps than services. The values of environment variables may be
+    secrets, so the text has hashes instead.
     """
     progress = state.progress
     fields = dataclasses.asdict(progress)
@@ -179,13 +179,13 @@ def missing(
 ) -> RolloutProgress | None:
     """Return a progress that changes nothing, for a service whose state is lost.
 
-    It is None if engines run the revision that the spec asks for, so that nothing is lost.
+    The result is None if engines already run the revision that the spec asks for.
 
     Args:
         name: the name of the service.
         live: the StatefulSets of its pools, by name.
         target: the revision that the spec asks for.
-        annotation: the annotation by which people steer the rollout.
+        annotation: the annotation by which users control the rollout.
         now: the current time, in UTC.
     """
     running = {_revision(item) for item in live.values()} - {"", target}

@@ -19,7 +19,7 @@ def rollout_condition(plan: RolloutPlan) -> Condition:
 
 
 def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
-    """Return `status.rollout`."""
+    """Return the section `status.rollout` of a service."""
     progress = plan.progress
     is_paused = progress.is_held or progress.reason == PAUSED
     is_renewing = progress.renewal == ROLLING_OUT

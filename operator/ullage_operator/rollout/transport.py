@@ -1,9 +1,9 @@
-"""Orders the change between TLS and plaintext on connections to engines. Pure.
+"""Orders the steps of a change between TLS and plaintext on connections to engines. Pure.
 
 During the change, engines with TLS and engines in plaintext serve at the same time. Before the
-change, routers are replaced by routers that speak both. Afterwards they are replaced by routers
-that speak only the new one, because a router that also accepts plaintext cannot distinguish an
-engine from an impostor.
+change, routers are replaced by routers that speak both protocols. Afterwards they are replaced by
+routers that speak only the new protocol, because a router that also accepts plaintext cannot
+distinguish an engine from an impostor.
 """
 
 import json
