@@ -1,4 +1,4 @@
 """The Kubernetes objects that a service needs, as plain data.
 
-This room builds manifests and configuration files from a spec. It applies nothing.
+This package builds manifests and configuration files from a spec. It does not apply them.
 """

@@ -36,7 +36,7 @@ class Builder:
         }
 
     def service(self, name: str, spec: Manifest) -> Manifest:
-        """Return a Service, which is dual-stack if the cluster has IPv4 and IPv6."""
+        """Return a Service that is dual-stack if the cluster has IPv4 and IPv6."""
         return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
 
     def config_map(
@@ -61,7 +61,7 @@ class Builder:
     def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
         """Return the PodDisruptionBudget that keeps a drain from evicting several pods at once.
 
-        There is none for fewer than two pods.
+        The result is empty for fewer than two pods.
 
         Args:
             name: the name of the object.
@@ -87,7 +87,7 @@ class Builder:
 def owner_references(service: Service) -> list[Manifest]:
     """Return the owner reference by which Kubernetes deletes an object together with its service.
 
-    Outside Kubernetes there is none.
+    Outside Kubernetes the list is empty.
     """
     owner = {
         "apiVersion": naming.API_VERSION,
@@ -101,6 +101,6 @@ def owner_references(service: Service) -> list[Manifest]:
 
 
 def as_asked(section: Strict) -> Manifest:
-    """Return a section with Kubernetes' own field names, without unset fields."""
+    """Return a section that has Kubernetes' field names, without its unset fields."""
     asked = to_api(section).items()
     return {name: value for name, value in asked if value is not None}

@@ -42,9 +42,9 @@ from ullage_operator.policy.pool_sizes import may_sleep
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """The dumper of libyaml if it is installed, because writing YAML is most of the cost of a plan."""
 LOG_LEVEL: LogLevel = "info"
-"""Log level of pods whose service sets none.
+"""Log level of pods whose service does not set a level.
 
-The operator's own level does not apply, because changing it would replace all pods.
+The operator's own log level does not apply to pods, because a change of it would replace all pods.
 """
 
 
@@ -53,7 +53,7 @@ def engine_config(
 ) -> EngineConfig:
     """Return the configuration that all engines of a pool share.
 
-    An engine gets its identity as an argument.
+    The identity of an engine is not in this file. An engine gets it as an argument.
     """
     spec = service.spec
     tickets = None
@@ -106,9 +106,9 @@ def adapters_file(service: Service) -> str:
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
     """Return the memory section of a pool's engines.
 
-    Peers are the engines of the same pool, because they have the same model. The pool's headless
-    Service has their addresses. A default host tier has no size here, because only the engine knows
-    how much memory is free.
+    The peers of an engine are the other engines of its pool, because all of them have the same
+    model. Engines find their peers by the pool's headless Service. A default host tier has no size
+    here, because only the engine can measure how much memory is free.
     """
     tiers = pool.memory.tiers
     remote = None
@@ -142,7 +142,7 @@ def device_of(device: engine.Device, settings: Settings) -> engine.Device:
 def router_config(service: Service, accepts_plaintext: bool = False) -> RouterConfig:
     """Return the configuration that all routers share.
 
-    The A records of a pool's target are its ready engines.
+    DNS resolves a pool's target to the addresses of its ready engines.
 
     Args:
         service: the service.
@@ -222,7 +222,7 @@ def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
 def engines_server_name(service: Service) -> str:
     """Return the server name in the certificate of a service's engines.
 
-    Routers need it, because they call engines by address.
+    Routers need this name, because they call engines by IP address.
     """
     engines = service.spec.tls.engines
     default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
@@ -247,7 +247,7 @@ def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
 
 
 def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
-    """Return the cascade under the service's name, with the address of every step."""
+    """Return the router's cascade section: the service's name and the address of each step."""
     return CascadeSection(
         name=f"{service.namespace}/{service.name}",
         steps=tuple(
@@ -272,7 +272,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Return a configuration as plain data, without unset fields, which have defaults."""
+    """Return a configuration as plain data, without unset fields, since readers have defaults."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 

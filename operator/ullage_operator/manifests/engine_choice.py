@@ -1,7 +1,7 @@
-"""Predicts the engine, native or vLLM, of a service's pods, and chooses its image.
+"""Predicts whether a service's pods run the native engine or vLLM, and chooses their image.
 
-The engine itself decides at its start, by the same rule. The prediction picks the image, and
-`ullage plan` and `ullage up` print it.
+The engine itself decides when it starts, by the same rule. The operator chooses the image by this
+prediction, and `ullage plan` and `ullage up` print the prediction.
 """
 
 from itertools import product
@@ -19,8 +19,8 @@ _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 def engine_image(spec: Spec, settings: Settings) -> str:
     """Return the image of engine pods.
 
-    The service's own image comes first. Without one, the operator's image with vLLM is used if any
-    pool needs vLLM, or else the image for the device.
+    An image that the service names has precedence. Otherwise the operator's image with vLLM is used
+    if any pool needs vLLM, and else the operator's image for the device.
     """
     if spec.image:
         return spec.image
@@ -63,7 +63,7 @@ def image_has_vllm(image: str, settings: Settings) -> bool | None:
 
 
 def may_be_vllm(spec: Spec) -> bool:
-    """Return whether the spec lets engines of a service be vLLM."""
+    """Return whether the spec allows vLLM as the engine of a service."""
     return spec.engine != "native"
 
 

@@ -29,7 +29,7 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return the variable USER for a UID without an account.
 
-    torch and Triton use the user's name in paths.
+    torch and Triton use the user name in paths.
     """
     is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
     if is_known or "USER" in given_env(pool):
@@ -65,7 +65,7 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
 
 
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Return the environment of the AWS SDKs, with which engines read buckets.
+    """Return the environment variables for the AWS SDKs with which engines read buckets.
 
     Variables of the pod template take precedence. The keys form one credential, so if the pod
     template sets one of them, the operator sets none.
@@ -94,8 +94,8 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
 def s3_store(service: Service, pool: PoolSpec) -> str:
     """Return a digest of the endpoint or region of the bucket with the model.
 
-    It is empty for AWS without a region, and for models that are not in a bucket. The address is
-    hashed, because it may come from a Secret.
+    The digest is empty for AWS without a region, and for models that are not in a bucket. The
+    endpoint is hashed, because it may come from a Secret.
     """
     if not service.spec.model.source.startswith("s3://"):
         return ""
@@ -118,9 +118,9 @@ def _keys_of(secret: str) -> Iterator[Manifest]:
 
 
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Return the environment of vLLM, whose variables a pod template may override.
+    """Return the environment variables for vLLM, which a pod template may override.
 
-    It is empty for `ullage up`, because users have caches of their own.
+    The result is empty for `ullage up`, because users have their own caches.
     """
     if not settings.on_kubernetes or not may_be_vllm(service.spec):
         return []

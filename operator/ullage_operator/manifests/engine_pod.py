@@ -113,7 +113,7 @@ def claims_of_pods(pool: PoolSpec) -> Manifest:
 
 
 def claims_of_container(pool: PoolSpec) -> Manifest:
-    """Return the claims of its pod that an engine's container uses."""
+    """Return those of a pod's resource claims that the engine's container uses."""
     claims = [
         {"name": each.name, **({"request": each.request} if each.request else {})}
         for each in pool.resource_claims
@@ -126,7 +126,7 @@ def follower_template(
 ) -> Manifest:
     """Return the pod template of followers, which compute a part of an engine with vLLM.
 
-    A follower runs a worker instead of the server and has probes of its own. It has no serving
+    A follower runs a worker instead of the server, and has separate probes. It has no serving
     ports, no Secrets and no KV file tier.
     """
     leader = own_engine(service, pool_name, pool, config, settings)
@@ -169,7 +169,8 @@ def follower_template(
 def engine_pre_stop_s(settings: Settings) -> int:
     """Return the seconds for which a terminating engine continues to serve.
 
-    Routers find engines by DNS, which withdraws an address late and announces its replacement late.
+    Routers find engines by DNS, which is late to remove the address of a terminating engine and to
+    add the address of its replacement.
     """
     return PRE_STOP_S + math.ceil(settings.dns_lag_s)
 
@@ -177,7 +178,8 @@ def engine_pre_stop_s(settings: Settings) -> int:
 def follower_probes() -> Manifest:
     """Return the port and probes of a follower.
 
-    A follower is ready while its group is complete and computes. It is killed if it hangs.
+    A follower is ready while all pods of its group are present and compute. It is killed if it
+    hangs.
     """
     failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
     return {

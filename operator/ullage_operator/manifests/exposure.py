@@ -13,13 +13,13 @@ Manifest = dict[str, Any]
 
 ROUTE_ACCEPTED = "RouteAccepted"
 _NO_TIMEOUT = "0s"
-"""No timeout. Routers limit the time of each request, and many gateways would end it after 15 s."""
+"""No timeout, since routers limit each request. Many gateways would end a request after 15 s."""
 
 
 def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
     """Return the HTTPRoute and the HorizontalPodAutoscaler of a service's routers.
 
-    Each is created only if the spec asks for it and the cluster serves its kind.
+    Each object is returned only if the spec asks for the object and the cluster serves its kind.
     """
     router = service.spec.router
     objects = []
@@ -71,7 +71,7 @@ def route_condition(
     """Return the condition RouteAccepted (none for a service without Gateways).
 
     Args:
-        route: the live HTTPRoute, or None if there is none yet.
+        route: the live HTTPRoute, or None if it does not exist yet.
     """
     if service.spec.router.gateway is None:
         return []
@@ -101,7 +101,7 @@ def route_condition(
 
 
 def _refusals(parent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the reasons and messages of the conditions in which a Gateway refuses a route."""
+    """Yield the reason and message of each condition by which a Gateway refuses a route."""
     for condition in parent.get("conditions") or ():
         is_asked = condition.get("type") in ("Accepted", "ResolvedRefs")
         if is_asked and condition.get("status") == "False":

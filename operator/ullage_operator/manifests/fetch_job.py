@@ -28,12 +28,12 @@ from ullage_operator.manifests.volumes import cache_volumes, scratch_volume
 Manifest = dict[str, Any]
 
 DEADLINE_S = 6 * 3600
-"""Seconds for all tries of a Job, enough to fetch 700 GB at 32 MB/s."""
+"""Total time limit in seconds for all tries of a Job, enough to fetch 700 GB at 32 MB/s."""
 RETRIES = 3
 KEPT_S = 3600
 """Seconds for which Kubernetes keeps a Job that has ended."""
 MISUSE = 2
-"""Exit status for a source that no retry can fetch."""
+"""Exit status for a model source that cannot be fetched even with retries."""
 _OF_PLACEMENT = (
     "affinity",
     "dnsConfig",
@@ -54,7 +54,7 @@ _NO_SIDECAR = {
 
 
 class SharedCache(NamedTuple):
-    """A claim that is warmed with a service's model."""
+    """A shared claim into which a Job fetches a service's model."""
 
     claim: str
     source: str
@@ -65,7 +65,7 @@ class SharedCache(NamedTuple):
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
-    """Return the claims that a spec asks to warm, each once."""
+    """Return the claims that a spec asks to fill with its model, without duplicates."""
     pools: dict[str, list[str]] = {}
     for name, pool in service.spec.pools.items():
         cache = pool.model_cache
@@ -123,7 +123,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
 
 
 def fetch_policy(service: Service, settings: Settings) -> Manifest:
-    """Build the NetworkPolicy that lets only the operator reach the pods of these Jobs."""
+    """Build the NetworkPolicy that lets only the operator reach pods that fetch models."""
     match = naming.selector(service.name, naming.FETCHER)
     rules = {"ingress": [from_operator(naming.PROBE_PORT, settings)]}
     name = naming.fetcher_name(service.name)
@@ -171,8 +171,8 @@ def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Se
 def _outside_mesh(settings: Settings) -> Manifest:
     """Return the annotation that keeps a mesh's sidecar out of the pod.
 
-    With a sidecar the pod would never end. Without a mesh there is no field `annotations`, because
-    API servers drop an empty map, which would then look like drift.
+    With a sidecar, the pod would never end. Without a mesh, the field `annotations` is left out,
+    because API servers drop an empty map, and the difference would look like drift.
     """
     return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
 

@@ -1,4 +1,4 @@
-"""Builds the ScaledObject by which KEDA scales a pool. Pure.
+"""Builds the ScaledObject that tells KEDA how to scale a pool. Pure.
 
 KEDA scales the pool's StatefulSet by the used share of each engine's KV memory. Engines report this
 share as the metric ullage_kv_used_ratio, which KEDA queries from Prometheus.
@@ -19,7 +19,7 @@ Manifest = dict[str, Any]
 
 KEDA_API = "keda.sh/v1alpha1"
 KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation that makes KEDA scale to its value, and pause until the annotation is removed."""
+"""Annotation that makes KEDA scale to the annotation's value and then pause until it is removed."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
@@ -46,7 +46,7 @@ def scaler_objects(
 
 
 def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
-    """Return a live ScaledObject in which only the pause annotation changes."""
+    """Return a live ScaledObject with its pause annotation set or removed."""
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
     annotations = dict(meta.get("annotations") or {})
@@ -97,7 +97,7 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
 
 
 def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
-    """Return the additional triggers of a spec, in KEDA's form."""
+    """Return the additional triggers of a spec in the form of a ScaledObject."""
     return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
 
 

@@ -29,8 +29,8 @@ Manifest = dict[str, Any]
 MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
 """Annotation of a router Deployment that calls engines both in plaintext and with TLS.
 
-Its value is the section `tls.engines` with which routers speak TLS. The spec may no longer have
-this section.
+The annotation's value is the section `tls.engines` that routers use for TLS. The spec may no longer
+have this section.
 """
 
 
@@ -192,8 +192,8 @@ def pool_objects(
 def disks(pool_name: str, pool: PoolSpec) -> Manifest:
     """Return the StatefulSet fields of its pods' claim templates (empty without them).
 
-    A canary's claims are deleted with it, because the engines that follow it have claims of their
-    own.
+    A canary's claims are deleted with the canary, because the engines that replace the canary have
+    separate claims.
     """
     templates = volume_claim_templates(pool)
     if not templates:
@@ -214,7 +214,8 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
     """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
     If one pod of a group is missing, no pod of the group is ready. A budget of one pod therefore
-    protects all other groups. The rest of this group may be evicted, because it is not ready.
+    protects all other groups. The remaining pods of the incomplete group may be evicted, because
+    they are not ready.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -224,7 +225,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Return a pod template with its group's revision."""
+    """Return a pod template annotated with the revision of its group."""
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 
@@ -327,7 +328,7 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
-    """Return the manifests without replicas in those of one kind, which another controller sets."""
+    """Return manifests, without replicas in those of a kind that another controller scales."""
     return [
         {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
         if item["kind"] == kind

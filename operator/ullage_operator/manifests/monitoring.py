@@ -1,6 +1,6 @@
 """Builds the PodMonitors and the PrometheusRule of a service. Pure.
 
-With these a Prometheus operator scrapes the service, records burn rates and raises alerts.
+With these objects, a Prometheus operator scrapes the service, records burn rates and raises alerts.
 docs/runbooks/service.md has the remedy for each alert.
 """
 
@@ -23,7 +23,7 @@ BURN = "ullage:slo_burn:rate"
 """Prefix of the recorded burn rates by window (error ratio divided by error budget)."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
-"""Objectives of the slowest requests: name, multiple of e2eP95, share that may be slower."""
+"""Objectives for tail latency: name, multiple of e2eP95, share of requests that may be slower."""
 NAME_SERVICE = {
     "sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"],
     "targetLabel": "llmservice",
@@ -39,21 +39,21 @@ SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
 """Refusal reasons that more memory or more engines would have prevented."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
-"""Refusals a second, and their share of all requests, above which an alert fires."""
+"""Refusals per second, and their share of all requests, above which an alert fires."""
 QUEUE_SHARE = 0.8
 """Share of the queue's bounds above which the queue is nearly full."""
 READING_SPEED = 4.0
 SLOW_STREAMS = 0.05
-"""Reading speed of people in tokens a second, and the share of streams that may be slower."""
+"""Human reading speed in tokens per second, and the share of streams that may be slower."""
 CERTIFICATE_S = 3 * 86400
 """Seconds before expiry by which a certificate should have been renewed."""
 RESTARTS = 3
-"""Worker restarts in a quarter of an hour above which an alert fires."""
+"""Number of worker restarts within 15 minutes above which an alert fires."""
 TIER_FAILURES = 100
-"""Failed blocks of a KV tier in a quarter of an hour above which an alert fires."""
+"""Number of failed blocks of a KV tier within 15 minutes above which an alert fires."""
 BUSY_TOKENS = 500
 HIT_RATIO = 0.6
-"""Prompt tokens a second above which the hit ratio is judged, and the lowest good ratio."""
+"""Prompt tokens per second above which the hit ratio is checked, and the lowest good ratio."""
 
 
 def monitoring_objects(
@@ -180,7 +180,7 @@ def failed_share(matchers: str, window: str) -> str:
 def late_share(histogram: str, matchers: str, objective_s: float, window: str) -> str:
     """Return the expression for the share of requests that took longer than the objective.
 
-    It interpolates linearly between two buckets, like Prometheus' own quantiles.
+    The expression interpolates linearly between two buckets, as Prometheus does for quantiles.
     """
     above = SECONDS[bisect_left(SECONDS, objective_s)]
     below = max((bound for bound in SECONDS if bound < objective_s), default=0.0)
@@ -430,7 +430,7 @@ def engine_alerts(service: Service) -> list[Alert]:
 
 
 def device_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on GPUs as engines see them, without an exporter."""
+    """Return the alerts on GPUs, from the engines' own metrics instead of an exporter's."""
     of_engines = engines(service)
     return [
         Alert(
@@ -460,7 +460,7 @@ def routers(service: Service) -> str:
 def engines(service: Service) -> str:
     """Return the label matchers of a service's engines.
 
-    They do not match another service whose name begins with this one's.
+    The matchers exclude another service whose name begins with this service's name.
     """
     pools = (each for pool in service.spec.pools for each in (pool, naming.canary_pool(pool)))
     names = "|".join(naming.pool_name(service.name, pool) for pool in pools)
@@ -468,5 +468,5 @@ def engines(service: Service) -> str:
 
 
 def pods(service: Service, names: str) -> str:
-    """Return the label matchers of pods whose names match, as a PodMonitor labels them."""
+    """Return label matchers for pods with matching names, by the labels of a PodMonitor."""
     return f'namespace="{service.namespace}",pod=~"{names}"'

@@ -1,6 +1,6 @@
 """Builds the pod fields that engines and routers share. Pure.
 
-Both run as an ordinary user without privileges on a read-only root file system, and write to
+Engines and routers run as an unprivileged user on a read-only root file system, and write to
 emptyDir volumes.
 """
 
@@ -20,7 +20,7 @@ Manifest = dict[str, Any]
 PRE_STOP_S = 15
 """Seconds for which a terminating pod still gets new requests after its address is withdrawn."""
 LAST_MARGIN_S = 15
-"""Seconds after the drain for the last messages and the exit of the process."""
+"""Seconds that a process has after the drain to send its last messages and exit."""
 DEFAULT_SPREAD = {
     "maxSkew": 1,
     "topologyKey": "kubernetes.io/hostname",
@@ -61,7 +61,7 @@ def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
 
 
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the annotations that let the operator, outside the mesh, reach pods inside it.
+    """Yield the annotations that let the operator reach pods in a mesh from outside the mesh.
 
     The operator connects to pods in plaintext, and only to read-only ports.
     """
@@ -75,7 +75,7 @@ def metadata(match: dict[str, str], config: str) -> Manifest:
 
 
 def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
-    """Return the fields that all pods share, under the restricted profile of Pod Security."""
+    """Return the fields that all pods share, as the restricted Pod Security profile requires."""
     secrets = [secret.name for secret in service.spec.image_pull_secrets]
     pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
     return {
@@ -88,7 +88,7 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
 
 
 def account_name(service: Service, own: str) -> str:
-    """Return the ServiceAccount of pods: the spec's, or the one that the operator creates."""
+    """Return the name of the pods' ServiceAccount, from the spec or created by the operator."""
     return service.spec.service_account.name or own
 
 

@@ -1,6 +1,6 @@
-"""Sets CPU, memory and disk of containers: the spec's amounts, or else defaults. Pure.
+"""Sets CPU, memory and disk of containers, from the spec or by default. Pure.
 
-A node under pressure first evicts containers without requests, and its kernel first kills them.
+A node under pressure evicts or kills containers without resource requests first.
 Every container therefore requests CPU and memory, and engines that fetch their model also request
 ephemeral storage. Engines have no limits by default: their host memory is estimated, and a wrong
 estimate must not kill them.
@@ -31,7 +31,7 @@ _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
 """Assumed weights on each GPU if the model's size is unknown. Few models for GPUs are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
 _COMPILED_BYTES = 2048 * _MIB
-"""Bytes of kernels, graphs and tokenizer files in a cache, in addition to the weights."""
+"""Bytes of compiled kernels, graphs and tokenizer files in a cache, in addition to the weights."""
 CACHE_LIMIT = 4
 """Ratio of the size limit of a pod's own cache to the expected size of its content.
 
@@ -79,7 +79,7 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
 def cache_bytes(service: Service, pool: PoolSpec) -> int:
     """Return the expected ephemeral storage of a pod's cache.
 
-    It is 0 if nothing is fetched into the cache, or if the size of the model is unknown.
+    The result is 0 if nothing is fetched into the cache, or if the size of the model is unknown.
     """
     cache = pool.model_cache
     model = service.spec.model
@@ -93,10 +93,10 @@ def cache_bytes(service: Service, pool: PoolSpec) -> int:
 
 
 def kv_file_bytes(size: int) -> int:
-    """Return the maximum number of bytes that the file tier takes of its volume.
+    """Return the maximum number of bytes that the file tier may use on its volume.
 
     The margin of a sixteenth and 64 MiB covers the file system itself, and files that are written
-    before older ones are removed. A pod that takes more is evicted.
+    before older ones are removed. A pod that uses more is evicted.
     """
     return size + size // 16 + _KV_MARGIN_BYTES
 
@@ -137,7 +137,7 @@ def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
 
 
 def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
-    """Return the maximum memory that an engine takes for its host tier.
+    """Return the maximum memory in bytes that an engine uses for its host tier.
 
     An engine has no tiers without a prefix cache, nor with vLLM on several stages or nodes.
     """
@@ -161,7 +161,7 @@ def router_resources(service: Service) -> Amounts:
 def model_bytes(model: ModelSection) -> int:
     """Return the estimated size of a model's weights in bytes, from its name and source.
 
-    It is 0 if neither contains a number of parameters.
+    The result is 0 if neither the name nor the source contains a number of parameters.
     """
     return math.ceil(_num_parameters(model) * _bits(model) / 8)
 
@@ -177,19 +177,19 @@ def _num_parameters(model: ModelSection) -> float:
 
 
 def _bits(model: ModelSection) -> float:
-    """Return the bits of a weight in memory, its scales included."""
+    """Return the number of bits per weight in memory, including quantization scales."""
     if model.quantization in _QUANTIZED_BITS:
         return _QUANTIZED_BITS[model.quantization]
     return _named_bits(model) or _dtype_bits(model)
 
 
 def _published_bits(model: ModelSection) -> float:
-    """Return the bits of a weight in a model's files, which is 16 for most models."""
+    """Return the number of bits per weight in a model's files, which is 16 for most models."""
     return _named_bits(model) or 16.0
 
 
 def _named_bits(model: ModelSection) -> float:
-    """Return the bits of a weight by the format in a model's name or source (0 without one)."""
+    """Return the number of bits per weight of the format in a model's name or source, or 0."""
     text = f"{model.source} {model.name}".lower()
     if blocks := _BLOCKS.search(text):
         return float(blocks[1]) + 0.5
@@ -230,9 +230,9 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
     """Return given quantities completed with defaults, in the API server's notation.
 
-    In this notation an applied object equals the one that is read back. A default request gives way
-    to a limit, because Kubernetes uses the limit as the missing request. A default limit gives way
-    to a request above it, because Kubernetes refuses a request above its limit.
+    In this notation, an applied object equals the stored object. A default request is left out if
+    there is a limit, because Kubernetes uses the limit as the missing request. A default limit is
+    left out if a request exceeds it, because Kubernetes refuses a request above its limit.
     """
     merged: Amounts = {
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}

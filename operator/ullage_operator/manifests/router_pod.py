@@ -93,7 +93,7 @@ def probe_ports(is_secure: bool) -> list[Manifest]:
 def router_probes(is_secure: bool) -> Manifest:
     """Return the probes of a router.
 
-    With TLS they use gRPC on a port of their own, because the serving ports may demand client
+    With TLS, the probes use gRPC on a separate port, because the serving ports may require client
     certificates.
     """
     if is_secure:

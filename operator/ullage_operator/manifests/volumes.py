@@ -20,9 +20,9 @@ KV_VOLUME = "kv"
 MODEL_IMAGE = "model-image"
 SHM_BYTES = 1 << 30
 VLLM_SHM_BYTES = 256 << 20
-"""Shared memory of the rank of each GPU.
+"""Shared memory in bytes for each GPU's rank.
 
-It holds the ring buffer of ten chunks of 24 MiB through which the rank answers vLLM's scheduler.
+It contains the ring buffer, ten chunks of 24 MiB, through which a rank answers vLLM's scheduler.
 """
 
 
@@ -83,7 +83,7 @@ def engine_secrets(service: Service) -> list[MountedSecret]:
 
 
 def ticket_secrets(service: Service) -> list[MountedSecret]:
-    """Return the Secret with the keys with which routers sign tickets and engines verify them."""
+    """Return the Secret with the keys by which routers sign tickets and engines verify tickets."""
     tickets = service.spec.tickets
     return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
@@ -154,8 +154,8 @@ def adapter_mounts(pool: PoolSpec) -> list[Manifest]:
 def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the volumes for downloads and compiled kernels.
 
-    Pods share the volume only if the spec names a claim or a host path. There is no volume here if
-    each pod has a claim of its own, which the StatefulSet mounts.
+    Pods share the volume only if the spec names a claim or a host path. The result is empty if each
+    pod has a separate claim, because the StatefulSet adds the volume of such a claim.
     """
     cache = pool.model_cache
     if cache.claim_template:
@@ -183,7 +183,7 @@ def volume_claim_templates(pool: PoolSpec) -> list[Manifest]:
 def storage_volume(
     name: str, claim: str | None, host_path: str | None, size_limit: int | str | None
 ) -> Manifest:
-    """Return a volume on a disk: of a claim, of the node, or an emptyDir that ends with the pod.
+    """Return a disk volume: a claim, a host path, or an emptyDir that is deleted with the pod.
 
     Args:
         name: the name of the volume.
@@ -200,7 +200,7 @@ def storage_volume(
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
-    """Return the volume of the file tier (none if the pod template mounts its own there)."""
+    """Return the volume of the file tier (none if the pod template mounts a volume at its path)."""
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
@@ -256,7 +256,7 @@ def claim_mounts(service: Service) -> list[Manifest]:
 def image_volumes(service: Service) -> list[Manifest]:
     """Return the image volume of the model, which needs Kubernetes 1.31.
 
-    Nodes pull the image like a container's, with the pull secrets of the pod.
+    Nodes pull this image with the pod's pull secrets, as they pull a container's image.
     """
     reference = image_of(service.spec.model.source)
     policy = service.spec.model_pull_policy
@@ -273,7 +273,7 @@ def image_mounts(service: Service) -> list[Manifest]:
 
 
 def shm_size(service: Service, pool: PoolSpec) -> int | str:
-    """Return the size of /dev/shm: the pool's own, or enough for ranks to exchange data."""
+    """Return the size of /dev/shm: from the pool's spec, or enough for ranks to exchange data."""
     if pool.shm_size is not None:
         return pool.shm_size
     ranks = VLLM_SHM_BYTES * pool.gpus_per_pod if may_be_vllm(service.spec) else 0
