@@ -7,8 +7,8 @@ Available    at least one router and one engine serve
 Progressing  a change is being rolled out, or pods start that have not been ready yet
 Degraded     something is wrong that waiting alone may not fix
 
-A service that serves stays Ready while it rolls out, scales or lacks one of several replicas.
-Progressing and Degraded report these states.
+A service that serves stays Ready while it rolls out, scales or lacks one of several replicas. The
+conditions Progressing and Degraded report these states.
 
 Three conditions exist only for some services:
 
@@ -16,12 +16,12 @@ EnginesConsistent    all engines have the same fingerprint, and so give the same
 AdaptersReady        every LoRA adapter is on every engine that is ready
 ModelCacheWarm       Jobs have filled every shared cache that the spec asks to warm
 
-Four conditions report the cluster's kinds, rights and definition. The first three exist only while
-they hold:
+Four conditions report the cluster's kinds, permissions and CRD. The first three exist only while
+they are true:
 
-DefinitionOutdated   the cluster's definition of LLMService is older than the operator
-MissingPermission    a right that the operator lacks, by name
-KindsUnlisted        a kind that the API server serves and cannot list
+DefinitionOutdated   the cluster's CRD of LLMService is older than the operator
+MissingPermission    the operator lacks a permission, which the message names
+KindsUnlisted        the API server serves a kind but cannot list its objects
 MonitoringAvailable  whether the cluster has the kinds by which a Prometheus operator finds pods
 """
 
@@ -59,7 +59,7 @@ class Workload:
     exist: int = 0
     ready: int = 0
     settled: bool = False
-    """Whether the controller has observed the newest spec, and every pod has that spec."""
+    """Whether the controller has observed the newest spec, and every pod was created from it."""
     sleeps: bool = False
     """Whether the workload may have no pods and be woken by a request."""
 
@@ -111,7 +111,7 @@ def service_conditions(
     Args:
         router: the routers' Deployment.
         pools: the pools' StatefulSets.
-        troubles: problems of the pods, with those that block the service first.
+        troubles: problems of the pods. Problems that block the service come first.
         trying: problems of a canary's pods, which do not block the service.
         change: the progress of an unfinished rollout, for Progressing.
         was_progressing: the last status of Progressing (True for a new service).

@@ -1,7 +1,7 @@
 """The condition EnginesConsistent: whether all engines of a service give the same answers. Pure.
 
-Engines that differ still serve. They share no KV. A request that moves between two of them may
-continue with different text than on one engine.
+Engines with different fingerprints still serve, but do not share KV. A request that moves between
+two such engines may continue with other text than it would on a single engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,9 +20,9 @@ class EngineNumerics:
     """An engine's fingerprint, with its pool and revision."""
 
     pool: str
-    """Pool of the spec, also for a canary's engines."""
+    """Pool in the spec, even if the engine belongs to the pool's canary."""
     revision: str
-    """Name of the pod's revision among those of the pool."""
+    """Name of the pod's revision, which distinguishes the revisions of a pool."""
     fingerprint: Fingerprint
 
 
@@ -55,5 +55,5 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Return how the engines of each group differ, in words (empty if all are alike)."""
+    """Describe how the engines of each group differ (empty if all engines of a group agree)."""
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

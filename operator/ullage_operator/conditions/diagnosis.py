@@ -1,7 +1,7 @@
 """Diagnoses pods that do not serve, and names the remedies. Pure.
 
-A message has the pod's request, the answer of Kubernetes, and the remedy. Users need not look up
-the pod, its Events and its log separately.
+A message contains what the pod asked for, how Kubernetes answered, and the remedy. Users need not
+look up the pod, its Events and its log separately.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,17 +35,17 @@ from ullage_operator.conditions.pods import (
 Pod = Mapping[str, Any]
 
 MISUSE = 2
-"""Exit status of an engine or router that no restart can help, as with a broken model file."""
+"""Exit status of an engine or router that a restart cannot fix, such as a broken model file."""
 LOOPING_RESTARTS = 2
 """Number of restarts after which a container that does not stay up counts as crash-looping."""
 RECENT_S = 600.0
-"""Seconds after which an old exit is no evidence of a problem any more."""
+"""Seconds after which an old container exit no longer indicates a problem."""
 STABLE_S = 60.0
 """Seconds of readiness after which a pod no longer counts as crash-looping."""
 CREATING_S = 600.0
-"""Seconds to pull an image, after which the status reports the delay."""
+"""Seconds of an image pull after which the status reports a delay."""
 MOUNTING_S = 20.0
-"""Seconds to mount a pod's volumes and to set up its network, after which Events are read."""
+"""Seconds after which Events are read if a pod still lacks its volumes or its network."""
 EVENTS_S = 30.0
 """Seconds between two reads of the Events of a pod that does not start."""
 _CACHE = "cache"
@@ -57,7 +57,7 @@ def diagnose(
     lost_nodes: frozenset[str] = frozenset(),
     warnings: Warnings = MappingProxyType({}),
 ) -> list[PodProblem]:
-    """Return the problems of pods: those that block the service first, then by pod name.
+    """Return the problems of pods. Problems that block the service come first.
 
     Args:
         pods: the pods of a service.
@@ -122,7 +122,7 @@ def _image_message(container: Mapping[str, Any], reason: str, message: str) -> s
 def _looping(pod: Pod, now: datetime) -> PodProblem | None:
     """Return the crash loop of a container.
 
-    A container that crashes again and again runs in between, and may even be ready.
+    Between two crashes, such a container runs and may even be ready.
     """
     since = ready_since(pod)
     is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
@@ -196,7 +196,7 @@ def _last_words(ended: Mapping[str, Any]) -> str:
 def _failed(pod: Pod, now: datetime) -> PodProblem | None:
     """Return the failure of a pod that was evicted or that the kubelet refused.
 
-    The StatefulSet creates its replacement.
+    The StatefulSet creates a replacement for such a pod.
     """
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
@@ -241,7 +241,7 @@ def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
 def _is_mounting(pod: Pod) -> bool:
     """Return whether a pod has a node, but neither volumes nor a network there yet.
 
-    Kubernetes pulls images only afterwards.
+    Kubernetes pulls images only after the volumes and the network are ready.
     """
     if "deletionTimestamp" in pod["metadata"] or not node_of(pod):
         return False

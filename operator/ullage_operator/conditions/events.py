@@ -36,8 +36,8 @@ def transitions(
 ) -> list[EventNote]:
     """Return the Events for changes of a service's conditions.
 
-    A condition has an Event when its status or reason changes. A new service has Events only for
-    unusual conditions, and none because nothing serves yet.
+    A condition gets an Event when its status or reason changes. A new service gets Events only for
+    unusual conditions. That nothing serves yet is not unusual.
     """
     previous = {condition["type"]: condition for condition in before}
     notes = [
@@ -68,7 +68,7 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
 
 
 def _title(condition: Mapping[str, Any]) -> str:
-    """Return the reason of a condition's Event, which is usually the condition's own."""
+    """Return the reason of a condition's Event, which is usually the reason of the condition."""
     match condition["type"], condition["status"]:
         case "Ready", "True":
             return "Ready"

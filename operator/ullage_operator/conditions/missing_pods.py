@@ -13,12 +13,12 @@ PROGRESSING = "Progressing"
 WAIT_S = 30.0
 """Seconds after which missing pods become a problem.
 
-A webhook that restarts is back within this time.
+A webhook that restarts is usually available again within this time.
 """
 
 
 class WorkloadPods(NamedTuple):
-    """A live Deployment or StatefulSet and how many pods it has."""
+    """A live Deployment or StatefulSet with the number of its pods."""
 
     live: Mapping[str, Any]
     pods: int
@@ -105,7 +105,7 @@ def _message(workload: WorkloadPods, warnings: Warnings) -> str:
 
 
 def _failure(live: Mapping[str, Any]) -> str:
-    """Return why a Deployment's controller could not create a pod (empty where it could)."""
+    """Return why a Deployment's controller could not create a pod (empty without a failure)."""
     listed = live.get("status", {}).get("conditions", ())
     failed = (each for each in listed if each["type"] == "ReplicaFailure")
     return next((each.get("message", "") for each in failed if each["status"] == "True"), "")

@@ -33,7 +33,7 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 def roomless_s(pod: Pod, now: datetime) -> float | None:
     """Return the seconds for which no node has had room for a pod, or None.
 
-    The result is None once a node has room, or if the pod waits for anything but room.
+    The result is None once a node has room, or if the pod waits for something other than room.
     """
     placed = pod_condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
@@ -48,8 +48,8 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 def fits_place_of(pod: Pod, other: Pod) -> bool:
     """Return whether a pod fits the resources that another pod frees when it ends.
 
-    Ephemeral storage counts only if the scheduler reports it as insufficient, because engines of an
-    earlier operator do not request any.
+    Ephemeral storage counts only if the scheduler reports it as insufficient, because engines from
+    an earlier operator have no request for ephemeral storage.
     """
     try:
         asked = _requests(pod)

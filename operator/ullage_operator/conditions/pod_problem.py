@@ -29,12 +29,12 @@ class PodProblem:
     blocks: bool
     """Whether the service is not Ready because of this problem, even if other pods serve.
 
-    This holds for crash loops and for processes that cannot start.
+    The value is true for crash loops and for processes that cannot start.
     """
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether only a change of the spec or of a named object can help."""
+        """Return whether only a change to the spec or to a named object can solve the problem."""
         return self.reason in STUCK_REASONS
 
     def __str__(self) -> str:

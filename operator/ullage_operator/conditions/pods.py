@@ -10,10 +10,10 @@ Pod = Mapping[str, Any]
 
 
 def is_counted(pod: Pod) -> bool:
-    """Return whether a pod counts as one of its workload.
+    """Return whether a pod counts towards the pods of its workload.
 
-    All pods count except router pods that have ended for good. A ReplicaSet replaces these but
-    keeps their objects.
+    All pods count except router pods that have terminated for good. A ReplicaSet replaces such pods
+    but keeps their objects.
     """
     has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
     return not (is_router(pod) and has_ended)

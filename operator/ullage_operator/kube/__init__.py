@@ -1,4 +1,4 @@
 """The Kubernetes API: client, cache, watches, Events and the lease.
 
-Only this room imports kopf and HTTP clients. It does not know what a service means.
+Only this package imports kopf and HTTP clients. It does not interpret the contents of services.
 """

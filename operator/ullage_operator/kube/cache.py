@@ -1,7 +1,7 @@
-"""Keeps the objects of the watched kinds, as events and sweeps report them. No I/O.
+"""Caches the objects of the watched kinds, as events and sweeps report them. No I/O.
 
-Reconciliations read from the cache and not from the API server. The cache also knows which kinds it
-cannot see, and the reasons.
+Reconciliations read from the cache and not from the API server. The cache also records which kinds
+the operator cannot list or watch, with the reasons.
 
 Events of different objects arrive in any order. They do not show when all existing objects have
 arrived, nor which objects were deleted while nobody watched. A sweep shows both, because it lists
@@ -27,7 +27,7 @@ _CONTAINER = ("name", "image", "resources", "ports")
 _HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", JOB.name, HTTP_ROUTE})
 """Kinds whose status a plan depends on."""
 _CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
-"""The cached managedFields of an object whose fields must still be claimed."""
+"""The cached managedFields of an object whose ownership `claim_fields` must still transfer."""
 
 
 class ServiceKey(NamedTuple):
@@ -58,13 +58,13 @@ class Visibility(Enum):
 
 
 class Denied(NamedTuple):
-    """A right that the operator lacks."""
+    """A permission that the operator lacks."""
 
     verb: str
     resource: str
     """The resource, for example statefulsets.apps."""
     namespace: str
-    """Empty for all namespaces."""
+    """Namespace of the denied request (empty for all namespaces)."""
 
     def __str__(self) -> str:
         where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
@@ -77,7 +77,7 @@ class _Collection:
 
     visibility: Visibility = Visibility.UNKNOWN
     reason: str = ""
-    """The denied verb, or the error that keeps the scope from being listed."""
+    """The denied verb, or the error that prevents a list of the scope."""
     objects: dict[Name, Object] = field(default_factory=dict)
     swept: int = -1
     """The resourceVersion of the last sweep (-1 before the first)."""
@@ -180,7 +180,7 @@ class Cache:
     def failing(self, scope: Scope, reason: str) -> bool:
         """Record that a scope cannot be listed, and return whether that is new.
 
-        A scope that has been seen stays seen.
+        A scope that was listed before still counts as seen.
         """
         collection = self._collections[scope]
         return collection.visibility is not Visibility.SEEN and self._lose(
@@ -203,7 +203,8 @@ class Cache:
     def written(self, obj: Object) -> None:
         """Record the API server's answer to a write, before its event arrives.
 
-        No service is woken. An answer that is older than the object's known deletion is dropped.
+        The write does not wake a service. An answer older than the object's known deletion is
+        dropped.
         """
         for scope, collection in self._collections.items():
             if (scope.kind.api_version, scope.kind.name) != (obj["apiVersion"], obj["kind"]):
@@ -225,7 +226,7 @@ class Cache:
         return self._by_service.get(key, {}).get((SERVICE, key.name))
 
     def base(self, namespace: str, name: str) -> Object | None:
-        """Return an LLMServiceBase, or None if none exists or is visible."""
+        """Return an LLMServiceBase, or None if it does not exist or is not visible."""
         for collection in self._of(BASE, namespace):
             if obj := collection.objects.get((namespace, name)):
                 return obj
@@ -254,7 +255,7 @@ class Cache:
         return all(c.visibility is not Visibility.ABSENT for c in self._of(kind, namespace))
 
     def missing(self, namespace: str) -> list[Denied]:
-        """Return the rights that the operator lacks to see a namespace's objects."""
+        """Return the permissions that the operator lacks to see a namespace's objects."""
         return [
             Denied(collection.reason, scope.kind.qualified, scope.namespace)
             for scope, collection in self._collections.items()
@@ -358,9 +359,9 @@ class Cache:
 
 
 def key_of(kind: Kind, obj: Object) -> ServiceKey:
-    """Return the key of the service that an object is, or that its label names.
+    """Return the key of a service object, or of the service that an object's label names.
 
-    A base has a key with an empty name.
+    The key of a base has an empty name.
     """
     meta = obj["metadata"]
     labels = {} if kind == BASE else meta.get("labels") or {}
@@ -404,7 +405,7 @@ def is_created(managed_fields: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def is_own_update(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of managedFields stems from a creation by the operator."""
+    """Return whether an entry of managedFields comes from a creation by the operator."""
     is_update = entry.get("operation") == "Update" and not entry.get("subresource")
     return is_update and bool(entry.get("manager") == FIELD_MANAGER)
 

@@ -1,7 +1,7 @@
 """A client of the Kubernetes API for the operator's requests: get, list names, apply, delete.
 
-No other module knows these requests. Every failure is raised as `Temporary` (a retry may help) or
-`Permanent` (the API server refuses).
+All requests of the operator to the API server are in this module. Every failure is raised as
+`Temporary` (a retry may help) or `Permanent` (the API server rejects the request).
 """
 
 import asyncio
@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the write time of an operator without an election, which is always enough."""
+    """Return the unlimited time for writes of an operator without leader election."""
     return _REQUEST_S
 
 
@@ -91,8 +91,8 @@ class Cluster:
     """A client of one API server. Callers must `close` it.
 
     Args:
-        may_write_s: returns the seconds for which this process may write. A write is refused at 0,
-            and cancelled when the time is over.
+        may_write_s: returns the seconds for which this process may write. A write is refused if
+            the result is 0, and cancelled when the time is over.
         connection: the connection to the API server, by default that of the environment.
         on_missing: called with the kind and namespace of an object that a write did not find.
     """
@@ -189,7 +189,7 @@ class Cluster:
     async def keep_replicas(self, live: Object) -> None:
         """Add a second field manager to the replicas of an object.
 
-        Without another owner, an apply without replicas would reset them to their default.
+        Without a second owner, an apply without replicas would reset the replicas to their default.
 
         Raises:
             ClusterUnavailable: the object has changed since it was read.
@@ -217,8 +217,8 @@ class Cluster:
     async def create(self, obj: Object) -> Object:
         """Create an object.
 
-        Its fields belong to a field manager that updates. Before an apply can remove any of them,
-        `claim_fields` must transfer them to the field manager that applies.
+        The object's fields belong to the field manager for updates. Before an apply can remove any
+        of the fields, `claim_fields` must transfer them to the field manager for applies.
 
         Raises:
             ClusterConflict: the object exists already.
@@ -232,9 +232,9 @@ class Cluster:
         return answer
 
     async def claim_fields(self, live: Object) -> Object:
-        """Transfer the fields that `create` set to the field manager that applies.
+        """Transfer the fields that `create` set to the field manager for applies.
 
-        Afterwards an apply removes the fields that it leaves out.
+        Afterwards, an apply removes fields that its manifest leaves out.
 
         Raises:
             ClusterUnavailable: the object is gone, or has just changed.
@@ -268,7 +268,7 @@ class Cluster:
         return answer
 
     async def create_lease(self, lease: Object) -> Object:
-        """Create the Lease, which a process may do without leading.
+        """Create the Lease. A process that is not the leader may create it, too.
 
         Raises:
             ClusterConflict: the Lease exists already.
@@ -305,7 +305,7 @@ class Cluster:
         return answer
 
     async def delete(self, obj: Mapping[str, Any], grace_s: int | None = None) -> None:
-        """Delete exactly this object, and not another one that has taken its name.
+        """Delete exactly this object, and not a newer object with the same name.
 
         Args:
             obj: the object.
@@ -386,7 +386,7 @@ class Cluster:
             raise _refusal(request, error) from error
 
     async def _may(self, request: "_Request", right: str = "") -> bool:
-        """Return whether the operator's account has a right (True if the check itself fails)."""
+        """Return whether the operator's account has a permission (True if the check fails)."""
         attributes = {
             "verb": right or request.right,
             "group": request.kind.group,
@@ -411,7 +411,7 @@ class Cluster:
     async def _send(
         self, request: "_Request", limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
     ) -> aiohttp.ClientResponse:
-        """Send a request, with one retry with fresh credentials if they were refused."""
+        """Send a request. If the credentials are refused, retry once with fresh credentials."""
         api = await self._connection.api()
         used = api.configuration
         try:
@@ -513,7 +513,7 @@ def _decoded(text: bytes) -> Object:
 
 
 def translated(status: int, what: str, answer: Object, waits: str = "") -> OperatorError:
-    """Return the error for a refusal by the API server, `Temporary` if a retry may help.
+    """Return the exception for an API server's error, which is `Temporary` if a retry may help.
 
     Args:
         status: the HTTP status.

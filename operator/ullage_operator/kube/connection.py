@@ -1,8 +1,8 @@
 """The address and credentials of the API server, as `kubernetes.config` reads them.
 
-Inside a pod these belong to the service account, whose token file is read again every minute.
-Elsewhere they come from the kubeconfig, with its exec plugins and OIDC logins. Refused credentials
-are read again.
+Inside a pod, the credentials are those of the service account, whose token file is read again every
+minute. Elsewhere, they come from the kubeconfig, with its exec plugins and OIDC logins. If the API
+server refuses credentials, they are read again.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""Seconds before kopf learns of a refused login, because kopf would retry without a pause."""
+"""Seconds by which a refused login is reported to kopf late, since kopf retries at once."""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 
 async def load_configuration() -> Configuration:
-    """Return the service account's configuration inside a pod, and the kubeconfig's elsewhere.
+    """Return the configuration of the service account inside a pod, or of the kubeconfig elsewhere.
 
     Raises:
         ClusterUnavailable: there is no configuration, or it cannot be read.
@@ -78,7 +78,7 @@ class ApiConnection:
         return self._api
 
     async def renew(self, refused: Configuration | None) -> None:
-        """Read the credentials again, once for all requests that were refused together."""
+        """Read the credentials again. Requests that were refused together cause only one read."""
         async with self._renewing:
             current = self._api and self._api.configuration
             if current is not refused:

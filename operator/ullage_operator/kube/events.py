@@ -1,6 +1,6 @@
 """Writes Kubernetes Events (events.k8s.io/v1) about an LLMService.
 
-Nothing depends on an Event. Reconciliations therefore do not wait for Events, a flood of Events is
+Nothing depends on an Event. Reconciliations therefore do not wait for Events. A flood of Events is
 written slowly, and an Event that cannot be written is logged and dropped.
 """
 
@@ -26,7 +26,7 @@ CONTROLLER = f"{naming.GROUP}/operator"
 REPEAT_S = 360.0
 """Seconds within which a repeated change gets no second Event.
 
-An example is the repair of an object that somebody keeps changing.
+An example is an object that another client edits and the operator repairs again and again.
 """
 MAX_REMEMBERED = 4096
 """Number of Events of all services that are remembered to detect repetitions."""
@@ -35,9 +35,9 @@ MAX_WAITING = 10_000
 MAX_BURST = 100
 """Number of Events that may be written at once."""
 RATE = 10.0
-"""Events a second after a burst, for example when an operator first sees many services."""
+"""Events per second after a burst, for example when an operator first sees many services."""
 CLOSE_S = 2.0
-"""Seconds for which the operator waits for the last Events at its end."""
+"""Seconds for which the operator waits for its last Events when it stops."""
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class EventRecorder:
             self._writer = asyncio.create_task(self._write_all(), name="events")
 
     def drop(self) -> None:
-        """Drop all waiting Events, because another operator leads."""
+        """Drop all waiting Events, because another operator is the leader now."""
         self._waiting.clear()
 
     async def close(self) -> None:

@@ -4,10 +4,10 @@ Each kind in each namespace is watched by its own kopf operator, whose handler (
 the cache. A kind that is denied, absent or failing therefore does not affect others. This module
 adds to kopf:
 
-* A watch that ends for any reason starts again, with a backoff while it fails.
-* A list after a gap in the history has the existing objects, but not the deleted ones. A sweep
-  compares names after each list and at intervals.
-* A watch that dies silently is detected, because no event, bookmark or request arrives any more,
+* A watch that ends for any reason is restarted, with a backoff while it fails.
+* A list after a gap in the history has the existing objects, but does not show which were deleted.
+  A sweep compares names after each list and at intervals.
+* A watch that dies silently is detected, because there are no more events, bookmarks or requests,
   or because a sweep lists objects that no event delivers.
 """
 
@@ -48,7 +48,7 @@ _PAGE = 500
 _REQUEST_S = 30
 _CONNECT_S = 10
 _WATCH_S = (240.0, 360.0)
-"""Range of the duration of a watch. Otherwise a watch that a middlebox forgot would never end."""
+"""Range of a watch's duration in seconds, so that a watch ends even if a middlebox dropped it."""
 _SILENT_S = 150.0
 """Seconds without data after which a watch may be dead, and is restarted.
 
@@ -69,7 +69,7 @@ class WatchTimes:
     recheck_s: float = 60.0
     """Time between two checks of a kind that is absent or denied."""
     stale_s: float = 300.0
-    """Time without any request, event or bookmark after which kopf counts as dead."""
+    """Time without any request, event or bookmark after which kopf is considered dead."""
     behind_s: float = 120.0
     """Time within which events must deliver the objects of a sweep."""
 
@@ -111,7 +111,7 @@ class Informers:
 
     Args:
         connection: the connection with which kopf logs in.
-        cluster: the client for sweeps and checks of rights.
+        cluster: the client for sweeps and permission checks.
         scopes: the scopes to watch.
         cache: the cache to fill.
         metrics: counts restarts of watches.
@@ -157,7 +157,7 @@ class Informers:
 
 
 class Informer:
-    """Keeps one scope of the cache."""
+    """Keeps one scope of the cache up to date."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Informer:
         self._sweep_due.set()
 
     async def keep(self) -> Never:
-        """Watch forever."""
+        """Watch the scope until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             began_s = clock()
@@ -334,7 +334,7 @@ class Informer:
     # Failures.
 
     def _failed(self, error: Exception) -> tuple[str, float]:
-        """Record a failure, and return its reason in one word and the seconds until a retry."""
+        """Record a failure. Return its one-word reason and the seconds until a retry."""
         kind, namespace = self._scope
         where = namespace or "all namespaces"
         match error:
@@ -407,7 +407,7 @@ def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
 
 
 def keep_signals(stop: asyncio.Event) -> None:
-    """Let SIGINT and SIGTERM set `stop`, because each kopf operator replaces their handlers."""
+    """Let SIGINT and SIGTERM set `stop`, because each kopf operator replaces signal handlers."""
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -425,7 +425,8 @@ def _raise_end(task: asyncio.Task[Any]) -> Never:
 class _ObservedStream:
     """The stream of a response, with a callback for arriving data.
 
-    kopf calls no handler for a bookmark, which is the only sign of life of a kind without changes.
+    kopf calls no handler for bookmarks. If a kind has no changes, only bookmarks show that its
+    watch is alive.
     """
 
     def __init__(self, content: aiohttp.StreamReader, on_data: Callable[[], None]) -> None:

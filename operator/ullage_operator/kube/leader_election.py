@@ -1,4 +1,4 @@
-"""Takes and renews the lead, or stands by, with a Lease at the API server."""
+"""Leader election: takes and renews a Lease at the API server, or stands by."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ def own_identity() -> str:
 
 
 def boot_s() -> float:
-    """Return the seconds since the machine started, including suspension, in which a lease ages."""
+    """Return the seconds since boot, including suspension, because leases age during suspension."""
     # Only Linux has this clock. On other systems an operator runs only for development.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
@@ -80,7 +80,7 @@ class LeaderElection:
         self._leads = False
         self._reported = ""
         self._holder = ""
-        """The last leader in the log."""
+        """The leader that was logged last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -1,11 +1,12 @@
 """A Lease of coordination.k8s.io as a pure state machine that decides which operator leads.
 
-No two clocks are compared. Every operator measures, on its own monotonic clock, for how long the
-record has not changed. A record that stays unchanged for its whole duration is dead.
+Clocks of different machines are never compared. Every operator measures, on its own monotonic
+clock, for how long the Lease has not changed. A Lease that stays unchanged for its whole duration
+has expired.
 
-A leader stops writing well before that: `renew_deadline_s` after it *began* its last successful
-renewal. The remaining third of the duration allows for clocks that run at different speeds, and for
-writes that are still in flight.
+A leader stops writing well before its Lease expires: `renew_deadline_s` after it *began* its last
+successful renewal. The remaining third of the duration allows for clocks that run at different
+speeds, and for writes that are still in flight.
 """
 
 from collections.abc import Mapping
@@ -37,14 +38,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """The state of the election from the view of one operator."""
+    """The state of the leader election as one operator sees it."""
 
     identity: str
     times: Times = Times()
     record: Object | None = None
     """The last seen spec of the Lease."""
     since_s: float = 0.0
-    """Time at which this spec was first seen."""
+    """Time at which this spec of the Lease was first seen."""
     renewed_s: float | None = None
     """Time at which the last successful renewal began, or None if this operator does not lead."""
 
@@ -55,7 +56,7 @@ class Candidacy:
         return max(0.0, self.renewed_s + self.times.renew_deadline_s - now_s)
 
     def saw(self, lease: Mapping[str, Any] | None, now_s: float) -> "Candidacy":
-        """Return the state after a read of the Lease, which is None if it does not exist."""
+        """Return the state after a read of the Lease, or of None if the Lease does not exist."""
         record = None if lease is None else dict(lease.get("spec") or {})
         if record == self.record:
             return self
@@ -66,7 +67,8 @@ class Candidacy:
     def may_take(self, now_s: float) -> bool:
         """Return whether this operator may take the Lease.
 
-        It may if it already holds the Lease, if nobody does, or if the Lease has expired.
+        The operator may take the Lease if it holds the Lease, if nobody holds it, or if it has
+        expired.
         """
         record = self.record or {}
         holder = record.get("holderIdentity") or ""
@@ -91,7 +93,8 @@ def claim(
 
     Args:
         candidacy: the state of the election.
-        lease: the Lease that was read, whose resourceVersion is kept, or None if there is none.
+        lease: the Lease that was read, or None if it does not exist. The result keeps its
+            resourceVersion.
         where: the namespace and name of the Lease.
         now: the current time.
     """

@@ -1,4 +1,4 @@
-"""The start, end and health of the operator, which kopf drives."""
+"""Starts and stops the operator as a kopf program, and reports its health."""
 
 import asyncio
 import itertools
@@ -42,11 +42,11 @@ class Runnable(Protocol):
 
 
 class Operator:
-    """The operator's kopf handlers.
+    """Runs the operator by kopf's handlers.
 
     Args:
-        make: builds the component, from the connection to the API server and the event that is set
-            when the operator must end.
+        make: builds the component. It gets the connection to the API server and the event that is
+            set when the operator must end.
     """
 
     def __init__(self, make: Callable[[ApiConnection, asyncio.Event], Runnable]) -> None:
@@ -57,7 +57,7 @@ class Operator:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether all existing objects have been seen, even if another operator leads."""
+        """Return whether all existing objects were seen, even if another operator is the leader."""
         return self._running is not None and self._running.cache.complete
 
     async def run(self, host: str | None, probes_port: int) -> None:
@@ -130,7 +130,7 @@ class Operator:
         """Return the health of the watches.
 
         The body has the number of LLMServices, whether all objects have been seen, and whether this
-        operator leads.
+        operator is the leader.
         """
         running = self._running
         silent_s = running.silent_s if running else 0.0

@@ -1,6 +1,6 @@
 """HTTP requests to pods, with bounds on time and size.
 
-The metrics port of pods is plaintext and needs no API key, even if the service uses TLS and keys.
+The metrics port of a pod uses plaintext without API keys, even if the service uses TLS and keys.
 """
 
 import aiohttp
@@ -25,7 +25,7 @@ class PodHttp:
     async def get(
         self, url: str, *, timeout_s: float, max_bytes: int, connect_s: float | None = None
     ) -> bytes:
-        """Return the body of a page.
+        """Return the body of the response to a GET request.
 
         Raises:
             PodUnavailable: the pod did not answer in time, or with an error or too much data.
