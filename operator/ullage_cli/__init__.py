@@ -1,5 +1,5 @@
 """The `ullage` command.
 
-It parses arguments, prints, plans a service for this machine (`local`) and runs it (`processes`).
-It speaks to routers and engines only over the network.
+The package parses arguments, prints output, plans a service for this machine (`local`) and runs the
+service (`processes`). It talks to routers and engines only over the network.
 """

@@ -67,7 +67,7 @@ def read_bases(paths: Sequence[Path]) -> Bases:
 
 
 def _read_object(path: Path, kind: str) -> Any:
-    """Return the only object of a file, with a copy of its own for each alias."""
+    """Return the only object of a file, with a separate copy for each YAML alias."""
     documents = read_documents(path)
     if len(documents) != 1:
         raise LocalFailure(
@@ -82,7 +82,7 @@ def _read_object(path: Path, kind: str) -> Any:
 
 
 def upgraded_manifest(path: Path) -> tuple[str, list[str]]:
-    """Return a manifest of 0.1.0 with today's fields, and a line for each changed value.
+    """Return a manifest of 0.1.0 with the current fields, and a line for each changed value.
 
     Objects of other kinds stay unchanged.
 

@@ -18,7 +18,7 @@ from ullage_operator.api.schema import join
 MAX_BYTES = 1 << 20
 """Maximum size of a file, bytes. etcd does not store an object of 1.5 MiB."""
 MAX_NODES = 100_000
-"""Maximum number of values of a document, counted as often as aliases repeat them."""
+"""Maximum number of values in a document, in which each use of an alias counts again."""
 MAX_DEPTH = 100
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -92,7 +92,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that accepts only JSON values and refuses duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node, and refuse one beyond the bounds of depth and number."""
+        """Return the next node, or raise an error if there are too many or too deep nodes."""
         self.depth: int = getattr(self, "depth", 0) + 1
         self.num_nodes: int = getattr(self, "num_nodes", 0) + 1
         if self.depth > MAX_DEPTH:
@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
         return yaml.composer.ComposerError(None, None, text, mark)
 
     def compose_document(self) -> Any:
-        """Return the root node of the next document, and refuse one that expands too far."""
+        """Return the root node of the next document, or refuse a document that expands too far."""
         node = super().compose_document()
         if node is not None:
             self._check_size(node, {}, set())
@@ -138,8 +138,8 @@ class _Loader(yaml.SafeLoader):
 
         Args:
             node: the node to count.
-            sizes: numbers of values that are known, by the node's identity.
-            within: identities of the nodes around this one.
+            sizes: known numbers of values, by the identity of the node.
+            within: identities of the nodes that contain this node.
         """
         if id(node) in sizes:
             return sizes[id(node)]

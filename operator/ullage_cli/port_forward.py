@@ -7,13 +7,13 @@ import subprocess
 from ullage_operator.api.errors import LocalFailure
 
 FORWARD_TIMEOUT_S = 20.0
-"""Longest time until kubectl prints the local address, seconds."""
+"""Maximum time in seconds until kubectl prints the local address."""
 
 
 class PortForward:
-    """A running `kubectl port-forward`, restarted if it has ended.
+    """A running `kubectl port-forward` that is restarted if it has ended.
 
-    It ends, for example, when its pod is replaced.
+    For example, the command ends when its pod is replaced.
 
     Args:
         namespace: namespace of the target.

@@ -1,4 +1,4 @@
 """Plans a service for this machine: the operator's pods as commands, files and loopback ports.
 
-This room starts no process (`processes` does), and knows no cluster.
+This package starts no process (the package `processes` does), and does not access a cluster.
 """

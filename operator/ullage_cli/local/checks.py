@@ -1,4 +1,4 @@
-"""Refuses services that need a cluster, or software that this environment lacks."""
+"""Rejects services that need a cluster, or software that this environment lacks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,11 @@ def check_service(service: Service, has_vllm: bool) -> None:
 
     Args:
         service: the service to serve.
-        has_vllm: whether engines here can be vLLM.
+        has_vllm: whether vLLM is installed on this machine.
 
     Raises:
-        LocalFailure: this machine cannot provide a field of the spec. The message names the first.
+        LocalFailure: this machine cannot provide what a field asks for. The message names the first
+            such field.
     """
     _check_not_stopped(service)
     _check_vllm(service, has_vllm)

@@ -1,4 +1,4 @@
-"""Builds the configuration file of every pod: the cluster's, with this machine's addresses."""
+"""Builds every pod's configuration file: the one for a cluster, with this machine's addresses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from ullage_operator.api.spec import Service
 from ullage_operator.manifests.config_files import adapters_file, to_yaml
 
 ADAPTERS_DIR = "adapters"
-"""Folder of the adapters' file. No pod has this name: the names of pods end with numbers."""
+"""Folder of the adapters file. No pod has this name, because pod names end with numbers."""
 
 LISTENERS = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
 """Section of a router's configuration, by the name of its container port."""
@@ -32,7 +32,7 @@ def pod_files(
         objects: the operator's plan, with a memory budget for every engine.
         run_dir: folder of all pods' folders.
         ports: loopback ports by pod name.
-        cores: settings of cores of every engine, by pod name.
+        cores: CPU core settings of every engine, by pod name.
     """
     configs = {item["metadata"]["name"]: item["data"] for item in objects if "data" in item}
     targets = {
@@ -78,7 +78,7 @@ def _local_engine(
         pod_name: the engine's id.
         run_dir: folder of all pods' folders.
         ports: the engine's loopback ports.
-        cores: the engine's settings of cores.
+        cores: the CPU core settings of the engine.
         pool: gRPC addresses of all engines of its pool.
     """
     server = (
@@ -163,7 +163,7 @@ def _adapters_path(run_dir: Path) -> Path:
 
 
 def kv_folders(files: Iterable[File]) -> list[Path]:
-    """Return the folders of all engines' file tiers, each once."""
+    """Return the folders of all engines' file tiers, without duplicates."""
     engines = [yaml.safe_load(f.text) for f in files if f.path.name == naming.ENGINE_CONFIG]
     tiers = [engine["memory"]["tiers"]["file"] for engine in engines if _has_file_tier(engine)]
     return [Path(path) for path in dict.fromkeys(tier["path"] for tier in tiers)]

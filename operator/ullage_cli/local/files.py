@@ -27,7 +27,7 @@ def make_folders(folders: Sequence[Path]) -> None:
     """Make the folders of file tiers, and check that they are writable.
 
     Raises:
-        LocalFailure: a folder cannot be made, or not be written to.
+        LocalFailure: a folder cannot be created or is not writable.
     """
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""The operator's plan for one machine: pods become commands, configuration files and ports.
+"""Converts the operator's plan for one machine: pods become commands, files and ports.
 
 Addresses of the cluster become loopback addresses, volumes become folders, and a Secret becomes a
 folder with one file per key. This module writes and starts nothing, but it reserves ports.
@@ -31,7 +31,7 @@ from ullage_operator.planning.plan import plan
 from ullage_operator.policy.pool_sizes import autoscaling_of, replicas
 
 MAX_SOCKET_PATH = 107
-"""Maximum length of a Unix socket's path, bytes: `sockaddr_un` has 108 with the final zero."""
+"""Maximum length of a Unix socket's path in bytes (`sockaddr_un` has 108 with the final zero)."""
 SOCKET_NAME = "/worker-9999.ipc"
 """Longest name of a socket that an engine creates in its folder."""
 
@@ -45,11 +45,11 @@ class LocalPlan:
     """All pods, including those of scaling pools that do not run yet."""
     files: list[File]
     policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
-    """Autoscaling policies, by pool that scales."""
+    """Autoscaling policies of the autoscaled pools, by pool."""
     engines: Sequence[str] = ()
     """A line for each pool with its expected engine and the reason."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Number of engines at the start, by pool that scales."""
+    """Initial number of engines of the autoscaled pools, by pool."""
     folders: Sequence[Path] = ()
     """Folders in which engines keep KV."""
 
@@ -72,9 +72,9 @@ def plan_local(
         run_dir: folder of configuration, logs, sockets and downloads.
         http_port: the router's port for HTTP (0 for any free port).
         grpc_port: the router's port for gRPC (0 for any free port).
-        log_level: log level of services that name none.
+        log_level: log level of a service that does not set one.
         secrets: folder with one folder for every Secret that the service names.
-        has_vllm: whether engines here can be vLLM.
+        has_vllm: whether vLLM is installed on this machine.
         kept: reserves the pods' ports until it is closed.
 
     Raises:
@@ -139,7 +139,7 @@ def _adapted(service: Service, log_level: str) -> Service:
 
 
 def _policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return the policies of scaling pools, which `ullage up` scales for every provider."""
+    """Return the policies of autoscaled pools. `ullage up` scales pools of every provider."""
     autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: scaling for name, scaling in autoscaling.items() if scaling}
 
@@ -157,7 +157,7 @@ def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
 
 
 def _check_engines(pods: Iterable[Pod]) -> None:
-    """Refuse a plan that has only routers."""
+    """Raise an error for a plan that has only routers."""
     if all("http" in pod.ports for pod in pods):
         raise LocalFailure(
             "spec.pools: no pool asks for an engine; set spec.replicas, or replicas of a pool, to 1"
@@ -165,7 +165,7 @@ def _check_engines(pods: Iterable[Pod]) -> None:
 
 
 def _check_socket_paths(pods: Iterable[Pod], run_dir: Path) -> None:
-    """Refuse a folder whose path is too long for the sockets of engines."""
+    """Raise an error if a folder's path is too long for the sockets of engines."""
     for pod in pods:
         length = len(str(run_dir / pod.name).encode()) + len(SOCKET_NAME)
         if length > MAX_SOCKET_PATH:

@@ -28,7 +28,7 @@ class Pod:
     ports: Mapping[str, int]
     """Loopback port of every named container port."""
     grace_s: float
-    """Seconds from SIGTERM to SIGKILL, within which running answers end."""
+    """Seconds between SIGTERM and SIGKILL, in which running requests can finish."""
 
 
 def make_pods(
@@ -106,7 +106,7 @@ def _variable_value(variable: Manifest, pod_name: str) -> str:
 
 
 def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path]:
-    """Return the folder on this machine of every mount path. All pods share downloads."""
+    """Return this machine's folder for every mount path. All pods share the folder of downloads."""
     return {
         mount["mountPath"]: run_dir / mount["name"]
         if mount["mountPath"] == naming.CACHE_DIR

@@ -23,8 +23,8 @@ def assign_ports(
     Args:
         objects: the operator's plan.
         fixed: ports that the user chose, by workload and container port (0 for any free port).
-        kept: holds the reservations, and releases the ports when it is closed. Without it, they are
-            released before this function returns.
+        kept: holds the reservations until it is closed. If it is None, the ports are released
+            before this function returns.
 
     Raises:
         LocalFailure: a fixed port cannot be bound, or is used twice. The message names the flags.
@@ -48,7 +48,7 @@ def assign_ports(
 
 
 def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
-    """Refuse the same port for two listeners."""
+    """Raise an error if two listeners have the same port."""
     given = [port for ports in fixed.values() for port in ports.values() if port]
     if twice := next((port for port in given if given.count(port) > 1), 0):
         raise LocalFailure(
@@ -58,7 +58,7 @@ def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
-    """Bind the port, so that the kernel gives it to no program that asks for any free port.
+    """Bind a port, so that the kernel does not give it to a program that asks for any free port.
 
     The pod's server can still bind it, because nothing listens here and both sockets have
     SO_REUSEADDR.

@@ -21,8 +21,8 @@ def is_secret_variable(variable: Manifest) -> bool:
 def secret_env(variables: Iterable[Manifest], secrets: Path | None) -> dict[str, str]:
     """Return the values of environment variables that are keys of Secrets.
 
-    Without a folder of Secrets there are none, and processes inherit the environment of `ullage
-    up`.
+    Without a folder of Secrets the result is empty, and processes inherit the environment of
+    `ullage up`.
 
     Raises:
         LocalFailure: a Secret has no folder, or lacks a key.

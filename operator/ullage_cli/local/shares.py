@@ -1,7 +1,7 @@
 """Divides this machine's memory and cores among the engines.
 
-In a cluster, an engine is bounded by the limits of its container. Here every engine would otherwise
-take the whole machine.
+In a cluster, the limits of its container bound an engine. On this machine, every engine would
+otherwise use all memory and cores.
 """
 
 import os
@@ -17,7 +17,7 @@ from ullage_operator.api import naming
 from ullage_operator.manifests.config_files import to_yaml
 
 MIN_OWN_CORES = 2
-"""Minimum number of physical cores per worker for which engines get cores of their own.
+"""Minimum number of physical cores per worker for which engines get separate cores.
 
 With fewer cores, an engine that is busy alone would leave most of the machine idle.
 """
@@ -66,7 +66,7 @@ def _with_engine_config(item: Manifest, engine: Mapping[str, Any]) -> Manifest:
 
 
 def _host_tier_bytes(engines: EngineConfigs, num_pods: Mapping[str, int]) -> int:
-    """Return the size of all host tiers together. An engine without a prefix cache has none."""
+    """Return the total size of all host tiers. Engines without a prefix cache have no host tier."""
     sizes = [
         engine["memory"]["tiers"]["host"].get("size", 0) * num_pods[name]
         for name, engine in engines.items()
@@ -84,9 +84,9 @@ def machine_cores() -> list[list[int]]:
 def share_cores(
     objects: Sequence[Manifest], cores: Sequence[Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the settings of cores for each engine's section `server`, by pod name.
+    """Return the CPU core settings for the section `server` of each engine, by pod name.
 
-    A lone engine owns all cores. Several engines get cores of their own, in proportion to their
+    A single engine gets all cores. Several engines get separate cores, in proportion to their
     workers, if there are at least MIN_OWN_CORES for each worker. Otherwise they share all cores,
     and their threads sleep while they wait for one another instead of spinning. All engines of a
     scaling pool count, whether they run or not.

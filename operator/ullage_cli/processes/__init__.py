@@ -1,5 +1,5 @@
 """Runs the pods of a local plan as processes, and scales them: `ullage up` after its plan.
 
-This room knows processes, probes and the router's load reports, and neither manifests nor a
-cluster.
+This package handles processes, probes and the router's load reports. It depends on neither
+manifests nor a cluster.
 """

@@ -19,13 +19,13 @@ from ullage_operator.api.errors import LocalFailure
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
-"""Seconds of readiness after which a process starts over with the first backoff."""
+"""Seconds of readiness after which a process's restart backoff is reset."""
 MAX_FAILURES = 5
-"""Consecutive exits, none after a steady run, after which the pod fails for good."""
+"""Number of consecutive exits without a steady run after which the pod fails for good."""
 
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
-"""Maximum length of a line of output, bytes. A longer line is logged as several."""
+"""Maximum length of an output line in bytes. A longer line is logged as several lines."""
 TAIL_LINES = 5
 """Number of log lines in the error of a pod that printed no error of its own."""
 
@@ -40,7 +40,7 @@ class PodFailed(LocalFailure):
 
 
 class PodProcess:
-    """Owner of one pod's process and log file.
+    """Runs one pod's process and writes its log file.
 
     Args:
         pod: the pod to run.
@@ -61,7 +61,7 @@ class PodProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the present process (0 before the first)."""
+        """Process id of the current process (0 before the first process)."""
         return self._process.pid if self._process else 0
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class PodProcess:
             await process.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its children, and start no other."""
+        """Send SIGKILL to the process and its children, and do not start another process."""
         self._stopping.set()
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -169,8 +169,8 @@ class PodProcess:
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, in any way.
 
-    It runs in the child before exec. The signal is SIGKILL, because after a SIGTERM no parent would
-    be left to enforce the end. An engine's worker asks for the same.
+    This function runs in the child before exec. The signal is SIGKILL, because after a SIGTERM no
+    parent would be left to enforce the end. An engine's worker makes the same request.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

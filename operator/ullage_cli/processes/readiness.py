@@ -1,4 +1,4 @@
-"""Waits for the readiness of pods by the probes that the kubelet would make."""
+"""Waits until pods are ready, by the probes that the kubelet would use."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def wait_ready(pod: Pod) -> None:
-    """Return when the pod answers its readiness probe, without a timeout.
+    """Wait until the pod answers its readiness probe, without a timeout.
 
-    As in Kubernetes, a pod without a probe is ready when it starts. These are the pods without
-    ports.
+    As in Kubernetes, a pod without a probe is ready when it starts. Pods without ports have no
+    probe.
     """
     if not pod.ports:
         return

@@ -16,7 +16,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
 END_TIMEOUT_S = 20.0
-"""Seconds within which all processes must end after they were asked to."""
+"""Seconds within which all processes must end after they were asked to end."""
 
 OnProgress = Callable[[str, str], None]
 """Called with a pod's name and its progress."""
@@ -26,7 +26,7 @@ OnScaled = Callable[[str, str], None]
 
 
 class LocalRuntime:
-    """Owner of all processes of one service.
+    """Runs all processes of one service.
 
     Args:
         pods: all pods that may run.
@@ -104,7 +104,7 @@ class LocalRuntime:
             process.kill()
 
     async def ready(self) -> None:
-        """Return when every pod answers its readiness probe."""
+        """Wait until every pod answers its readiness probe."""
         await asyncio.gather(*(self._ready(process.pod) for process in self.processes))
 
     async def _ready(self, pod: Pod) -> None:
@@ -115,7 +115,7 @@ class LocalRuntime:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """Wait until all processes have ended, which were asked to stop."""
+        """Wait until all processes that were asked to stop have ended."""
         if self._runs:
             await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
@@ -140,7 +140,7 @@ class LocalRuntime:
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
     """Return whether a pod is among the first of its pool, up to the pool's size.
 
-    Routers, and pods of pools without a size, always are.
+    The result is always True for routers and for pods of pools without a size.
     """
     size = sizes.get(pod.part.removeprefix("pools."))
     mates = [each.name for each in pods if each.part == pod.part]

@@ -73,7 +73,7 @@ def running_folders() -> list[Path]:
     """Return the folders of every running `ullage up` without --run-dir, newest first.
 
     Raises:
-        LocalFailure: none runs.
+        LocalFailure: no `ullage up` runs.
     """
     states = Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*/{STATE_FILE}")
     folders = [path.parent for path in sorted(states, key=_modified, reverse=True)]

@@ -1,4 +1,4 @@
 """`ullage top` shows a service's engines, queue and decisions live in the terminal.
 
-It reads the router's pages over HTTP and knows neither manifests nor processes.
+The package reads the router's pages over HTTP. It depends on neither manifests nor processes.
 """

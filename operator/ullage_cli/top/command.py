@@ -23,7 +23,7 @@ from ullage_operator.api.errors import LocalFailure
 LOCAL_URL = "http://127.0.0.1:8000"
 """Router of an `ullage up` with its default port."""
 TIMEOUT_S = 5.0
-"""Longest time until the router answers, seconds."""
+"""Maximum time in seconds until the router answers."""
 
 HELP = """examples:
   ullage top                                       watch ullage up on this machine
@@ -155,7 +155,7 @@ def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | 
 class RouterPages:
     """Client of a router's `/stats` and `/metrics`.
 
-    Its connection stays open, so the same router answers each time.
+    The connection stays open, so the same router answers each time.
 
     Args:
         url: returns the router's URL. It is called before every sample.
@@ -189,7 +189,7 @@ class RouterPages:
             raise LocalFailure(f"{url}/stats: not a page of an Ullage router ({error})") from None
 
     def _page(self, url: str) -> httpx.Response:
-        """Return a page.
+        """Return the text of a page.
 
         Raises:
             LocalFailure: the router does not answer with status 200.

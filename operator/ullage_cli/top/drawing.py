@@ -9,9 +9,9 @@ from rich.text import Text
 from ullage_cli.top.frame import EngineRow, Frame, LatestRow, total_headroom
 
 BAR_CELLS = 20
-"""Width of the bar of a KV pool, characters."""
+"""Width of the bar for a KV pool, in characters."""
 PLAIN_WIDTH = 140
-"""Width of the output without a terminal, characters."""
+"""Width of the output without a terminal, in characters."""
 MAX_DECISIONS = 8
 MAX_LATEST = 12
 
@@ -27,7 +27,7 @@ PARTS = (("used", "blue"), ("committed", "bright_blue"), ("reclaimable", "green"
 BLOCKS = "█▓▒░"
 """Characters of a bar: one for each of PARTS, then one for free bytes."""
 LETTERS = "#=+."
-"""The same for terminals without block characters."""
+"""Characters of a bar on terminals without block characters."""
 
 
 def make_console() -> Console:

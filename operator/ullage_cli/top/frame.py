@@ -1,6 +1,6 @@
 """The figures that `ullage top` shows at one moment, computed from two samples of a router.
 
-This module is pure. It knows neither HTTP nor a clock.
+This module is pure. It uses neither HTTP nor a clock.
 """
 
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ class Sample(msgspec.Struct, frozen=True):
     """Both pages of a router at one moment."""
 
     at: float
-    """Seconds on the monotonic clock."""
+    """Time of the sample in seconds, on the monotonic clock."""
     stats: Document
     """The page /stats."""
     totals: Mapping[tuple[str, ...], float]
@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine. All bytes are of its KV pool."""
+    """The figures of one engine. All sizes are in bytes of its KV pool."""
 
     id: str
     pool: str
@@ -73,7 +73,7 @@ class LatestRow(msgspec.Struct, frozen=True):
 
     request_id: str
     arrived: float
-    """Unix time."""
+    """Unix time at which the request arrived."""
     action: str
     reason: str
     route: str
@@ -96,7 +96,7 @@ class Frame(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Decode speed of all running sequences on all engines."""
     answered_tokens_per_s: float
-    """Tokens a second in answers that ended."""
+    """Tokens per second in finished answers."""
     refused_per_s: float
     inflight: int
     queue_requests: int
@@ -109,9 +109,9 @@ class Frame(msgspec.Struct, frozen=True):
     """
     engines: tuple[EngineRow, ...]
     decisions: tuple[DecisionRow, ...]
-    """Most frequent first."""
+    """Decisions by frequency, the most frequent first."""
     latest: tuple[LatestRow, ...]
-    """Newest first."""
+    """Latest finished requests, the newest first."""
 
 
 def read_metrics(text: str) -> dict[tuple[str, ...], float]:

@@ -1,4 +1,4 @@
 """`ullage trace` prints the steps of one request, from the logs of all processes that handled it.
 
-It reads log lines of files and of `kubectl logs`, and asks no running process.
+The package reads log lines from files and `kubectl logs`. It sends no requests to processes.
 """

@@ -39,9 +39,9 @@ _ORDER = (
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
 
 _HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
-"""Fields of log lines that are not shown, or have a column of their own."""
+"""Fields of log lines that are not shown, or have a separate column."""
 _IN_TIMELINE = frozenset({"decided", "resumed", "lost"})
-"""Events of the router's log that also are in the timeline of its last line."""
+"""Events in the router's log that are also in the timeline of the router's last line."""
 _SUMMARY = (
     "status",
     "error",
@@ -137,7 +137,7 @@ def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
 
 
 def _is_in_timeline(line: Mapping[str, Any]) -> bool:
-    """Return whether the timeline of the router's last line has this line's event, too."""
+    """Return whether the timeline of the router's last line also has this line's event."""
     return _process(line) == "router" and line.get("event") in _IN_TIMELINE
 
 
