@@ -160,7 +160,7 @@ async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> Non
         state_file: another file to which state.json is written.
 
     Raises:
-        LocalFailure: a pod can never work. All processes have ended by then.
+        LocalFailure: a pod can never work. All processes have ended before the error is raised.
     """
     console = Console(highlight=False)
     stop = asyncio.Event()

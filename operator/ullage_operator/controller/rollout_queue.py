@@ -66,7 +66,7 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether a service's next pod would get the room that its other pods free.
+        """Return whether a service's next pod would get the resources that its old pods free.
 
         This is true while no engine of another service is unschedulable. If people edited several
         services, and these wait for resources at once, the first service by name has precedence.

@@ -21,7 +21,7 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""Seconds by which a refused login is reported to kopf late, since kopf retries at once."""
+"""Delay in seconds before kopf is told of a refused login, because kopf retries at once."""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 

@@ -368,7 +368,7 @@ def _advance_canary(
 
 
 def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Let the canary replace stable engines in pools without additional room."""
+    """Let the canary replace stable engines in pools without free nodes for additional engines."""
     pools = tuple(sorted({*state.replaces, *facts.crowded}))
     if pools == state.replaces:
         return state
