@@ -1,6 +1,6 @@
 """Code that the operator, the router and engines share.
 
-It knows the protos, and none of the three packages that use it.
+This package depends on the protos, and on none of the three packages that use it.
 """
 
 from importlib.metadata import PackageNotFoundError

@@ -1,7 +1,7 @@
 """The programs that the wheel installs.
 
-Each program needs the packages of one extra. If a wheel was installed without the extra, the
-program names it in one line.
+Each program needs the packages of one extra. If the wheel was installed without this extra, the
+program exits with a one-line error that names the extra.
 """
 
 import importlib
@@ -14,7 +14,7 @@ OWN_PACKAGES = {
     "router": ("sortedcontainers", "uvicorn", "tokenizers", "jinja2"),
     "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "zmq"),
 }
-"""Packages that each extra brings, and without which its program cannot run."""
+"""Packages that each extra installs, and that the extra's program requires."""
 
 
 def command() -> int:
@@ -38,7 +38,7 @@ def engine() -> int:
 
 
 def missing_extra(extra: str) -> str | None:
-    """Return an error that names a missing package of an extra, or None if all are there."""
+    """Return an error that names a missing package of an extra, or None if none is missing."""
     missing = next((name for name in OWN_PACKAGES[extra] if find_spec(name) is None), None)
     if missing is None:
         return None

@@ -1,11 +1,11 @@
 """Predicts the device memory of a request, from the memory profile that its engine publishes.
 
-The router decides with this price, the engine's admission charges it, and the engine's allocator
-hands it out. A sequence has a block table in each cache group, and all groups take blocks of one
-size from one pool.
+The router places requests by this cost, the engine's admission control charges it, and the engine's
+allocator allocates it. A sequence has a block table in each cache group. All groups allocate blocks
+of the same size from one pool.
 
-Full attention. For s samples of p prompt and o output tokens, a group that grows with the sequence
-holds
+Full attention. For s samples of p prompt tokens and o output tokens, a group that grows with the
+sequence holds
 
     shared = floor((p - 1) / block)
     blocks = shared + s * (ceil((p + o) / block) - shared) + (1 if s > 1 and p > 1)
@@ -22,22 +22,22 @@ computed in steps of at most c, and a window of w, the group holds at most
 
     window(n, c) = min(ceil(n / block), ceil((w + c - 2) / block) + 1)
 
-blocks at a time. That is the maximum over all ways to split n tokens into steps. Prompts are
+blocks at a time. This is the maximum over all ways to split n tokens into steps. Prompts are
 computed in steps of `prefill_chunk_tokens`. The output is computed in shorter steps, of
 `decode_tokens`, while the other groups still grow. So a sample holds at most the larger of
 
     growing groups * ceil(p / block) + windows(p, prefill_chunk_tokens)
     growing groups * ceil((p + o) / block) + windows(p + o, decode_tokens)
 
-Samples share blocks of windows too. But once its window has slid past the prompt, each sample has
-as many blocks of its own, so each is charged for them.
+Samples share blocks of windows, too. Once the window of a sample has slid past the prompt, however,
+the sample has as many separate blocks. Each sample is therefore charged for a full window.
 
 Recurrent states. A group of states holds `state_blocks` for each sample of any length.
 
-    bytes = blocks of all groups * bytes of a block
+    bytes = blocks of all groups * bytes per block
 
-Activations, and convolution states outside the blocks, are not priced: engines reserve them for
-everything that may run, before they serve.
+The cost excludes activations and convolution states outside the blocks. Engines reserve memory for
+these before they serve, enough for everything that may run.
 """
 
 import bisect
@@ -46,22 +46,22 @@ from functools import cached_property
 import msgspec
 
 UNBOUNDED_TOKENS = (1 << 31) - 1
-"""Length of a sequence that is bounded by the model and not by memory."""
+"""Length that stands for a sequence limited by the model and not by memory."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
     """Layers with the same kind of cache: full attention, a sliding window, or states."""
 
     bytes_per_token: int
-    """Bytes of one token over all layers and ranks of the group (for states, a block's share)."""
+    """Bytes per token over all layers and ranks of the group (for states, a block's share)."""
     window_tokens: int = 0
     """Length of the sliding window in tokens (0 for a group without one)."""
     state_blocks: int = 0
-    """Blocks that a sequence of any length takes for its states (0 for attention)."""
+    """Blocks per sequence for recurrent states, whatever its length (0 for attention)."""
 
     @property
     def grows(self) -> bool:
-        """Return whether the group takes blocks as long as the sequence grows."""
+        """Return whether the group needs more blocks as the sequence grows."""
         return not self.window_tokens and not self.state_blocks
 
 
@@ -69,10 +69,10 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     """The memory needs of a loaded model (see `ullage.inference.v1.MemoryProfile`)."""
 
     block_tokens: int
-    """Tokens of one KV block."""
+    """Tokens per KV block."""
     groups: tuple[CacheGroup, ...]
     state_bytes_per_sequence: int = 0
-    """Bytes of one sequence's convolution states over all layers and ranks."""
+    """Bytes per sequence for convolution states, over all layers and ranks."""
     activation_bytes_per_token: int = 0
     sampler_bytes_per_sequence: int = 0
     prefill_chunk_tokens: int = 0
@@ -81,31 +81,31 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     session_kv_bytes: int = 0
     """Maximum KV bytes of one session (0 for no bound)."""
     copies_shared_block: bool = True
-    """Whether samples copy the block in which they diverge. Otherwise each computes its own."""
+    """Whether samples copy the block in which they diverge, instead of each recomputing it."""
     decode_tokens: int = 0
     """Maximum output tokens of a sequence in one step, or in all steps in flight.
 
-    0 means as many as of a prompt.
+    0 means the same maximum as for prompt tokens.
     """
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block on all ranks. A block can hold tokens of any cache group."""
+        """Bytes per block on all ranks. A block can hold tokens of any cache group."""
         return self.block_tokens * max((group.bytes_per_token for group in self.groups), default=0)
 
     @cached_property
     def num_growing(self) -> int:
-        """Number of groups that take blocks as long as the sequence grows."""
+        """Number of cache groups that need more blocks as the sequence grows."""
         return sum(group.grows for group in self.groups)
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, maximum blocks per sequence) of each window, while prompts are computed."""
+        """Window length in tokens and maximum blocks per sequence during prefill, per window."""
         return self._windows(self.prefill_chunk_tokens)
 
     @cached_property
     def decode_windows(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, maximum blocks per sequence) of each window, while the output is computed."""
+        """Window length in tokens and maximum blocks per sequence during decoding, per window."""
         return self._windows(self.decode_tokens or self.prefill_chunk_tokens)
 
     def _windows(self, step_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -117,12 +117,12 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def state_blocks(self) -> int:
-        """Blocks that a sequence of any length takes for states."""
+        """Blocks per sequence for recurrent states, whatever its length."""
         return sum(group.state_blocks for group in self.groups)
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether all layers are in one group of full attention, whose samples copy blocks."""
+        """Whether all layers are in one full-attention group whose samples copy shared blocks."""
         return self.num_growing == len(self.groups) == 1 and self.copies_shared_block
 
     @cached_property
@@ -131,7 +131,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
         return max((group.window_tokens for group in self.groups), default=0)
 
     def decode_read_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of KV that are read to compute the token after `num_tokens` others."""
+        """Return the bytes of KV that are read to decode the token after `num_tokens` tokens."""
         return sum(
             group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
             for group in self.groups
@@ -140,17 +140,17 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def growing_bytes_per_token(self) -> int:
-        """Bytes of a token in the groups that grow with the sequence."""
+        """Bytes per token in the cache groups that grow with the sequence."""
         return sum(group.bytes_per_token for group in self.groups if group.grows)
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Predicted bytes of one request."""
+    """Predicted memory of one request."""
 
     tokens: int
     """Tokens charged for one sample: the prompt and the expected output."""
     kv_bytes: int
-    """Bytes of the request's blocks, which the engine's admission charges."""
+    """Bytes of the request's blocks, which the engine's admission control charges."""
 
 
 def predict(
@@ -160,17 +160,16 @@ def predict(
     expected_output: int,
     samples: int = 1,
 ) -> Demand:
-    """Return the price of a prompt and of the output that is expected of each sample."""
+    """Return the predicted memory of a prompt and of the expected output of each sample."""
     tokens = prompt_tokens + charged_output(max_tokens, expected_output)
     blocks = request_blocks(profile, prompt_tokens, tokens, samples)
     return Demand(tokens, blocks * profile.block_bytes)
 
 
 def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> int:
-    """Return the output tokens that a request is charged.
+    """Return the number of output tokens that a request is charged for.
 
-    They are the expected ones, at least one more than the request has `produced`, and at most
-    `max_tokens`.
+    This is the expected number, but at least `produced` + 1 and at most `max_tokens`.
     """
     return min(max_tokens, max(expected_output, produced + 1))
 
@@ -178,7 +177,7 @@ def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> 
 def request_blocks(
     profile: MemoryProfile, prompt_tokens: int, num_tokens: int, samples: int = 1
 ) -> int:
-    """Return the blocks of `samples` sequences of `num_tokens` tokens with the same prompt."""
+    """Return the number of blocks for `samples` sequences of `num_tokens` with a shared prompt."""
     if samples == 1:
         return sample_blocks(profile, num_tokens, prompt_tokens)
     shared_tokens = max(0, prompt_tokens - 1)
@@ -195,14 +194,14 @@ def sample_blocks(
     shared_tokens: int = 0,
     leads: bool = False,
 ) -> int:
-    """Return the blocks that one sample of `num_tokens` tokens takes.
+    """Return the number of blocks that one sample of `num_tokens` tokens needs.
 
     Args:
-        prompt_tokens: tokens that are computed as a prompt (0 if the prompt is already computed).
-            None if all may be, as for a sequence that continues after preemption.
-        shared_tokens: tokens at the beginning whose whole blocks are the leader's.
-        leads: whether this sample is the leader. It is charged one block more: the original of the
-            block in which samples diverge, until the last sample has its own copy.
+        prompt_tokens: number of tokens computed by prefill (0 if the prompt is already computed).
+            None if prefill may compute all tokens, as after preemption.
+        shared_tokens: number of leading tokens whose whole blocks belong to the leader.
+        leads: whether this sample is the leader. The leader is charged one more block: the original
+            of the block in which samples diverge, until the last sample has copied it.
     """
     size = profile.block_tokens
     if profile.is_plain:
@@ -226,11 +225,11 @@ def _most_held(
     shared: int,
     original: int,
 ) -> int:
-    """Return the maximum blocks that a sample holds while its first `num_tokens` are computed.
+    """Return the maximum number of blocks of a sample while its first `num_tokens` are computed.
 
     Args:
-        shared: blocks of each table that are another sample's.
-        original: 1 for the sample that is charged the original of a copied block, otherwise 0.
+        shared: number of blocks in each block table that belong to another sample.
+        original: 1 for the sample that is charged for the original of a copied block, otherwise 0.
     """
     whole = -(-num_tokens // profile.block_tokens)
     own = whole - shared + original
@@ -247,14 +246,14 @@ def most_tokens(
     """Return the length of the longest sequence whose predicted bytes are at most `available`.
 
     Args:
-        available: bytes.
-        prompt_tokens: tokens of the prompt, or None if the whole sequence may be one, as after
-            preemption.
-        samples: number of sequences, all of that length.
+        available: available memory in bytes.
+        prompt_tokens: number of prompt tokens, or None if prefill may compute the whole sequence,
+            as after preemption.
+        samples: number of sequences of that length.
 
     Returns:
-        Tokens, including the prompt. The result is less than `prompt_tokens` if not even the prompt
-        fits, and `UNBOUNDED_TOKENS` if a sequence of any length fits.
+        The number of tokens, including the prompt. It is less than `prompt_tokens` if not even the
+        prompt fits, and `UNBOUNDED_TOKENS` if a sequence of any length fits.
     """
     if not profile.block_bytes:
         return UNBOUNDED_TOKENS
@@ -274,7 +273,7 @@ def most_tokens(
 def _most_windowed(
     profile: MemoryProfile, blocks: int, prompt_tokens: int | None, samples: int
 ) -> int:
-    """Find the longest sequence whose price is at most `blocks`, by bisection."""
+    """Find the longest sequence that needs at most `blocks` blocks, by bisection."""
     size = profile.block_tokens
 
     def price(num_blocks: int) -> int:

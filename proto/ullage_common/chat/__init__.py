@@ -1,4 +1,4 @@
-"""Chat templates, tool formats and special tokens, as router and engine both apply them.
+"""Chat templates, tool formats and special tokens, for the router and the engine alike.
 
-The package knows texts, tokens and messages. It knows neither channels nor servers.
+This package works on texts, tokens and messages. It depends on neither gRPC channels nor servers.
 """

@@ -1,7 +1,7 @@
 """The special tokens that a tokenizer puts around a text, for example BOS and EOS.
 
-Routers and engines tokenise raw prompts alike. The tokens that the post-processor of tokenizer.json
-adds are around the prompt exactly once, even if the prompt spells them itself.
+Routers and engines tokenise raw prompts in the same way. The prompt has the tokens that the
+post-processor of tokenizer.json adds exactly once, even if the prompt already spells them.
 """
 
 from collections.abc import Sequence

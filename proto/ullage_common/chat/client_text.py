@@ -43,7 +43,7 @@ class Marks:
         return ord(character) in self._cleared
 
     def mark(self, text: str) -> str:
-        """Return the text with marks, or the same object if there is nothing to mark."""
+        """Return the text with marks, or the same object if the text needs no marks."""
         if len(self._pairs) > _FEW:
             marked = text.translate(self._marked)
             return text if marked == text else marked
@@ -113,11 +113,11 @@ class ClientText(str):
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Return client text of a text that still has its marks."""
+        """Return a text that still has its marks as client text."""
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Return client text of a text whose marks are lost."""
+        """Return a text that has lost its marks as client text."""
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":
@@ -258,9 +258,9 @@ class ClientText(str):
         return self._slice(0, start), self._slice(start, end), self._slice(end, None)
 
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:
-        """Return parts of the plain text as parts of the text with marks.
+        """Return the parts of the text with marks that correspond to parts of the plain text.
 
-        Only the separator, or white space, is between two parts.
+        Only the separator or white space may be between two parts.
         """
         marked_parts = list[str]()
         start = 0
@@ -305,13 +305,13 @@ def _plains(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join texts. The result is client text if one of them is."""
+    """Join texts. The result is client text if one of the texts is client text."""
     listed = list(parts)
     return _of("".join(listed), listed)
 
 
 def interposed(between: str, parts: Iterable[Any]) -> str:
-    """Join texts with another between them."""
+    """Join texts with a separator."""
     listed = list(map(str, parts))
     return _of(str.join(between, listed), [between, *listed])
 
@@ -324,7 +324,7 @@ def formatted(form: str, values: Any) -> str:
 
 
 def _of(text: str, parts: Iterable[Any]) -> str:
-    """Return a text as client text if one of its parts is."""
+    """Return a text as client text if one of its parts is client text."""
     for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)

@@ -15,11 +15,11 @@ _ALIAS_CHARACTERS = 5
 
 
 class GuardedTokenizer:
-    """A copy of a tokenizer that knows its guarded tokens only by secret aliases.
+    """A copy of a tokenizer that recognises its guarded tokens only by secret aliases.
 
-    It shares the vocabulary. A text that spells a guarded token becomes ordinary tokens. A piece
-    that is a guarded token becomes its id, and splits the text as the token does in the original.
-    It is safe to use from several threads.
+    The copy has the same vocabulary. A text that spells a guarded token becomes ordinary tokens. A
+    piece that is a guarded token becomes that token's id, and splits the text as the token does in
+    the original tokenizer. Several threads may use the copy.
 
     Args:
         tokenizer: the model's tokenizer.

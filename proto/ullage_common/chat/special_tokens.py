@@ -43,7 +43,7 @@ _CASED = range(0x80, 0x20000)
 """Code points that are searched for letters which a change of case turns into others."""
 
 _SINGLETONS = range(0x300, 0x3400)
-"""Code points that are searched for characters which NFC turns into punctuation."""
+"""Code points in which to search for characters that NFC turns into punctuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class SpecialTokenGuard:
             or any(key.isalnum() for key in self._keys)
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
-        """Whether even texts without keys could become part of a guarded token."""
+        """Whether even texts without any of these key characters could form a guarded token."""
         self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
         first = chr(self._code_points[0])
         last = chr(self._code_points[-1])
@@ -187,7 +187,7 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return few characters such that every text has one of them (a greedy hitting set).
+    """Return a small set of characters such that every text has one (a greedy hitting set).
 
     Rare punctuation is preferred to letters.
     """
@@ -236,7 +236,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters, and all that a change of case turns into one of them."""
+    """Return the characters, and all characters that a change of case turns into one of them."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:

@@ -126,7 +126,7 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt text of a conversation, with special tokens as text.
 
-        Tools and calls become text of the conversation for a template that does not know them.
+        If the template does not support tools or tool calls, they become text of the conversation.
 
         Args:
             messages: turns, oldest first.
@@ -180,18 +180,18 @@ class _Compiled:
 
     render: Callable[..., str]
     names: frozenset[str]
-    """Variables that it reads."""
+    """Variables that the template reads."""
     literals: frozenset[str]
-    """Texts in its source."""
+    """Texts in the template's source."""
     knows_calls: bool
-    """Whether it writes tool calls."""
+    """Whether the template renders tool calls."""
     checks_ids: bool
-    """Whether it refuses calls whose ids are longer than nine characters."""
+    """Whether the template refuses tool calls whose ids are longer than nine characters."""
     looks: Looks
 
     @property
     def knows_tools(self) -> bool:
-        """Whether it writes tools."""
+        """Whether the template renders tools."""
         return "tools" in self.names
 
 
@@ -228,7 +228,7 @@ def _literals(parsed: nodes.Template) -> Iterator[str]:
 class _GenerationTag(Extension):
     """Renders the body of `{% generation %}`, which marks the assistant's words for training.
 
-    The body is a call block, as in transformers, so it is a scope of its own.
+    The body is a call block, as in transformers, so it has a separate scope.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set

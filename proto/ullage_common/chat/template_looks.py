@@ -1,7 +1,7 @@
 """Finds the words that a chat template searches for in texts, from its source.
 
-A text with these words that is longer than any number in the template takes the same branches of
-the template as a longer one.
+Suppose that a text has these words and is longer than any number in the template. A longer text
+with these words then takes the same branches of the template.
 """
 
 from collections.abc import Iterator

@@ -45,7 +45,7 @@ def _pattern(tree: _Tree) -> str:
 
 
 def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[TokenPiece]:
-    """Cut a text at the tokens that a pattern finds."""
+    """Split a text at the special tokens that a pattern finds."""
     start = 0
     for match in pattern.finditer(text) if pattern else ():
         token_start, end = match.span()

@@ -116,7 +116,7 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]
 def with_results_as_text(turns: Sequence[Turn]) -> list[Turn]:
     """Return the conversation with results as the user's turns.
 
-    This is for templates that know neither tools nor calls.
+    This is for templates that support neither tools nor tool calls.
     """
     return [_as_result(turn) for turn in _joined_results(turns)]
 
@@ -137,7 +137,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
-    """Group turns: one with several calls together with the results that follow it."""
+    """Group each turn that has several calls with the results that follow it."""
     grouped: list[tuple[Turn, list[Turn]]] = []
     for turn in turns:
         if turn["role"] == "tool" and grouped and len(grouped[-1][0].get("tool_calls", ())) > 1:
@@ -148,7 +148,7 @@ def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
 
 
 def _one_by_one(turn: Turn, results: Sequence[Turn]) -> list[Turn]:
-    """Split a turn with several calls into turns with one, each before its result."""
+    """Split a turn with several calls into turns with one call, each before its result."""
     calls = turn.get("tool_calls", ())
     if len(calls) < 2:
         return [turn]
@@ -178,7 +178,7 @@ def _python_call(call: Mapping[str, Any]) -> str:
 
 
 def _joined_results(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Group consecutive results. Any other turn is a group of its own."""
+    """Group consecutive tool results. Any other turn is a separate group."""
     groups: list[list[Turn]] = []
     for turn in turns:
         if turn["role"] == "tool" and groups and groups[-1][0]["role"] == "tool":

@@ -1,4 +1,4 @@
-"""Turns messages of the wire into the turns that chat templates expect."""
+"""Converts protobuf messages into the turns that chat templates expect."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ _ROLES = {"developer": "system"}
 
 
 def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
-    """Make one turn a message, with the fields that the message has."""
+    """Make one turn per message, with the fields that the message has."""
     names: dict[str, str] = {}
     turns = []
     for message in messages:

@@ -1,5 +1,5 @@
-"""The configuration files of routers and engines, which the operator writes in bytes and seconds.
+"""Schemas of the configuration files of routers and engines, which the operator writes.
 
-A field is defined here and in the CRD, and nowhere else. Nothing here knows the API's words or a
-cluster.
+Sizes are in bytes and durations in seconds. Each field is defined only here and in the CRD. This
+package depends on neither the CRD's vocabulary nor a cluster.
 """

@@ -30,12 +30,12 @@ EngineKind = Literal["auto", "native", "vllm"]
 
 
 class MemoryBudget(Strict, frozen=True, kw_only=True):
-    """The memory budget of engines, which engines apply and routers show in /stats."""
+    """The memory budget of engines. Engines enforce it, and routers show it in /stats."""
 
     threshold_percent: SomePercent = 85.0
-    """Percent of the device that may be used."""
+    """Percentage of the device's memory that the engine may use."""
     safety_reserve: SomeBytes = 2 << 30
-    """Bytes of each device that stay free below the threshold."""
+    """Bytes of each device's memory that stay free below the threshold."""
 
     @property
     def threshold(self) -> float:
@@ -47,8 +47,8 @@ class RequestLimits(Strict, frozen=True, kw_only=True):
     request_timeout: SomeSeconds = 30.0
     """Maximum seconds without a token, from the request's arrival or from the previous token.
 
-    Beam searches, and best_of above n, send nothing before the end, so only `total_timeout` bounds
-    them.
+    Beam searches, and requests whose best_of exceeds n, send nothing before the end. Only
+    `total_timeout` limits such requests.
     """
     total_timeout: SomeSeconds = 540.0
     """Maximum seconds from the request's arrival to its last token."""
@@ -65,7 +65,7 @@ class TicketFolder(Strict, frozen=True, kw_only=True):
     keys_dir: Text
     """Folder with one key per file, the same for routers and engines.
 
-    The last key by name signs.
+    The key whose file name sorts last signs new tickets.
     """
 
 
@@ -79,48 +79,48 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     name: str
     """Name by which clients ask for the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations. auto is bfloat16 if the device computes in it."""
+    """Data type of weights and activations. auto means bfloat16 if the device supports it."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"] = "auto"
-    """Format that matrices of an unquantised checkpoint are converted to.
+    """Format to which the matrices of an unquantised checkpoint are converted.
 
-    w8a8 needs a calibration, which `ullage quantize` makes. A quantised checkpoint names its own
-    format. auto converts no matrix of a layer, and on x86 CPUs with AVX2 it computes directly with
-    a GGUF file's blocks.
+    w8a8 needs a calibration from `ullage quantize`. A quantised checkpoint declares its own format.
+    auto converts no matrix of a layer. On x86 CPUs with AVX2, auto computes directly on the
+    quantised blocks of a GGUF file.
     """
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of stored keys and values.
+    """Data type of the KV cache.
 
-    fp8 is float8 E4M3. auto is the type of activations, but bfloat16 if `dtype` is auto and the C++
-    library for CPUs computes.
+    fp8 means float8 E4M3. auto means the data type of activations, except that it means bfloat16 if
+    `dtype` is auto and the C++ library for CPUs runs the model.
     """
     max_model_len: int | None = None
     """Maximum tokens of prompt and output together, or None for the model's own limit."""
     deterministic: bool = False
     allow_unknown_config: bool = False
-    """Whether to compute without configuration keys that the native engine does not know.
+    """Whether the native engine ignores keys of the model's configuration that it does not support.
 
-    It then logs these keys of the model instead of refusing the model.
+    The engine then logs these keys instead of refusing to load the model.
     """
     generation_defaults: bool = True
-    """Whether the model's own defaults apply to sampling parameters that a request leaves out.
+    """Whether the model's own defaults apply to sampling parameters that a request omits.
 
-    They come from the model's generation_config.json or GGUF metadata. Otherwise the API's defaults
-    apply.
+    These defaults come from the model's generation_config.json or GGUF metadata. If this is False,
+    the API's defaults apply.
     """
 
 
 class AdapterSection(Strict, frozen=True, kw_only=True):
-    """A LoRA adapter of the model, which clients choose by its name."""
+    """A LoRA adapter of the model, which clients select by name."""
 
     name: Text
     source: str
-    """URI of the adapter's folder, as a model's."""
+    """URI of the adapter's folder, in the same forms as a model's URI."""
     rank: Positive
-    """Rank of its matrices, at most `memory.max_lora_rank`."""
+    """Rank of the adapter's matrices, at most `memory.max_lora_rank`."""
 
 
 class AdaptersFile(Strict, frozen=True, kw_only=True):
-    """The adapters of a running engine, in a file that the engine follows."""
+    """The adapters of a running engine, in a file that the engine watches for changes."""
 
     adapters: tuple[AdapterSection, ...] = ()
 
@@ -202,12 +202,12 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "api_key": _SERVED_BY_ULLAGE,
     }
 )
-"""The replacement for each argument of vLLM that users may not set, by the argument's name."""
+"""Arguments of vLLM that users may not set, and the setting to use instead of each."""
 _ARGUMENT = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class VllmSection(Strict, frozen=True, kw_only=True):
-    """Settings for workers with vLLM."""
+    """Settings for workers that run vLLM."""
 
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of `vllm.EngineArgs` that this configuration has no field for."""
@@ -224,70 +224,70 @@ class VllmSection(Strict, frozen=True, kw_only=True):
 
 
 class GroupSection(Strict, frozen=True, kw_only=True):
-    """The pods that one engine with vLLM spans: this pod, which leads, and its followers."""
+    """The pods of one multi-node vLLM engine: this pod is the leader, and the others follow it."""
 
     nodes: Positive = 1
-    """Number of pods, each with `gpus` / `nodes` of the engine's GPUs."""
+    """Number of pods. Each pod has `gpus` / `nodes` GPUs of the engine."""
     join_port: Port = 29500
-    """Port of the leader that followers connect to.
+    """Port of the leader to which followers connect.
 
-    Each side learns from this connection that the other has ended.
+    If the leader or a follower exits, the other one notices it by this connection.
     """
     vllm_port: Port = 29501
-    """Port of the leader for vLLM's own rendezvous, its `master_port`."""
+    """Port of the leader for vLLM's rendezvous, which is vLLM's `master_port`."""
 
 
 def follower_place(index: int, nodes: int) -> tuple[int, int]:
-    """Return the index of a follower's leader, and its rank among the nodes of the engine.
+    """Return the index of a follower's leader, and the follower's node rank in its engine.
 
     Args:
-        index: the follower's index among the followers of all engines of a pool.
-        nodes: the number of nodes of one engine, of which the leader has rank 0.
+        index: the follower's index among all followers in the pool.
+        nodes: the number of nodes per engine. The leader has rank 0.
     """
     leader, position = divmod(index, nodes - 1)
     return leader, position + 1
 
 
 class RankGrid(Strict, frozen=True, kw_only=True):
-    """The division of a model among the devices of an engine."""
+    """How a model is sharded over the devices of an engine."""
 
     tensor: int = 1
-    """Ranks that share each layer."""
+    """Number of tensor-parallel ranks, which share each layer."""
     pipeline: int = 1
-    """Stages of consecutive layers. tensor * pipeline is `gpus`."""
+    """Number of pipeline stages of consecutive layers. tensor * pipeline equals `gpus`."""
 
 
 class ParallelismSection(RankGrid, frozen=True, kw_only=True):
     micro_batches: Positive = 6
-    """Parts of a step that pass through the stages one after the other."""
+    """Number of micro-batches into which a step is split for the pipeline stages."""
     decode_batches: Positive | None = None
-    """Batches of decodes in flight at once.
+    """Maximum number of decode batches in flight at once.
 
-    None means one per stage if each stage has a device of its own. On CPUs, whose stages share
-    processors and memory, None means one in all.
+    None means one per pipeline stage if each stage has a separate device. On CPUs, where stages
+    share processors and memory, None means one in total.
     """
     nccl: dict[str, str] = msgspec.field(default_factory=dict)
-    """Environment of NCCL, which overrides `ullage_engine.server.worker_env.TRANSFER_ENV`."""
+    """Variables of NCCL that override those in `ullage_engine.server.worker_env.TRANSFER_ENV`."""
 
 
 class HostTierSection(Strict, frozen=True, kw_only=True):
-    """KV in host memory, which survives the worker."""
+    """The KV tier in host memory, whose content survives a restart of the worker process."""
 
     size: SomeBytes | None = None
-    """Bytes taken at the engine's start, in addition to the device's memory.
+    """Bytes of host memory to allocate when the engine starts.
 
-    With 0 there is no host tier, and no tier below it. None means 256 MiB if there are tiers below
-    it, or else `default_host_tier`.
+    0 turns off the host tier and all tiers below it. None means 256 MiB if there are tiers below
+    the host tier. Otherwise None means the size that `default_host_tier` returns.
     """
 
 
 class FileTierSection(Strict, frozen=True, kw_only=True):
-    """KV in files, which survive the engine."""
+    """The KV tier in files, whose content survives a restart of the engine."""
 
     path: Text
-    """Folder, which is created if missing. Engines may share it, each with its own files in it."""
+    """Folder of the files, created if missing. Engines may share it, each with separate files."""
     size: Annotated[Bytes, msgspec.Meta(ge=1)] = 2 << 30
-    """Maximum bytes of the files of one engine."""
+    """Maximum total size of one engine's files, in bytes."""
 
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):
@@ -295,22 +295,23 @@ class FileTierSection(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSection(Strict, frozen=True, kw_only=True):
-    """KV of other engines with the same model."""
+    """The KV tier in other engines that serve the same model."""
 
     peers: tuple[Text, ...]
-    """Addresses of the other engines, host:port.
+    """Addresses of the other engines, as host:port.
 
-    A name with several addresses stands for several peers. This engine itself is left out.
+    A host name that resolves to several addresses means several peers. This engine's own address is
+    ignored.
     """
     deadline: SomeSeconds = 1.0
-    """Maximum seconds of one transfer of blocks."""
+    """Maximum seconds for one transfer of blocks."""
     copy: bool = False
     """Whether to copy blocks to one peer if they were used twice or belong to a session.
 
-    The copies survive this engine.
+    The copies remain available after this engine stops.
     """
     server_name: Text | None = None
-    """Name in the peers' certificates, or None for the host of their address."""
+    """Name to expect in the peers' certificates, or None for the host in a peer's address."""
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -320,7 +321,7 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
 DEFAULT_HOST_TIER = 256 << 20
 _MIN_DEFAULT_HOST_TIER = 16 << 20
 _GPU_WORKER_BYTES = 1 << 30
-"""Host memory of a worker of a GPU: Python, torch and the device's context."""
+"""Estimated host memory of one GPU worker, for Python, torch and the CUDA context, in bytes."""
 
 
 class HostedTiers(Strict, frozen=True, kw_only=True):
@@ -328,17 +329,17 @@ class HostedTiers(Strict, frozen=True, kw_only=True):
 
     @property
     def asked_host_bytes(self) -> int | None:
-        """Return the size of the host tier that was asked for, or None.
+        """Return the size of the host tier if the configuration asks for one, or None.
 
-        The tier is asked for by its size or by a tier below it. Without that much memory the engine
-        does not start.
+        The configuration asks for a host tier by its size or by a tier below it. The engine does
+        not start without enough memory for this size.
         """
         has_lower = any(getattr(self, name) for name in ("remote", "file"))
         return DEFAULT_HOST_TIER if self.host.size is None and has_lower else self.host.size
 
 
 class TiersSection(HostedTiers, frozen=True, kw_only=True):
-    """The tiers for KV that the device has no room for, the fastest first."""
+    """The tiers for KV that does not fit on the device, fastest first."""
 
     remote: RemoteTierSection | None = None
     file: FileTierSection | None = None
@@ -355,35 +356,36 @@ class TiersSection(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
-    """Limits of the memory for KV and adapters."""
+    """Limits on the memory for KV and adapters."""
 
     session_kv_limit: Bytes = 512 << 20
-    """Maximum KV bytes of one session, between its requests and while they run.
+    """Maximum KV bytes of one session, both while its requests run and between them.
 
-    With 0 no KV is kept for sessions, and their requests have no bound.
+    With 0, no KV is kept for sessions, and a session's running requests have no limit.
     """
     max_kv: Bytes | None = None
-    """Maximum KV bytes of a device, or None for the default of `kv_limit`."""
+    """Maximum KV bytes per device, or None for the default that `kv_limit` returns."""
     adapter_percent: SomePercent = 10.0
-    """Percentage of each device that the slots of LoRA adapters may take.
+    """Maximum percentage of each device's memory for the slots of LoRA adapters.
 
-    There are as many slots as fit, at most `max_loras` and at least one.
+    The engine allocates as many slots as fit, at most `max_loras` and at least one.
     """
     max_loras: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Maximum number of LoRA adapters that are loaded at a time.
 
-    With 0 the engine serves none. None means 8 if the engine starts with adapters, or else 0.
+    With 0, the engine serves no adapters. None means 8 if the engine starts with adapters, and 0
+    otherwise.
     """
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
-    """Maximum rank of an adapter. Every slot has room for this rank."""
+    """Maximum rank of an adapter. Every slot is large enough for this rank."""
     device_bytes: Bytes | None = None
-    """Budget of a CPU device in bytes, or None for the cgroup's limit."""
+    """Memory budget of a CPU device in bytes, or None for the cgroup's limit."""
     prefix_cache: bool = True
-    """Whether computed KV is kept and shared with requests that have the same prefix."""
+    """Whether to keep computed KV and share it with requests that have the same prefix."""
     session_idle: Seconds = 300.0
-    """Seconds without a request after which a session's KV is evicted before any other."""
+    """Seconds without a request after which a session's KV is evicted before other KV."""
     host_kv: Bytes = 0
-    """Host memory in bytes for sequences preempted by swapping. With 0 they are recomputed."""
+    """Host memory in bytes to swap preempted sequences to. With 0, sequences are recomputed."""
 
     @property
     def adapter_share(self) -> float:
@@ -394,10 +396,10 @@ MAX_CPU_KV = 20 << 30
 
 
 def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
-    """Return the maximum KV bytes of a device, or None if its budget is the only limit.
+    """Return the maximum KV bytes of a device, or None if only its memory budget limits them.
 
-    A GPU's memory serves no other purpose. On a CPU, other processes need a part of the memory, and
-    KV that its cores cannot read in time is useless.
+    A GPU's memory serves no other purpose. On a CPU, other processes need part of the memory, and
+    KV that the cores cannot read in time is useless.
     """
     return MAX_CPU_KV if memory.max_kv is None and on_cpu else memory.max_kv
 
@@ -405,14 +407,15 @@ def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
 def default_host_tier(
     memory: MemoryLimits, device: Device, num_ranks: int, limit: int | None
 ) -> int:
-    """Return the size of a host tier by default, small enough to be in nobody's way.
+    """Return the default size of the host tier in bytes, or 0 for no host tier.
 
-    It is 256 MiB, and at most an eighth of the memory that the rest of the engine leaves of a
-    limit. Below 16 MiB there is no tier, and 0 is returned.
+    The default is 256 MiB. If the container has a memory limit, the default is at most an eighth of
+    the memory that the rest of the engine leaves free below this limit. A result below 16 MiB
+    becomes 0.
 
     Args:
-        num_ranks: workers of the engine in one container.
-        limit: maximum bytes of the container, or None without a limit.
+        num_ranks: number of the engine's workers in one container.
+        limit: memory limit of the container in bytes, or None without a limit.
     """
     if limit is None:
         return DEFAULT_HOST_TIER
@@ -434,12 +437,13 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     decode_max_batch_tokens: int = 8192
     """Maximum number of sequences that one step decodes, one token each.
 
-    How much KV these sequences read together is bounded by a measurement at the start.
+    The engine also limits the KV that these sequences read in one step, by a measurement at its
+    start.
     """
     prefill_chunk_tokens: int | None = None
-    """Maximum prompt tokens computed in one step. 0 turns chunking off.
+    """Maximum number of prompt tokens computed in one step. 0 turns chunked prefill off.
 
-    None means 512, or with vLLM its own value for the device.
+    None means 512 for the native engine, and vLLM's own default for vLLM.
     """
     max_sequences: int = 64
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
@@ -448,18 +452,18 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
     step_deadline: Annotated[Seconds, msgspec.Meta(ge=1.0)] = 30.0
-    """Seconds after which a worker that has work and finishes no step is restarted."""
+    """Seconds after which a worker is restarted if it has work but finishes no step."""
 
 
 class DegradeLevel(Strict, frozen=True, kw_only=True):
-    """Limits of requests while headroom is below a percentage of the KV pool."""
+    """Limits on requests that apply while headroom is below a percentage of the KV pool."""
 
     below_percent: Percent
     max_output_tokens: int | None = None
     max_temperature: float | None = None
     max_top_p: float | None = None
     batch_percent: Percent | None = None
-    """Percent of `batching.max_sequences` that run at once."""
+    """Maximum number of running sequences, as a percentage of `batching.max_sequences`."""
 
     @property
     def below(self) -> float:
@@ -475,18 +479,18 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
 
     enabled: bool = True
     power_cap: bool = False
-    """Whether throttling by the power limit counts, like throttling by heat.
+    """Whether throttling by the power limit counts in the same way as thermal throttling.
 
     Many healthy GPUs reach the power limit at full load.
     """
     after: Seconds = 10.0
-    """Seconds of throttling after which the batch shrinks by `batch_step_percent`, repeatedly."""
+    """Seconds of throttling after which the batch shrinks by `batch_step_percent` each time."""
     recover_after: Seconds = 30.0
-    """Seconds without any throttling after which it grows by `batch_step_percent`."""
+    """Seconds without throttling after which the batch grows by `batch_step_percent`."""
     batch_step_percent: SomePercent = 25.0
-    """Percent of `batching.max_sequences` that one step takes or gives back."""
+    """Percentage of `batching.max_sequences` by which the batch shrinks or grows at a time."""
     min_batch_percent: SomePercent = 25.0
-    """Minimum percentage of `batching.max_sequences` that run at once while GPUs throttle."""
+    """Minimum batch size while GPUs throttle, as a percentage of `batching.max_sequences`."""
 
     @property
     def batch_step(self) -> float:
@@ -499,12 +503,13 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
 
 class DegradeSection(Strict, frozen=True, kw_only=True):
     change_sampling: bool = True
-    """Whether levels may lower temperature and top_p."""
+    """Whether pressure levels may lower temperature and top_p."""
     hysteresis_percent: Percent = 5.0
     pressure_levels: tuple[DegradeLevel, ...] = ()
-    """Levels in any order.
+    """Pressure levels, in any order.
 
-    Of the levels whose `below_percent` exceeds the headroom, the one with the smallest applies.
+    Of the levels whose `below_percent` exceeds the headroom, the level with the smallest
+    `below_percent` applies.
     """
     throttling: ThrottlingSection = ThrottlingSection()
 
@@ -515,32 +520,33 @@ class DegradeSection(Strict, frozen=True, kw_only=True):
 
 class ServerSection(Strict, frozen=True, kw_only=True):
     engine_id: str = "engine-0"
-    """Id of the engine, unique in the service (on Kubernetes the pod's name)."""
+    """Id of the engine, unique within the service (the pod's name on Kubernetes)."""
     pool: str = "single"
     host: str | None = None
     """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     grpc_port: int = 9000
     metrics_port: int = 9090
     probe_port: int | None = None
-    """Port of grpc.health.v1 and headroom reports, read-only and without TLS.
+    """Read-only port without TLS, for grpc.health.v1 and headroom reports.
 
-    The kubelet's probes do not support TLS.
+    It has no TLS because the kubelet's probes do not support TLS.
     """
     tls_dir: str | None = None
-    """Folder with tls.crt, tls.key and ca.crt, read again when it changes, or None for plaintext.
+    """Folder with tls.crt, tls.key and ca.crt, or None for plaintext.
 
-    Clients must have a certificate of that authority.
+    The engine reloads the files when they change. Clients must have a certificate that the
+    authority in ca.crt has signed.
     """
     run_dir: str = "/run/ullage"
-    """Folder of sockets and of files that need not survive the process."""
+    """Folder for sockets and for files that need not survive the process."""
     weights_dir: str = "/run/ullage/weights"
-    """Folder of prepared weights, which every worker maps. Engines of one host may share it."""
+    """Folder of prepared weights, which workers memory-map. Engines on one host may share it."""
     threads: int | None = None
-    """CPU threads of a worker, or None for every core that the process may use."""
+    """CPU threads per worker, or None for one per core that the process may use."""
     cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-    """Numbers of the cores that the engine is pinned to (empty for any)."""
+    """Indices of the CPU cores to which the engine is pinned (empty for no pinning)."""
     owns_cores: bool | None = None
-    """Whether no other engine computes on these cores, so that threads may spin instead of sleep.
+    """Whether no other engine uses these cores, so that idle threads may spin instead of sleep.
 
     None means True if the engine may use only some of the machine's cores.
     """
@@ -554,33 +560,33 @@ class ServerSection(Strict, frozen=True, kw_only=True):
 
 
 class TicketsSection(TicketFolder, frozen=True, kw_only=True):
-    """Requests that clients send directly to engines with a router's ticket."""
+    """Settings for requests that clients send directly to engines with a router's ticket."""
 
     required: bool = False
     """Whether every request needs a ticket.
 
-    AdminService is then not served, because clients reach the port.
+    The engine then does not serve AdminService, because clients can reach the port.
     """
 
 
 class ProfilingSection(Strict, frozen=True, kw_only=True):
-    """Profiling of steps."""
+    """Settings for profiling of engine steps."""
 
     enabled: bool = False
-    """Whether AdminService serves profiles, to everybody who reaches the port."""
+    """Whether AdminService serves profiles to everyone who can reach the port."""
     nvtx: bool = False
-    """Whether steps have NVTX ranges, for Nsight on CUDA devices."""
+    """Whether to mark steps with NVTX ranges, for Nsight on CUDA devices."""
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
     engine: EngineKind = "auto"
-    """The engine that computes, native or vLLM (`choose_engine` for auto)."""
+    """The engine that runs the model: native or vLLM. For auto, `choose_engine` chooses."""
     model: ModelSection
     adapters: tuple[AdapterSection, ...] = ()
     adapters_file: Text | None = None
-    """File whose `adapters` replace those here, or None.
+    """File whose `adapters` replace the adapters in this configuration, or None.
 
-    The engine reads it again whenever it changes.
+    The engine reloads the file whenever it changes.
     """
     vllm: VllmSection = VllmSection()
     device: Device = "auto"
@@ -593,17 +599,17 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     degrade: DegradeSection = DegradeSection()
     tickets: TicketsSection | None = None
-    """Settings of tickets. Without them tickets are ignored, and everybody may use the engine."""
+    """Settings of tickets. With None, the engine ignores tickets and accepts every request."""
     server: ServerSection = ServerSection()
     profiling: ProfilingSection = ProfilingSection()
     cuda_graphs: bool | None = None
-    """Whether steps with decodes only are replayed as CUDA graphs (None: no).
+    """Whether to replay decode-only steps as CUDA graphs. None means no.
 
-    This applies where one native rank computes a model without experts by kernels. It is
+    This applies if a single native rank runs a model without experts by GPU kernels. The setting is
     experimental: it has not run on a GPU, and no manifest sets it.
     """
     tracing: TracingSection | None = None
-    """The collector of request spans, or None for no spans."""
+    """Where to send trace spans of requests, or None for no tracing."""
 
     def __post_init__(self) -> None:
         if problem := name_taken_twice(self.model.name, self.adapters):
@@ -647,10 +653,7 @@ def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return the problem that two names are equal (empty if all names differ).
-
-    They are the name of the model and those of its adapters.
-    """
+    """Return an error text if the model and its adapters share a name (empty if they do not)."""
     taken = {model}
     for place, adapter in enumerate(adapters):
         if adapter.name in taken:
@@ -663,13 +666,13 @@ def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has kernels for. A smaller adapter takes the memory of the next rank."""
+"""LoRA ranks for which vLLM has kernels. Other ranks take the memory of the next larger one."""
 
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:
     """Return why vLLM refuses these settings (empty if it accepts them).
 
-    The reason is one line with the field and its remedy.
+    The reason is one line that names the field and a remedy.
     """
     if model.quantization not in ("auto", "none", "fp8"):
         return (
@@ -696,13 +699,13 @@ def choose_engine(
     native_refusal: str = "",
     vllm_refusal: str = "",
 ) -> tuple[Literal["native", "vllm"], str]:
-    """Return the engine that computes, and the reason.
+    """Choose the engine that runs the model, and return it with the reason.
 
     Args:
         on_cuda: whether the device is a CUDA GPU.
-        has_vllm: whether vLLM is installed, or the image has it.
+        has_vllm: whether vLLM is installed, or is in the image.
         native_refusal: why the native engine does not serve the model (empty if it does).
-        vllm_refusal: why vLLM refuses the settings, by `refusal_by_vllm` (empty if it accepts
+        vllm_refusal: why vLLM refuses the settings, from `refusal_by_vllm` (empty if vLLM accepts
             them).
     """
     if kind != "auto":

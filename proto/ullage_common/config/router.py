@@ -34,21 +34,21 @@ class StepTLS(Strict, frozen=True, kw_only=True):
     dir: Text
     """Folder with tls.crt and tls.key, for client authentication, and ca.crt.
 
-    ca.crt is the authority of the other router's certificate.
+    ca.crt is the authority that signed the other router's certificate.
     """
     server_name: Text
-    """Name that the other router's certificate must have."""
+    """Host name that the other router's certificate must be valid for."""
 
 
 class StepSection(Strict, frozen=True, kw_only=True):
     name: Text
     """Name of the step in headers, metrics and logs."""
     target: str = ""
-    """gRPC address `host:port` of another service's router (empty for the own engines)."""
+    """gRPC address `host:port` of another service's router (empty for this service's engines)."""
     tls: StepTLS | None = None
     """TLS settings for the other router, or None for plaintext."""
     key_dir: Text | None = None
-    """Folder with `key`, this service's API key there, or None to pass the client's own key on."""
+    """Folder with `key`, the API key for the other router, or None to forward the client's key."""
 
     def __post_init__(self) -> None:
         if self.target:
@@ -62,7 +62,7 @@ class StepSection(Strict, frozen=True, kw_only=True):
 
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
-    """Number of tokens that are held and judged."""
+    """Number of first tokens that the router holds back to judge the answer's confidence."""
     threshold_percent: Percent = 60.0
     """Minimum geometric mean of the tokens' probabilities, in percent."""
 
@@ -72,7 +72,7 @@ class ConfidenceSection(Strict, frozen=True, kw_only=True):
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
-    """Signs of a hard prompt, each of which starts it one step higher.
+    """Signs of a hard prompt. Each sign makes the request start one step higher in the cascade.
 
     0 and false turn a sign off.
     """
@@ -85,25 +85,25 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Signs of load at which low-priority requests get the first step's answer unconditionally."""
+    """Load at which low-priority requests get the first step's answer, however unsure it is."""
 
     pressure_level: Count = 1
-    """Minimum pressure level of every own engine that is ready (0 turns this sign off)."""
+    """Pressure level that all ready engines of this service have reached (0 ignores pressure)."""
     queued_requests: Count = 8
-    """Minimum number of requests that wait in this router (0 turns this sign off)."""
+    """Minimum number of waiting requests in this router (0 turns this sign off)."""
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = -1
     """Maximum priority of a low-priority request."""
 
 
 class CascadeSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """Unique name of this service's cascade, by which it recognises a request that comes back."""
+    """Unique name of this service's cascade, which detects requests that loop back to it."""
     steps: Annotated[tuple[StepSection, ...], msgspec.Meta(min_length=2, max_length=MAX_STEPS)]
     """Steps of the cascade, cheapest first."""
     confidence: ConfidenceSection = ConfidenceSection()
     heuristics: HeuristicsSection = HeuristicsSection()
     parallel: bool = False
-    """Whether the next step begins together with the judged one."""
+    """Whether the next step starts at the same time as the step whose answer is judged."""
     fallback: FallbackSection | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
 
     @property
     def own(self) -> int:
-        """Return the index of the step that stands for this service's own engines."""
+        """Return the index of the step that runs on this service's own engines."""
         return next(i for i, step in enumerate(self.steps) if not step.target)
 
 
@@ -130,29 +130,29 @@ class RouterTickets(TicketFolder, frozen=True, kw_only=True):
     """Settings of tickets, with which clients send requests directly to engines."""
 
     ttl: SomeSeconds = 10.0
-    """Seconds for which an unused ticket holds its memory."""
+    """Seconds for which an unused ticket keeps its memory reservation."""
     required: bool = False
-    """Whether engines require a ticket. Requests that this router sends then have one, too."""
+    """Whether engines require a ticket. This router then also sends a ticket with its requests."""
 
 
 class WakeSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
     """Maximum number of requests that are held at once."""
     max_bytes: SomeBytes = 64 << 20
-    """Maximum memory of this process for held requests, bytes."""
+    """Maximum memory of this process for held requests, in bytes."""
     timeout: SomeSeconds = 300.0
-    """Maximum seconds for which a request is held, in addition to its own time limit."""
+    """Maximum seconds for which a request is held. Its own time limit applies, too."""
 
 
 OTHER_TENANTS = "other"
-"""Label in metrics of tenants with a key that are not listed."""
+"""Metric label of tenants that have a key but are not listed in the configuration."""
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
 DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
-"""The default ladder.
+"""The default ladder of measures for a request that does not fit.
 
-It does not rewrite conversations (`shrinkContext`), because the oldest turns of an agent's
-conversation are its task.
+The ladder does not drop old turns (`shrinkContext`), because the oldest turns of an agent's
+conversation describe its task.
 """
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
@@ -163,9 +163,9 @@ class HTTPSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
     """Address to listen on, or None for all addresses of IPv4 and IPv6."""
     port: Port = 8000
-    """Port of the HTTP server (0 for a free port, which the log names)."""
+    """Port of the HTTP server (0 to choose a free port and log it)."""
     public_stats: bool = False
-    """Whether this port, and not only the metrics port, serves /stats and /metrics."""
+    """Whether this port also serves /stats and /metrics, as the metrics port does."""
 
 
 ANY_ORIGIN = "*"
@@ -175,12 +175,12 @@ Origin = Annotated[str, msgspec.Meta(pattern=_ORIGIN, max_length=300)]
 
 
 class CORSSection(Strict, frozen=True, kw_only=True):
-    """Web pages of other origins that may use the API from a browser."""
+    """Cross-origin access (CORS): the web pages that may use the API from a browser."""
 
     allowed_origins: Annotated[tuple[Origin, ...], msgspec.Meta(max_length=32)] = ()
     """Allowed origins (`*` for all).
 
-    Their host names may also be in `Host` on loopback addresses.
+    A server on a loopback address also accepts the host names of these origins in `Host`.
     """
 
 
@@ -202,12 +202,12 @@ class ConsoleSection(Strict, frozen=True, kw_only=True):
     local: bool = False
     """Whether the service runs on the user's own machine.
 
-    The API's port then serves the page, too, and the page can send an overload.
+    The API's port then also serves the console, and the console can generate an overload.
     """
 
 
 class ProbesSection(Strict, frozen=True, kw_only=True):
-    """Port of grpc.health.v1 only, without TLS, which the kubelet's probes do not support."""
+    """Port that serves only grpc.health.v1. It has no TLS, because kubelet probes lack TLS."""
 
     host: str | None = None
     """Address to listen on, or None for all addresses of IPv4 and IPv6."""
@@ -215,22 +215,22 @@ class ProbesSection(Strict, frozen=True, kw_only=True):
 
 
 PoolRole = Literal["standard", "large", "overflow"]
-"""Kind of requests of a pool: ordinary ones, large ones, or those that no other pool can hold."""
+"""Requests that a pool takes: ordinary ones, large ones, or those that fit in no other pool."""
 
 
 class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
     role: PoolRole = "standard"
-    """Kind of requests that the pool takes. The first pool always takes the ordinary ones."""
+    """Kind of requests that the pool takes. The first pool always takes ordinary requests."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Addresses of engines: `name:port`, `ip:port` or `[ip]:port`.
 
     Every A record of a name is an engine, or every AAAA record if there is no A record.
     """
     sleeps: bool = False
-    """Whether the pool may sleep without engines.
+    """Whether the pool may scale to zero engines.
 
-    A request that wants it is held while an engine starts.
+    A request that needs a sleeping pool is held while an engine starts.
     """
 
     def __post_init__(self) -> None:
@@ -241,22 +241,22 @@ class PoolSection(Strict, frozen=True, kw_only=True):
 class QueueSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
     max_bytes: SomeBytes = 64 << 30
-    """Maximum predicted bytes of requests that wait for memory."""
+    """Maximum total of the predicted KV bytes of requests that wait for memory."""
     max_prompt_bytes: SomeBytes = 256 << 20
-    """Maximum memory of this process for waiting requests, bytes."""
+    """Maximum memory of this process for waiting requests, in bytes."""
     timeout: SomeSeconds = 10.0
-    """Maximum wait of one request, seconds."""
+    """Maximum seconds for which one request waits."""
     aging: SomeSeconds = 0.05
-    """Seconds of waiting that make up for one level of priority."""
+    """Seconds of waiting that raise a request by one level of priority."""
     backfill: Count = 16
-    """Maximum number of requests that overtake the head of the queue by backfill (0 for none)."""
+    """Maximum number of requests that backfill lets overtake the head of the queue (0 for none)."""
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
     max_dropped_percent: SomePercent = 25.0
     """Maximum percentage of the prompt's tokens that may be dropped."""
     keep_turns: Positive = 4
-    """Number of newest turns that always stay, in addition to system prompts."""
+    """Number of newest turns that are never dropped. System prompts are never dropped either."""
 
     @property
     def max_dropped_share(self) -> float:
@@ -267,11 +267,11 @@ class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
     """Minimum tokens of a shrunk output."""
     min_percent: SomePercent = 50.0
-    """Minimum percentage of the requested output that remains."""
+    """Minimum length of a shrunk output, as a percentage of the requested output."""
     below_expected: bool = False
     """Whether the output may be shrunk below the engines' expected length of an answer.
 
-    Otherwise a request without a length limit is never shrunk below it.
+    Otherwise the output of a request without a length limit never shrinks below this length.
     """
 
     @property
@@ -281,7 +281,7 @@ class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
 
 class RouteSection(Strict, frozen=True, kw_only=True):
     pools: tuple[Text, ...] = ()
-    """Other pools for a request, preferred first (empty for every other pool in its order)."""
+    """Other pools to try, preferred first (empty for all other pools in their order)."""
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
@@ -297,7 +297,7 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """The thresholds of each rung, except those of waiting, which are in `queue`."""
+    """Settings of each rung of the ladder. The settings of waiting are in `queue` instead."""
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
     shrink_output: ShrinkOutputSection = ShrinkOutputSection()
@@ -306,14 +306,14 @@ class RungsSection(Strict, frozen=True, kw_only=True):
 
 
 class AffinitySection(Strict, frozen=True, kw_only=True):
-    """Placement of requests on the engine that has their prefix in its caches."""
+    """Placement of requests on the engine that has their prefix in its KV cache."""
 
     max_sessions: Count = 8192
-    """Maximum number of sessions whose engine is remembered (0 turns it off)."""
+    """Maximum number of sessions whose engine is remembered (0 turns this off)."""
     max_prefixes: Count = 65536
-    """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns it off)."""
+    """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns this off)."""
     max_extra_load: Count = 8
-    """Number of requests by which the remembered engine's load may exceed another's."""
+    """Number of requests by which the remembered engine may be busier than another engine."""
 
 
 class BreakerSection(Strict, frozen=True, kw_only=True):
@@ -322,10 +322,10 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
     failures: Positive = 5
     """Number of consecutive failures that open the breaker."""
     pause: SomeSeconds = 1.0
-    """First pause in seconds. Every failed probe doubles it."""
+    """Seconds for which the breaker first stays open. Every failed probe doubles this pause."""
     max_pause: SomeSeconds = 60.0
     max_ejection_percent: Percent = 50.0
-    """Maximum percentage of a pool's ready engines that are held back at once (0 turns it off)."""
+    """Maximum percentage of a pool's ready engines that are ejected at once (0 for no ejection)."""
 
     def __post_init__(self) -> None:
         if self.pause > self.max_pause:
@@ -346,7 +346,7 @@ class RetrySection(Strict, frozen=True, kw_only=True):
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Retries per second that are allowed in addition to the percentage."""
     burst: Positive = 100
-    """Maximum number of saved-up retries."""
+    """Maximum number of unused retries that accumulate."""
 
     @property
     def share(self) -> float:
@@ -354,7 +354,7 @@ class RetrySection(Strict, frozen=True, kw_only=True):
 
 
 class PlacementSection(Strict, frozen=True, kw_only=True):
-    """Choice among the engines that have room for a request."""
+    """Choice among the engines that have enough memory for a request."""
 
     affinity: AffinitySection = AffinitySection()
     breaker: BreakerSection = BreakerSection()
@@ -362,12 +362,12 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
 
 
 class PrefillSection(Strict, frozen=True, kw_only=True):
-    """Distribution of prompts over engines that are busy with others."""
+    """Distribution of prompts over engines that are busy with other prompts."""
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
     """Seconds for which prompts wait to be placed together (0 for no wait)."""
     mlp_products: Count = 8192
-    """Cost of a token outside attention, in query-key products."""
+    """Cost of one token outside attention, in units of one query-key dot product."""
 
 
 class CoalesceSection(Strict, frozen=True, kw_only=True):
@@ -375,12 +375,12 @@ class CoalesceSection(Strict, frozen=True, kw_only=True):
 
     enabled: bool = True
     window: SomeSeconds = 0.003
-    """Seconds for which others may join a generation that has already sent tokens."""
+    """Seconds for which identical requests may join a generation that has already sent tokens."""
     across_tenants: bool = False
 
 
 class ReplaceSection(Strict, frozen=True, kw_only=True):
-    """Whether a later request with the same `x-ullage-replace` ends the earlier one."""
+    """Whether a later request cancels an earlier one with the same `x-ullage-replace` header."""
 
     enabled: bool = False
 
@@ -392,16 +392,16 @@ class IdempotencySection(Strict, frozen=True, kw_only=True):
     ttl: SomeSeconds = 600.0
     """Seconds for which a finished answer is kept."""
     max_bytes: SomeBytes = 16 << 20
-    """Maximum bytes of finished answers that a process keeps."""
+    """Maximum total bytes of the finished answers that one process keeps."""
 
 
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
-    """Prompt tokens above which a request goes to the pool with role large."""
+    """Number of prompt tokens above which a request goes to the pool with role `large`."""
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
-    """Predicted KV bytes above which a request goes to the pool with role large."""
+    """Predicted KV bytes above which a request goes to the pool with role `large`."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
-    """Rungs to try, in this order, if a request does not fit. The last is always a refusal."""
+    """Rungs to try, in this order, if a request does not fit. The last rung always rejects it."""
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
@@ -419,12 +419,12 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
 
 
 class CleanseSection(Strict, frozen=True, kw_only=True):
-    """Kinds of text to remove from every conversation, except system prompts, code and JSON."""
+    """Text to remove from every conversation. System prompts, code and JSON stay unchanged."""
 
     whitespace: bool = False
     zero_width: bool = False
     html: bool = False
-    """Whether texts that are clearly HTML become the text that a reader would see."""
+    """Whether to replace clear HTML by the text that a reader would see in a browser."""
 
     @property
     def is_any(self) -> bool:
@@ -436,11 +436,11 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
     method: Literal["extractive", "off"] = "off"
     threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
-    """Percentage of the context above which turns are summarised."""
+    """Percentage of the context length above which the oldest turns are summarised."""
     percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
-    """Percentage of the turns, the oldest ones, that are summarised."""
+    """Percentage of the turns to summarise, starting with the oldest."""
     fact_percent: Percent = 90.0
-    """Minimum percentage of the turns' facts in a summary. Otherwise the summary is not used."""
+    """Minimum percentage of the turns' facts that a summary must keep in order to be used."""
     keep_turns: Positive = 4
     """Number of newest turns that stay unchanged."""
 
@@ -458,7 +458,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
 
 SpecialTokens = Literal["template", "trusted"]
-"""The special tokens of a prompt: only those of the chat template, or all that a text spells."""
+"""Special tokens that prompts may have: the chat template's only, or all that a text spells."""
 
 
 class PromptsSection(Strict, frozen=True, kw_only=True):
@@ -471,18 +471,18 @@ class StreamingSection(Strict, frozen=True, kw_only=True):
     """Streaming of tokens to a client."""
 
     buffer_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
-    """Number of tokens by which an engine may be ahead of a slow client."""
+    """Maximum number of tokens that an engine may generate ahead of a slow client."""
     coalesce_tokens: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    """Maximum number of tokens that are sent together."""
+    """Maximum number of tokens in one streamed chunk."""
     coalesce_window: Annotated[Seconds, msgspec.Meta(ge=0, le=1)] = 0.02
-    """Maximum seconds for which tokens wait for others (0 for no wait).
+    """Maximum seconds for which tokens wait for later tokens (0 for no wait).
 
-    A client that got no token for this time gets the next one at once.
+    If a client got no token for this long, the next token is sent at once.
     """
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Pace of one streamed answer (0 for no limit)."""
+    """Maximum rate of one streamed answer, in tokens per second (0 for no limit)."""
     keepalive: Annotated[Seconds, msgspec.Meta(ge=0)] = 15.0
-    """Seconds without a token after which a comment is sent (0 for never)."""
+    """Seconds without a token after which a keepalive comment is sent (0 for never)."""
 
 
 Anonymous = Literal["allow", "deny"]
@@ -494,21 +494,21 @@ class TenantRules(Strict, frozen=True, kw_only=True):
     enabled: bool = True
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
-    """Tokens a minute, prompt and output together."""
+    """Maximum tokens per minute, prompt and output together."""
     concurrency: Positive | None = None
     """Maximum number of concurrent requests, including waiting ones."""
     priority: Priority = 0
-    """Priority of requests that ask for none."""
+    """Priority of requests that do not specify one."""
     max_priority: Priority | None = None
-    """Maximum priority that a request may ask for, or None for `priority`."""
+    """Maximum priority that a request may specify, or None for `priority`."""
     weight: PositiveFloat = 1.0
-    """Share of the queue among tenants of equal priority."""
+    """Weight of the tenant in the queue, relative to tenants of equal priority."""
     tokens_per_second: PositiveFloat | None = None
-    """Pace of each stream, in tokens a second."""
+    """Maximum rate of each stream, in tokens per second."""
     max_tokens: Positive | None = None
-    """Maximum output of an answer, in tokens."""
+    """Maximum number of output tokens per answer."""
     models: tuple[Text, ...] = ()
-    """Names of models that its requests may use (empty for all)."""
+    """Names of the models that the tenant's requests may use (empty for all)."""
 
 
 class NamedTenant(TenantRules, frozen=True, kw_only=True):
@@ -517,7 +517,7 @@ class NamedTenant(TenantRules, frozen=True, kw_only=True):
 
 class TenantsSection(Strict, frozen=True, kw_only=True):
     keys_dir: Text
-    """Folder with one file per tenant, read again when it changes.
+    """Folder with one file per tenant. The router reloads the folder when it changes.
 
     Each line of a file is a key or a `sha256:` entry.
     """
@@ -526,9 +526,9 @@ class TenantsSection(Strict, frozen=True, kw_only=True):
     protect_stats: bool = False
     """Whether /stats needs a key, too."""
     share: Share = 1.0
-    """Share of every limit that this process grants. Other processes grant the rest."""
+    """Fraction of every limit that this process enforces. Other processes enforce the rest."""
     defaults: TenantRules = TenantRules()
-    """Rules of tenants with a key that are not listed."""
+    """Rules for tenants that have a key but are not listed here."""
     tenants: tuple[NamedTenant, ...] = ()
 
     def __post_init__(self) -> None:
@@ -544,25 +544,25 @@ class TenantsSection(Strict, frozen=True, kw_only=True):
 
 
 class ServerTLS(Strict, frozen=True, kw_only=True):
-    """Certificates of the HTTP and the gRPC port."""
+    """Certificates for the HTTP port and the gRPC port."""
 
     dir: Text
     """Folder with tls.crt and tls.key."""
     client_ca_dir: Text | None = None
-    """Folder with ca.crt, or None. Clients must have a certificate of this authority."""
+    """Folder with ca.crt, whose authority must have signed clients' certificates, or None."""
 
 
 class EngineTLS(Strict, frozen=True, kw_only=True):
     """TLS on connections to engines."""
 
     dir: Text
-    """Folder with tls.crt, tls.key and ca.crt, the authority of the engines' certificates."""
+    """Folder with tls.crt, tls.key and ca.crt. ca.crt verifies the engines' certificates."""
     server_name: Text
-    """Name in the engines' certificates, because engines are called by address."""
+    """Name to expect in the engines' certificates, because engines are called by IP address."""
     accept_plaintext: bool = False
-    """Whether engines without TLS are called in plaintext.
+    """Whether to call engines without TLS in plaintext.
 
-    While TLS is turned on or off, some engines speak TLS and others do not.
+    While a rollout turns TLS on or off, only some of the engines use TLS.
     """
 
 
@@ -572,7 +572,7 @@ class TLSSection(Strict, frozen=True, kw_only=True):
 
 
 class SLOSection(Strict, frozen=True, kw_only=True):
-    """Objectives. A request that would miss one waits, goes elsewhere, or is refused."""
+    """Latency objectives. A request that would miss one waits, is rerouted, or is rejected."""
 
     ttft_p95: SomeSeconds = 7.0
     """Seconds from a request's arrival to its first token."""
@@ -592,7 +592,7 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     """Pools in order of preference."""
     http: HTTPSection = HTTPSection()
     cors: CORSSection | None = None
-    """Settings of CORS. With None only pages of the router itself may use the API."""
+    """Settings of CORS. With None, only web pages that the router serves may use the API."""
     grpc: GRPCSection = GRPCSection()
     metrics: MetricsSection = MetricsSection()
     console: ConsoleSection | None = None
@@ -600,7 +600,7 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
     tickets: RouterTickets | None = None
-    """Settings of tickets, or None to turn Pick off."""
+    """Settings of tickets, or None to disable tickets and the `Pick` call that issues them."""
     routing: RoutingSection = RoutingSection()
     prompts: PromptsSection = PromptsSection()
     limits: RequestLimits = RequestLimits()
@@ -608,13 +608,13 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     memory: MemoryBudget = MemoryBudget()
     slo: SLOSection = SLOSection()
     tenants: TenantsSection | None = None
-    """Settings of tenants. With None everybody may do everything."""
+    """Settings of tenants. With None, clients need no key and have no limits."""
     cascade: CascadeSection | None = None
-    """Settings of the cascade. With None this service's own engines answer everything."""
+    """Settings of the cascade. With None, this service's own engines answer all requests."""
     rollout_file: Text | None = None
-    """File that names the canary's engines (`canary.RolloutFile`)."""
+    """File that lists the engines of the canary (`canary.RolloutFile`)."""
     tracing: TracingSection | None = None
-    """The collector of request spans, or None for no spans."""
+    """Where to send trace spans of requests, or None for no tracing."""
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:

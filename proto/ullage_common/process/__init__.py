@@ -1,4 +1,4 @@
-"""The basics of every process: configuration files, logs, metrics, memory limits, watched files.
+"""Basics of every process: configuration files, logs, metrics, memory limits and file watching.
 
-The package knows no message and no service.
+This package depends on no gRPC message and no service.
 """

@@ -14,7 +14,7 @@ _EVERY_IPV4 = "0.0.0.0"
 _BACKLOG = 128
 
 NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-"""Errors of getaddrinfo that are answers: a headless Service without pods has no records."""
+"""Errors of getaddrinfo that mean no records, as for a headless Service without pods."""
 
 
 def host_of(host: str | None) -> str:
@@ -37,7 +37,7 @@ def split(target: str) -> tuple[str, int]:
     """Return the host, without brackets, and the port of `host:port` or `[ip]:port`.
 
     Raises:
-        ValueError: the target is neither.
+        ValueError: the target has neither of these forms.
     """
     host, _, port = target.rpartition(":")
     inner = host.removeprefix("[").removesuffix("]")

@@ -1,7 +1,7 @@
 """API keys, and their form in configuration files.
 
-A key has 256 random bits, so its plain SHA-256 cannot be searched for, and a slow hash would only
-slow down every request. Files store an *entry*: `sha256:` and 64 hexadecimal digits.
+A key has 256 random bits, so nobody can find it from its SHA-256 by brute force. A slow hash would
+only slow down every request. Files store an *entry*: `sha256:` and 64 hexadecimal digits.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def read_entry(line: str) -> bytes:
     """Return the digest for a line of a Secret, which is an entry or a plain key.
 
     Raises:
-        ValueError: the line is neither. The message does not repeat it.
+        ValueError: the line is neither an entry nor a key. The message does not contain the line.
     """
     if line.startswith(HASH_PREFIX):
         if not _HASH.fullmatch(line):

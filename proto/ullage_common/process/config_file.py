@@ -65,7 +65,7 @@ def warn_unknown(path: Path, config: Strict) -> None:
 
 
 def _beyond(given: Any, parsed: Any, at: str) -> Iterator[str]:
-    """Yield the paths of fields that only `given` has."""
+    """Yield the paths of the fields that are present only in `given`."""
     match given, parsed:
         case dict(), dict():
             for name, value in given.items():

@@ -9,14 +9,14 @@ from pathlib import Path
 from ullage_common.process.config_file import ConfigError
 
 _THREADS = ("core_cpus_list", "thread_siblings_list")
-"""Files that list the threads of a physical core. Linux before 5.3 has only the second."""
+"""Files that list the threads of a physical core. Linux before 5.3 has only the second file."""
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that the process's affinity and its cgroup's quota allow.
 
-    It is rounded up. With more busy threads, the kernel would throttle all of them for the rest of
-    every period.
+    The quota is rounded up to whole cores. With more busy threads than cores, the kernel would
+    throttle all of them for the rest of every scheduling period.
     """
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup_root)
@@ -28,7 +28,7 @@ def physical_cores(
 ) -> list[list[int]]:
     """Group logical cores by physical core, ordered by package.
 
-    A core is a group of its own if the kernel does not name its siblings.
+    A core forms a separate group if the kernel does not list its siblings.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):
@@ -60,7 +60,7 @@ def pin(cores: Sequence[int]) -> None:
     """Pin the process and its children to these cores.
 
     Raises:
-        ConfigError: the process may not use one of them.
+        ConfigError: the process may not use one of the cores.
     """
     allowed = os.sched_getaffinity(0)
     if others := sorted(set(cores) - allowed):

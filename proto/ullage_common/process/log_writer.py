@@ -61,7 +61,7 @@ class LineWriter(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all lines are written, or a short time if nobody reads them.
+        """Wait until all lines are written, but only for a short time if nobody reads them.
 
         `logging` calls it when the process ends.
         """
@@ -71,7 +71,7 @@ class LineWriter(logging.Handler):
                 self._changed.wait(until - time.monotonic())
 
     def _write_now(self, line: bytes) -> bool:
-        """Write a line if none waits before it and the write does not block."""
+        """Write a line at once if no other line is queued and the write does not block."""
         if self._direct_fd is None or self._waiting_bytes or len(line) > _AT_ONCE_BYTES:
             return False
         try:
@@ -134,7 +134,7 @@ def new_handler(stream: TextIO) -> logging.Handler:
 
 
 def _unblocked(fd: int) -> int | None:
-    """Return a non-blocking descriptor of the same file, or None if there can be none.
+    """Return a non-blocking descriptor of the same file, or None if that is impossible.
 
     Other programs may share the given descriptor, and their writes would fail if it did not block.
     A regular file never blocks, and a socket cannot be opened again.

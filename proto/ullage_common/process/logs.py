@@ -23,7 +23,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=repr)
 class _LeanRecord(logging.LogRecord):
     """A log record without file and module names.
 
-    No line shows these, and they cost as much as the rest of the record.
+    No log line shows these names, and computing them takes as long as the rest of the record.
     """
 
     def __init__(

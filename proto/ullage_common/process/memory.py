@@ -22,7 +22,7 @@ Python's default of 700 is reached within a few requests, and 50,000 objects of 
 the process for too long.
 """
 _M_MMAP_THRESHOLD = -3
-"""glibc's number of this parameter of mallopt."""
+"""glibc's constant M_MMAP_THRESHOLD, a parameter of mallopt."""
 _LARGE_BYTES = 1 << 20
 
 
@@ -49,7 +49,7 @@ def free_bytes(cgroup_root: Path = CGROUP) -> int:
 
 
 def _container_used(root: Path) -> int | None:
-    """Return the container's bytes without droppable file caches, or None without a cgroup."""
+    """Return the container's memory use without reclaimable caches, or None without a cgroup."""
     for current, stat, cached in (
         (root / "memory.current", root / "memory.stat", "inactive_file"),
         (

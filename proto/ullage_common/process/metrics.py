@@ -33,7 +33,7 @@ SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
     *(120.0, 300.0),
 )
-"""Buckets of the routers' histograms of time. Rules about objectives use them, too."""
+"""Bucket bounds in seconds of the routers' time histograms. SLO rules use them, too."""
 
 # Without the `_created` gauges of counters and histograms, which Prometheus ignores.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class Tally(msgspec.Struct, array_like=True):
         return Tally(self.counts.copy(), self.total)
 
     def __add__(self, other: "Tally") -> "Tally":
-        """Return the observations of both tallies."""
+        """Return a new tally with the observations of both tallies."""
         if not (self.counts and other.counts):
             return self if self.counts else other
         counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
@@ -141,7 +141,7 @@ class HistogramName(MetricName):
         return Tallies(self, registry, first)
 
     def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:
-        """Return the family of tallies that are given by values of labels."""
+        """Return a metric family of tallies, given by their label values."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         bounds = (*map(floatToGoString, self.buckets), "+Inf")
         for values, tally in tallies.items():
@@ -215,7 +215,7 @@ class Tallies:
         registry.register(AtScrape(self._families))
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """Count a value a number of times in the series with these values of labels."""
+        """Count a value a number of times in the series with these label values."""
         self._tallies[labels].observe(self._bounds, value, times)
 
     def _families(self) -> Iterable[Metric]:

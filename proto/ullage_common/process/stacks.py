@@ -1,7 +1,8 @@
 """Dumps the stacks of a running process to its standard error at SIGUSR1.
 
-faulthandler dumps threads from inside the signal, even if the process hangs in a library. The event
-loop itself dumps its tasks, so only while it runs. The process then continues.
+faulthandler dumps threads from the signal handler, even if the process hangs in a library. The
+event loop dumps its own tasks, so these appear only while the loop runs. The process then
+continues.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
 """Tickets that let clients stream directly from engines, and the client that uses them.
 
-It knows the wire toolkit and no server.
+This package depends on the gRPC toolkit `ullage_common.wire`, and on no server.
 """

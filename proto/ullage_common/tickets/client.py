@@ -68,11 +68,11 @@ class _PendingPick:
 
 
 class PickBatcher:
-    """Asks one router for places, for many requests in one call.
+    """Asks one router to place requests on engines, many requests in one call.
 
     Args:
         router: the router's stub.
-        metadata: sent with every call.
+        metadata: metadata to send with every call.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait a moment for a request to send the reports with."""
+        """Wait a moment, so that the reports can go with the next request."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -245,7 +245,7 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Yield a place for each of several like requests, from answers that may cover several."""
+    """Yield a place for each of several requests of the same size. One answer may place several."""
     while count > 0 and (placed := next(answers, None)):
         pick = _pick(placed, engines)
         for _ in range(min(count, placed.count or 1)):
@@ -275,7 +275,7 @@ def _pick(placed: pb.Placed, engines: Sequence[str]) -> Pick | None:
 
 
 def _leave(pending: list[_PendingPick]) -> None:
-    """Leave requests to the router."""
+    """Make requests fall back to the router's Generate."""
     for request in pending:
         if not request.placed.done():
             request.placed.set_result(None)
@@ -310,10 +310,10 @@ ANOTHER_MAY = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-"""Status codes of an engine after which another engine, or the router, may succeed."""
+"""Status codes from an engine for which a retry on another engine or the router may succeed."""
 
 ANOTHER_MAY_GO_ON = ANOTHER_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""Status codes of a broken answer that another engine may continue."""
+"""Status codes of an interrupted answer that another engine may continue."""
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 _NOT_NOW = frozenset({"DRAINING", "NO_ENGINE"})
@@ -328,8 +328,8 @@ class Client:
     Args:
         router: `host:port` of its router's gRPC API.
         metadata: sent with every call to the router, for example ("authorization", "Bearer KEY").
-        is_direct: False sends everything through the router.
-        credentials: of the connections to router and engines, or None for plaintext.
+        is_direct: whether to send requests directly to engines, and not all through the router.
+        credentials: credentials for connections to router and engines, or None for plaintext.
     """
 
     def __init__(

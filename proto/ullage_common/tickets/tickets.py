@@ -28,7 +28,7 @@ CLOCK_SKEW_S = 5.0
 _CLAIMS = struct.Struct(">2sQQ8sIIBbH16s")
 _VERSION = b"U2"
 _SESSIONLESS = 1 << 15
-"""Bit added to the uses, which older engines read as one use."""
+"""Bit added to a ticket's number of uses. Older engines read such a ticket as valid for one use."""
 _MAC_BYTES = 32
 TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
 
@@ -203,7 +203,7 @@ class TicketUses:
         return self._counts.get(ticket_id, (0, 0.0))[0]
 
     def add(self, ticket_id: int, until_s: float) -> None:
-        """Count one more use. The expiry of the first use stays."""
+        """Count one more use of a ticket. The expiry time from its first use does not change."""
         count, until_s = self._counts.get(ticket_id, (0, until_s))
         self._counts[ticket_id] = (count + 1, until_s)
 

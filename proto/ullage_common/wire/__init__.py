@@ -1,4 +1,4 @@
 """The gRPC toolkit: channels, servers, errors, size limits, flow control, multiplexing and TLS.
 
-The package carries messages and decides nothing about them.
+This package transports messages and makes no decisions about their content.
 """

@@ -1,7 +1,7 @@
-"""Bounds a server's calls, and the requests that arrive on them, fairly between their owners.
+"""Limits a server's concurrent calls and incoming requests, with a fair share for each owner.
 
 The owner of a place is a tenant, or a peer's address if the tenant is unknown. An idle call costs
-its client nothing, so no owner keeps a place for long while others need it.
+its client nothing, so no owner may keep a place for long while other owners need it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A place that its holder may lose to others."""
+    """A place that its holder may lose to another owner."""
 
     owner: str
     timeout: asyncio.Timeout
@@ -30,7 +30,7 @@ class Place:
 
 
 class _Held:
-    """Places that may be lost, by owner, oldest first."""
+    """Places that may be taken away, by owner, oldest first."""
 
     def __init__(self) -> None:
         self._by_owner: dict[str, dict[Place, None]] = {}
@@ -41,7 +41,7 @@ class _Held:
         return place
 
     def remove(self, place: Place) -> bool:
-        """Remove a place, and return whether it was there."""
+        """Remove a place, and return whether it was present."""
         of_owner = self._by_owner.get(place.owner, {})
         if place not in of_owner:
             return False
@@ -57,9 +57,9 @@ class _Held:
 
 
 class OpenPlaces:
-    """Places for public calls. A newcomer always gets one.
+    """Places for public calls. A new call always gets a place.
 
-    When there are too many, the owner with the most places loses its oldest.
+    If there are too many calls, the owner with the most places loses its oldest place.
     """
 
     def __init__(self, count: int) -> None:
@@ -86,7 +86,7 @@ class OpenPlaces:
 
 
 class CallCount:
-    """Counts the calls of a server. One owner has at most half of them."""
+    """Counts the calls of a server. One owner may have at most half of the allowed calls."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -110,15 +110,15 @@ class CallCount:
 
 
 class ReceiveRoom:
-    """Places for requests that arrive or are parsed. One owner has at most half of them.
+    """Places for requests that arrive or are parsed. One owner has at most half of the places.
 
-    Owners that wait take turns. If an owner has more places than one that waits, it loses its
-    oldest place whose request has not arrived within `grace_s`.
+    Waiting owners take turns. If an owner has more places than a waiting owner, it loses its oldest
+    place whose request has not arrived within `grace_s`.
 
     Args:
         count: number of places.
         grace_s: seconds for which a place cannot be lost.
-        wait_s: maximum wait for a place, seconds.
+        wait_s: maximum seconds to wait for a place.
     """
 
     def __init__(self, count: int, grace_s: float, wait_s: float) -> None:
@@ -149,7 +149,7 @@ class ReceiveRoom:
     def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
         """Mark a held place, within the block, as one whose request has not arrived.
 
-        Such a place may be lost to others.
+        Such a place may be lost to another owner.
         """
         place = self._arriving.add(owner, timeout)
         self._make_room()
@@ -202,9 +202,9 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Take a place from the greediest owner for the first waiter that may have one.
+        """Take a place from the owner with the most places, for the first waiter that may have one.
 
-        While the place is within its grace period, do so when that is over.
+        If the place is within its grace period, take it when this period ends.
         """
         if self._timer:
             self._timer.cancel()

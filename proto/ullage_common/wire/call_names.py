@@ -1,4 +1,4 @@
-"""A gRPC server that survives method names which are not UTF-8.
+"""A gRPC server that does not crash on method names that are not UTF-8.
 
 gRPC's asyncio server decodes the names of unregistered methods outside of its error handling. A
 name that is not UTF-8, which anybody may send, ends the loop that accepts calls, and with it the
@@ -44,12 +44,12 @@ async def _refuse(call: Any) -> None:
 
 
 class Server(_server.Server):
-    """A server whose methods are all registered, as generated code does.
+    """A server that registers all methods, as generated gRPC code does.
 
     Args:
         interceptors: interceptors of each call.
         options: options of gRPC.
-        max_calls: most calls at one time.
+        max_calls: maximum number of concurrent calls.
     """
 
     def __init__(

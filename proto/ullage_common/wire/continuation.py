@@ -14,9 +14,9 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
-"""Consecutive losses without a new token after which a request is given up as their cause."""
+"""Number of lost engines without a new token after which the request is given up as the cause."""
 MAX_LOSSES = 16
-"""Total losses after which a request is given up."""
+"""Total number of lost engines after which a request is given up."""
 MAX_BREAKAGES = 2
 """Number of engines that broke on the request, after which it is given up."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
@@ -29,7 +29,7 @@ class _Answer:
 
     token_ids: list[int] = field(default_factory=list)
     text_length: int = 0
-    """Unicode code points."""
+    """Length of the text in Unicode code points."""
     reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
 
 
@@ -175,7 +175,7 @@ class Losses:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether engines may break on the request. Its next prompt should then run alone."""
+        """Whether the request may crash engines, so that its next prompt should run alone."""
         return self._stalled >= MAX_STALLED_LOSSES - 1
 
     @property

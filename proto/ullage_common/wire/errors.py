@@ -1,4 +1,4 @@
-"""The only error that crosses the wire, and its conversion to and from google.rpc details."""
+"""The error type that services send to clients, with conversion to and from google.rpc details."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ class ServiceError(Exception):
 
 
 def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceError:
-    """Return INVALID_ARGUMENT with the name of the field at fault."""
+    """Return an INVALID_ARGUMENT error that names the invalid field."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT, reason, message, metadata={"field": field}
     )

@@ -1,6 +1,6 @@
-"""Fingerprints of engines: a digest of everything that decides the bits of their answers.
+"""Fingerprints of engines: a digest of everything that affects the exact bits of their answers.
 
-Engines with the same digest compute the same numbers from the same tokens. They may therefore share
+Engines with the same digest compute identical values from the same tokens. Such engines may share
 KV and continue each other's answers. The facts behind the digest show how two engines differ.
 """
 
@@ -14,7 +14,7 @@ DIGEST_DIGITS = 24
 _KEY_DIGITS = 12
 """Digits of an adapter's digest in its key."""
 _SHOWN = 3
-"""Maximum number of engines that are named for each value."""
+"""Maximum number of engines that an error text names for each value of a fact."""
 _UNREPORTED = "fingerprint"
 """Name of the difference between engines that report a fingerprint and those that do not."""
 
@@ -23,15 +23,15 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """A digest, and the facts that it covers."""
 
     digest: str = ""
-    """Hexadecimal digits (empty where unknown, as for an engine of an earlier release)."""
+    """The digest in hexadecimal (empty if unknown, as for an engine of an earlier release)."""
     facts: dict[str, str] = {}
-    """Facts that decide bits, by name."""
+    """Facts that affect the bits of answers, by name."""
 
 
 UNKNOWN = Fingerprint()
 
 Differences = dict[str, dict[str, list[str]]]
-"""Names of engines by value, by the name of the fact in which they differ."""
+"""For each fact in which engines differ, the engines' names by the value of that fact."""
 
 
 def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
@@ -84,15 +84,15 @@ def num_kinds(engines: Iterable[Fingerprint]) -> int:
 
 
 def adapter_key(name: str, digest: str) -> str:
-    """Return the name of one version of a LoRA adapter, by the digest of its files."""
+    """Return a key for one version of a LoRA adapter, from the digest of the adapter's files."""
     return f"{name}@{digest[:_KEY_DIGITS]}"
 
 
 def with_adapter(fingerprint: str, key: str) -> str:
-    """Return the fingerprint of an engine's answers with a version of an adapter.
+    """Return the fingerprint of an engine's answers when it uses one version of an adapter.
 
     Args:
-        fingerprint: the engine's fingerprint without an adapter (empty where unknown).
-        key: the adapter's key (`adapter_key`) (empty for no adapter).
+        fingerprint: the engine's fingerprint without an adapter (empty if unknown).
+        key: the adapter's key from `adapter_key` (empty for no adapter).
     """
     return f"{fingerprint}/{key}" if fingerprint and key else fingerprint

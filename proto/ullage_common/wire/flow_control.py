@@ -40,7 +40,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class SendPace:
-    """The pace at which tokens of one sample are sent."""
+    """How often the tokens of one sample are sent."""
 
     pause_s: float = 0.0
     """Seconds between two ticks (0 to send each token at once)."""
@@ -53,7 +53,7 @@ class SendPace:
 
 
 AT_ONCE = SendPace()
-"""Tokens are sent when they come."""
+"""The pace that sends each token immediately."""
 
 
 class SendWindow:
@@ -100,7 +100,7 @@ class SendWindow:
                 self._send_now(merge_deltas(pending.take()))
 
     def drop(self) -> None:
-        """Drop all pending deltas, because the reader has gone."""
+        """Drop all pending deltas, because the reader has disconnected."""
         for pending in self._samples.values():
             pending.take()
 

@@ -1,8 +1,8 @@
 """Bounds the number of values in JSON texts before they are parsed.
 
-A parser makes an object of every two bytes of `[[],[],...]`, holds the GIL until the last one, and
-takes a hundred times the text's memory. The brackets, braces, colons and commas outside of strings
-are an upper bound of the objects.
+A parser makes one object for every two bytes of `[[],[],...]`. It holds the GIL all the time, and
+needs a hundred times the text's memory. The number of brackets, braces, colons and commas outside
+of strings is an upper bound on the number of objects.
 """
 
 from dataclasses import dataclass
@@ -11,32 +11,32 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 BLOCK_BYTES = 64 << 10
-"""Bytes that are scanned while the GIL is held."""
+"""Number of bytes that are scanned at a time, while the GIL is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Limits of the parts of one text, or of several together."""
+    """Limits on the number of JSON parts in one text, or in several texts together."""
 
     max_lists: int
     max_entries: int
-    """Objects and their entries together."""
+    """Maximum number of JSON objects and their entries together."""
     max_items: int
-    """Commas."""
+    """Maximum number of commas."""
 
 
 BODY_LIMITS = JsonLimits(1 << 16, 1 << 18, MAX_PROMPT_TOKENS + (1 << 18))
-"""Limits of a request: three times 8192 turns with as many calls, parts and results."""
+"""Limits for a request body: three times 8192 turns with as many calls, parts and results."""
 VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
-"""Limits of values that are parsed whole, which are tools, and the arguments of all calls."""
+"""Limits for values that are parsed at once: the tools, and the arguments of all tool calls."""
 
 
 class JsonCounter:
-    """Counts the parts of texts and refuses too many.
+    """Counts the JSON parts of texts, and raises an error if there are too many.
 
     Args:
         field: the request's field, for errors.
-        limits: limits of all texts together.
+        limits: limits for all texts together.
         name: name of the texts, for errors (empty for the field's name).
     """
 
@@ -85,7 +85,7 @@ class JsonCounter:
 
 
 def _end_of_block(text: bytes, start: int) -> int:
-    """Return the end of a block, so that no escape is cut."""
+    """Return where a block ends, so that no escape sequence is split."""
     end = min(start + BLOCK_BYTES, len(text))
     last = end - 1
     while last >= start and text[last] == ord("\\"):

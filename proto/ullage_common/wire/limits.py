@@ -1,4 +1,4 @@
-"""Limits of a request, checked by the router, and by the engine for clients without a router."""
+"""Limits on requests, checked by the router, and by the engine for clients without a router."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_SESSION_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_FINGERPRINTS = 32
-"""Most different fingerprints of the engines that generated an answer so far."""
+"""Maximum number of distinct fingerprints of the engines that generated an answer so far."""
 MAX_FINGERPRINT_BYTES = 64
 MAX_PRIORITY = 100
 MAX_STOP_STRINGS = 16
@@ -21,28 +21,28 @@ MAX_BEAM_WIDTH = 8
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 20
 MAX_MESSAGES = 8192
-"""Most turns of a conversation, and most calls in all of them."""
+"""Maximum number of turns in a conversation, and of tool calls in all of its turns."""
 MAX_CALLS = 128
-"""Most calls in one turn of a conversation."""
+"""Maximum number of tool calls in one turn of a conversation."""
 MAX_PARTS = 8192
-"""Most parts of the text of one turn."""
+"""Maximum number of text parts in one turn."""
 MAX_PROMPT_TOKENS = 1 << 20
-"""Most ids in a prompt of token ids."""
+"""Maximum number of ids in a prompt of token ids."""
 MAX_BEAM_STOP_TOKENS = 16
-"""Most stop tokens of a beam search. Each is one more candidate in every step."""
+"""Maximum number of stop tokens in a beam search. Each adds one candidate to every step."""
 MAX_LENGTH_PENALTY = 10
 MAX_LOGIT_BIAS = 1024
-"""Most tokens with a bias."""
+"""Maximum number of tokens with a logit bias."""
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
-"""Most levels of objects and arrays in a JSON Schema."""
+"""Maximum nesting depth of objects and arrays in a JSON Schema."""
 
 
 class Range:
     """An interval of numbers, which never contains NaN.
 
-    Numbers arrive as float32 with about seven digits, in which 0.01 is slightly smaller. They are
-    therefore rounded to seven digits first.
+    Requests carry numbers as float32 with about seven digits, in which 0.01 is slightly smaller.
+    Numbers are therefore rounded to seven digits before the comparison.
     """
 
     def __init__(self, low: float, high: float, low_open: bool = False) -> None:

@@ -4,18 +4,18 @@ import msgspec
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one pool from the view of one router."""
+    """The load of one pool, as one router sees it."""
 
     ready: int
-    """Number of engines that report to be ready."""
+    """Number of engines that report that they are ready."""
     capacity_bytes: int
-    """KV memory of the ready engines, as reported, in bytes."""
+    """KV memory that the ready engines report, in bytes."""
     headroom_bytes: int
     """KV memory that the engines report as available, in bytes."""
     engine_requests: int
     """Number of requests that engines report as running or waiting."""
     credit_bytes: int
-    """Bytes of the headroom that this router has reserved since the reports."""
+    """Bytes of headroom that this router has reserved since the engines' last reports."""
     queued: int
     """Number of requests that wait for memory in the router."""
     queue_bytes: int
@@ -29,6 +29,6 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     held: int
     """Number of requests held until the pool wakes."""
     wanted: int
-    """Number of requests that need the pool, held or not."""
+    """Number of requests that need the pool, whether held or not."""
     idle_s: float
     """Seconds since the newest request."""

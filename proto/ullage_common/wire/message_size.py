@@ -1,7 +1,8 @@
 """Bounds the number of parts of a serialized message before it is parsed.
 
-Protobuf makes an object of every two bytes of empty messages, holds the GIL until the last one, and
-takes fifty times the bytes. The walk here makes no objects and lets other threads take the GIL.
+Protobuf makes one object for every two bytes of empty messages. It holds the GIL all the time, and
+needs fifty times the message's memory. The scan in this module makes no objects, and it lets other
+threads take the GIL.
 """
 
 from google.protobuf.descriptor import Descriptor
@@ -17,9 +18,9 @@ This is twice 8192 turns with as many calls.
 LIGHT_PARTS = 1024
 """Maximum fields and entries of a light message, which is parsed on the event loop."""
 LIGHT_PACKED_BYTES = 1 << 20
-"""Most bytes of all lists of numbers in a light message."""
+"""Maximum total bytes of the packed number lists in a light message."""
 MAX_DEPTH = 32
-"""Most levels of nested messages."""
+"""Maximum nesting depth of messages."""
 _VARINT = 0
 _FIXED64 = 1
 _BYTES = 2
@@ -30,7 +31,7 @@ _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_message(data: bytes, descriptor: Descriptor) -> None:
-    """Check the size of a serialized message. A malformed one is left to the parser.
+    """Check the size of a serialized message. The parser reports a malformed message itself.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, the message has too many parts, or a list of too many
@@ -111,5 +112,5 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _num_numbers(packed: bytes) -> int:
-    """Return the count of numbers in a packed list (an upper bound for numbers of fixed size)."""
+    """Count the numbers in a packed list (an upper bound if the numbers have a fixed size)."""
     return len(packed.translate(None, _LAST_BYTES))

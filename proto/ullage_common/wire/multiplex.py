@@ -1,13 +1,13 @@
 """The serving end of `InferenceService.Multiplex`: many Generate calls over one stream.
 
-Each call runs as a task of its own, with the same code as Generate and a context with the parts of
-gRPC's context that this code uses. The responses of all calls that are ready at one moment are sent
-in one message. A call may be `window` responses ahead of the router. Then it waits, and no other
-call does (`ullage_common.wire.flow_control`).
+Each call runs as a separate task with the same code as Generate. The call's context has the parts
+of gRPC's context that this code uses. All responses that are ready at the same time are sent in one
+message. A call may be up to `window` responses ahead of the router. After that only this call
+waits, and other calls continue (`ullage_common.wire.flow_control`).
 
-Anybody who reaches an engine can open a stream. So its open calls are bounded, a message is
-processed in pieces between which the event loop serves others, and no call begins while nobody
-reads the answers. A stream with too many refused tickets in a row ends.
+Anyone who can reach an engine can open a stream. Each stream therefore has a limit on open calls.
+A message is processed in pieces, so that the event loop can serve other streams in between. No call
+begins while nobody reads the answers. A stream ends after too many consecutive refused tickets.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ MAX_BATCH = 256
 MAX_REFUSED_TICKETS = 32
 """Consecutive calls refused for their tickets after which a stream ends."""
 TURN_CALLS = 16
-"""Calls that are begun or ended before the event loop serves others."""
+"""Number of calls to begin or end before yielding to the event loop."""
 TURN_ENTRIES = 2048
-"""Entries of a message that are read before the event loop serves others."""
+"""Number of message entries to read before yielding to the event loop."""
 STATUS_KEY = "grpc-status-details-bin"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -149,7 +149,7 @@ class _Stream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_turn(self) -> None:
-        """Let the event loop serve others, and wait while nobody reads the answers."""
+        """Yield to the event loop, and wait while nobody reads the answers."""
         await asyncio.sleep(0)
         await self._wait_for_reader()
 
@@ -250,15 +250,15 @@ class CallContext:
 
     @property
     def pace(self) -> SendPace:
-        """The pace of sending, so that faster tokens need not be written one by one."""
+        """The pace at which responses are sent, so that the producer can batch faster tokens."""
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
-        """Send a response. Wait while the router has not taken those before."""
+        """Send a response. Wait while the router has not read enough of the earlier responses."""
         return self.send_window.write(response)
 
     def cancel(self) -> None:
-        """End the call, since the router does not want its answer any more."""
+        """Cancel the call, because the router no longer wants its answer."""
         self.send_window.drop()
         if self.task:
             self.task.cancel()
@@ -296,7 +296,7 @@ def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
 
 
 def _check_size(request: pb.GenerateRequest) -> None:
-    """Refuse a request that is too large for a Generate call, too."""
+    """Refuse a request that a Generate call would also refuse as too large."""
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
         raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

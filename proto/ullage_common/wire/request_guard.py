@@ -1,9 +1,9 @@
-"""Refuses calls and requests of a gRPC server before they cost much.
+"""Refuses bad calls and requests of a gRPC server before they use many resources.
 
-By itself a gRPC server receives everything that clients send before it calls any code, and answers
-bytes that cannot be parsed with UNKNOWN. The guard admits a call by its metadata, bounds how many
-requests arrive at once and for how long, and counts a message's parts before parsing it. Its
-refusals have details like those of any other bad request.
+By default, a gRPC server receives everything that clients send before it calls any code. It answers
+bytes that cannot be parsed with UNKNOWN. The guard admits a call by its metadata, limits how many
+requests arrive at once and for how long, and counts a message's parts before parsing it. Its errors
+have the same details as those for any other bad request.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ if TYPE_CHECKING:  # generic in its type stubs alone
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 MAX_REQUEST_BYTES = 8 << 20
-"""Maximum size of a serialized request, bytes."""
+"""Maximum size of a serialized request, in bytes."""
 SMALL_REQUEST_BYTES = 16 << 10
-"""Maximum size of a serialized request whose parts are not counted, bytes."""
+"""Maximum size in bytes of a serialized request that is parsed without counting its parts."""
 MAX_RECEIVED_AT_ONCE = 32
 """Requests that may arrive on a server at one time, each of at most MAX_RECEIVED_BYTES.
 
@@ -41,15 +41,15 @@ A tenant, or a peer if the tenant is unknown, has at most half of the places.
 MAX_RECEIVED_PUBLIC = 8
 """Requests of public methods that arrive at one time."""
 PLACE_TIMEOUT_S = 20.0
-"""Maximum seconds of a wait for a place to receive a request, as over HTTP."""
+"""Maximum seconds to wait for a place to receive a request, the same as over HTTP."""
 PLACE_GRACE_S = 5.0
 """Seconds for which a request may keep arriving while others wait for its place."""
 RECEIVE_TIMEOUT_S = 30.0
-"""Seconds within which a request must arrive once it has a place, as over HTTP."""
+"""Seconds within which a request must arrive once it has a place, the same as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
 """Seconds within which a request of a public method must arrive, since it is small."""
 STREAM_TIMEOUT_S = 30.0
-"""Maximum duration of a stream to a public method (reflection), seconds."""
+"""Maximum duration in seconds of a stream to a public method (reflection)."""
 MAX_CALLS = 4096
 """Maximum number of concurrent calls of a server.
 
@@ -63,7 +63,7 @@ Admit = Callable[[str, Mapping[str, str]], str | None]
 """Return the tenant of a call by its method and metadata, or None for a public method. Raise
 ServiceError to refuse the call."""
 Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
-"""Run a function that handles so many bytes of a tenant, off the event loop if they are many."""
+"""Run a function that handles a tenant's bytes, off the event loop if the bytes are many."""
 Hold = Callable[[str, asyncio.Timeout], contextlib.AbstractContextManager[Place]]
 Enter = Callable[[Context], contextlib.AbstractAsyncContextManager[None]]
 Begin = Callable[[AsyncIterator[bytes], Context], Awaitable[tuple[Any, Context]]]
@@ -85,9 +85,10 @@ async def run_apart(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any
 class RequestGuard(grpc.aio.ServerInterceptor):
     """Refuses calls before their request is received, and requests before the service sees them.
 
-    A call that is not admitted ends with its metadata. Few requests arrive at one time, none may
-    take long, and each, also each message of a stream, is parsed only after its parts were counted.
-    Calls are counted by tenant, or by peer where tenants are unknown.
+    A call that is not admitted ends as soon as its metadata has arrived. The number of requests
+    that arrive at one time is limited, and so is the time for each of them. Each request, and each
+    message of a stream, is parsed only after its parts were counted. Calls are counted by tenant,
+    or by peer if the tenant is unknown.
 
     The reasons of its refusals:
 
@@ -176,7 +177,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     def _public_stream(self, handler: "Handler") -> "Handler":
         """Return a handler that bounds the number and the duration of streams.
 
-        Their messages take memory that is charged to nobody.
+        The memory of such streams' messages is charged to no tenant.
         """
         behavior: Any = handler.stream_stream
         if behavior is None or not inspect.isasyncgenfunction(behavior):
@@ -341,7 +342,7 @@ def _address(context: Context) -> str:
 
 
 def _served(behavior: Any, handler: "Handler") -> "Handler":
-    """Return a handler whose behaviour receives its requests itself."""
+    """Return a handler whose function receives the call's requests itself."""
     is_streaming = handler.response_streaming or inspect.isasyncgenfunction(behavior)
     make = (
         grpc.stream_stream_rpc_method_handler
@@ -352,7 +353,7 @@ def _served(behavior: Any, handler: "Handler") -> "Handler":
 
 
 def _refusing(error: ServiceError) -> "Handler":
-    """Return a handler that ends its call before receiving any of it."""
+    """Return a handler that ends its call before receiving any request."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await abort(context, error)

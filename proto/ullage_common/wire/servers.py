@@ -27,7 +27,7 @@ from ullage_common.wire.request_guard import (
 MAX_RECEIVED_BYTES = 16 * 1024 * 1024
 """Maximum size of a message that gRPC receives.
 
-It is above the guard's bound, because only the guard's refusal has details.
+This limit is above the request guard's limit, because only the guard's errors have details.
 """
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
@@ -92,13 +92,13 @@ def new_server(
 
 
 def new_probe_server() -> grpc.aio.Server:
-    """Create a server of public methods with small requests, which are health and headroom."""
+    """Create a server for public methods with small requests: health checks and headroom."""
     small = (("grpc.max_receive_message_length", 2 * SMALL_REQUEST_BYTES),)
     return new_server(RequestGuard(lambda method, metadata: None), small)
 
 
 class Health:
-    """The health of a server, which is live and not ready at first."""
+    """The health of a server. At first the server is live but not ready."""
 
     def __init__(self) -> None:
         self._servicer = HealthServicer()

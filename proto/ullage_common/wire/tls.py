@@ -1,4 +1,4 @@
-"""Certificates from a mounted Secret: checked, reloaded, and used for gRPC and HTTPS.
+"""TLS certificates for gRPC and HTTPS from a mounted Secret, with validation and reloading.
 
 A folder has the keys of a `kubernetes.io/tls` Secret as cert-manager writes it: `tls.crt` (the
 certificate, then its intermediates), `tls.key` and, where peers are verified, `ca.crt`.
@@ -179,7 +179,7 @@ class Certificates:
         }
 
     def server_context(self) -> ssl.SSLContext:
-        """Return an SSL context for HTTPS, whose handshakes take the newest material."""
+        """Return an SSL context for HTTPS whose handshakes use the newest certificate and key."""
         outer = server_context(self.material)
 
         def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
@@ -189,7 +189,7 @@ class Certificates:
         return outer
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a gRPC server, whose handshakes take the newest material."""
+        """Return gRPC server credentials whose handshakes use the newest certificate and key."""
         given = self.material
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -206,7 +206,7 @@ class Certificates:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for new gRPC channels, with the certificate and the authority."""
+        """Return credentials for new gRPC channels, from the current certificate and authority."""
         return channel_credentials(self.material)
 
     def _load(self) -> tuple[Material, ssl.SSLContext]:
@@ -232,7 +232,7 @@ class Certificates:
 
 
 async def speaks_tls(address: str) -> bool | None:
-    """Return whether a gRPC server speaks TLS, by the first byte of its answer to a ClientHello.
+    """Return whether a gRPC server uses TLS, by the first byte of its answer to a ClientHello.
 
     Args:
         address: `ip:port`.
@@ -274,7 +274,7 @@ def channel_credentials(material: Material) -> grpc.ChannelCredentials:
 def server_context(material: Material) -> ssl.SSLContext:
     """Return an SSL context for servers, of TLS 1.2 or newer.
 
-    Session tickets are off, since a resumed session would outlive its certificate authority.
+    TLS session tickets are off, because a resumed session would outlive its certificate authority.
 
     Raises:
         ConfigError: OpenSSL refuses the files.

@@ -1,4 +1,4 @@
-"""Validates a GenerateRequest of any protocol.
+"""Validates a GenerateRequest, whichever API protocol it came from.
 
 Routers and engines share these checks, so they refuse the same values with the same errors. Checks
 that depend on the model, for example on its vocabulary, are in each of them.
@@ -268,7 +268,7 @@ def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task,
 
 
 def is_growing(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether answers arrive token by token. Otherwise they are known only at the end."""
+    """Return whether answers are streamed token by token, and not known only at the end."""
     if request.embed:
         return False
     if not request.HasField("samples"):
@@ -311,7 +311,7 @@ def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> N
     """Check that all tokens are in the vocabulary.
 
     Raises:
-        ServiceError: one of them is not.
+        ServiceError: a token is not in the vocabulary.
     """
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
@@ -324,7 +324,7 @@ def _require(is_right: bool, field: str, value: object, permitted: str) -> None:
 
 
 def invalid_value(field: str, value: object, permitted: str) -> ServiceError:
-    """Return INVALID_ARGUMENT with the field, its value and the permitted values."""
+    """Return an INVALID_ARGUMENT error with the field, its value and the permitted values."""
     shown = value if isinstance(value, str) else repr(value)
     if len(shown) > 60:
         shown = shown[:57] + "..."
