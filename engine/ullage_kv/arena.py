@@ -1,8 +1,8 @@
-"""The memory of the host tier, one shared mapping that is cut into equal slots.
+"""The memory of the host tier: one shared mapping that is divided into equal slots.
 
-The mapping is a file without a name (memfd). Nothing is left behind however its owner ends, and a
-container's small /dev/shm does not bound its size. Other processes of the host map it by its path
-below /proc while the owner lives.
+The mapping is an anonymous file (memfd). The kernel frees it however its owner ends, and a
+container's small /dev/shm does not limit its size. Other processes on the host map the file by its
+path below /proc while the owner lives.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from ullage_common.process.memory import free_bytes
 PAGE_BYTES = 4096
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14, for which Python's mmap has no name."""
+"""The constant MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap module lacks."""
 _STEP_BYTES = 16 << 20
-"""Bytes that are made resident at once. No other thread of the process runs meanwhile."""
+"""Bytes to make resident at a time. No other thread of the process runs during this time."""
 _REPORT_BYTES = 256 << 20
-"""Bytes between two reports of progress."""
+"""Bytes to make resident between two progress reports."""
 
 
 class ArenaError(Exception):
-    """The memory is not available. The message names the figures and the remedy."""
+    """The memory is not available. The message gives the sizes and the remedy."""
 
 
 class Arena:
@@ -52,12 +52,12 @@ class Arena:
 
         Args:
             num_bytes: size of the memory.
-            available_bytes: the most that may be taken, None for the free memory of the container
+            available_bytes: maximum bytes to allocate, or None for the free memory of the container
                 and the machine.
-            progress: called with the resident bytes and with all bytes.
+            progress: called with the number of resident bytes and the total number of bytes.
 
         Raises:
-            ArenaError: the memory is not available. None of it was taken, since the kernel would
+            ArenaError: the memory is not available. Nothing was allocated, because the kernel would
                 have killed a process.
         """
         available = free_bytes() if available_bytes is None else available_bytes
@@ -86,7 +86,7 @@ class Arena:
         """Map the memory that another process of this host has created.
 
         Raises:
-            ArenaError: the owner has ended, or the memory has another size.
+            ArenaError: the owner has ended, or the memory has a different size.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -103,7 +103,7 @@ class Arena:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def cut(self, slot_bytes: int) -> None:
-        """Divide the memory into slots of this size, each at the beginning of a page."""
+        """Divide the memory into slots of this size, each aligned to a page."""
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self.num_slots = self.num_bytes // self.slot_bytes
 
@@ -120,15 +120,15 @@ class Arena:
         return int(granted.split(maxsplit=1)[0]) << 10 if granted else 0
 
     def drop_pages(self) -> None:
-        """Free the memory in all processes that have attached, and keep its path.
+        """Free the pages for all attached processes, but keep the mapping and its path.
 
-        Later reads return zeros, and later writes take memory again.
+        Later reads return zeros, and later writes allocate pages again.
         """
         with contextlib.suppress(OSError):  # a kernel without MADV_REMOVE for memfd
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Free the memory, at once or with the last view of a slot."""
+        """Free the memory, at once or when the last view of a slot is released."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()
@@ -137,7 +137,7 @@ class Arena:
     def make_resident(
         self, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Touch every page, so that none is missing later, and keep its contents.
+        """Make every page resident without changing its contents.
 
         Raises:
             OSError: the kernel has no memory left for a page.

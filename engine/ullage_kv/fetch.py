@@ -1,8 +1,8 @@
-"""Blocks on their way from lower tiers to host memory.
+"""Loads blocks from lower tiers into host memory.
 
 A `BlockFetch` is one caller's list of blocks. It has a `PendingBlock` for each block that a lower
-tier loads for it. Several fetches may share a pending block, which is loaded once. All blocks that
-one tier loads together are a `TierLoad`.
+tier is loading. Several fetches may share a pending block, which is loaded only once. A `TierLoad`
+is a group of blocks that one tier loads together.
 """
 
 import threading
@@ -18,32 +18,32 @@ from ullage_kv.results import HOST, MISS, Result, Status
 from ullage_kv.tier import LowerTier, Transfer
 
 PART_BLOCKS = 128
-"""Most blocks that are given together to a lower tier.
+"""Maximum number of blocks in one part, which is one call to a lower tier.
 
-A caller's thread, such as that of an event loop, gives a few parts at most. The threads of the tier
-give the later ones.
+A caller's thread, such as an event loop's, submits only a few parts. The tier's threads submit the
+later parts.
 """
 
 _PARTS_AT_ONCE = 2
-"""Parts of one fetch that are on their way. While one ends, the threads of tiers have another."""
+"""Number of concurrent parts of one fetch, so that tiers stay busy when a part ends."""
 
 _IN_HOST = Result(Status.HIT, HOST)
 
 
 def parts_of(num_blocks: int, size: int = PART_BLOCKS) -> list[range]:
-    """Return the places of so many blocks in parts of `size`. The last part may be smaller."""
+    """Split the indices of this many blocks into parts of `size`. The last part may be smaller."""
     return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
 @dataclass(slots=True, eq=False)
 class PendingBlock:
-    """A block that a lower tier loads to a reserved slot of host memory."""
+    """A block that a lower tier is loading into a reserved slot of host memory."""
 
     key: bytes
     ref: SlotRef
     load: "TierLoad"
     result: Result | None = None
-    """The tier's answer, None until it has come. It is set before `load.arrived` is done."""
+    """The tier's result, or None until then. The result is set before `load.arrived` is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class TierLoad:
     """Time of the deadline by the store's clock."""
     blocks: list[PendingBlock] = field(default_factory=list)
     arrived: "Future[None]" = field(default_factory=Future)
-    """Done when every block has its result."""
+    """Future that is done when every block has its result."""
 
 
 class BlockFetch:
@@ -67,15 +67,15 @@ class BlockFetch:
         """Time of the deadline by the store's clock."""
         self.results = [MISS] * len(keys)
         self.refusal: Result | None = None
-        """Result of all blocks of lower tiers that are not begun yet, once a tier has refused.
+        """Result for all remaining blocks of lower tiers, once a tier has refused a whole part.
 
-        None while the tiers take more.
+        None while the tiers accept more.
         """
         self._loader = loader
         self._pending: list[PendingBlock | None] = [None] * len(keys)
 
     def run(self) -> "Future[list[Result]]":
-        """Fetch part after part, and return a future of the results."""
+        """Fetch one part after another, and return a future of the results."""
         parts = iter(parts_of(len(self.keys)))
         # Both tasks draw from one iterator, so the one that has fetched its part takes the next.
         tasks = [run(self._fetch_each(parts)) for _ in range(_PARTS_AT_ONCE)]
@@ -85,10 +85,10 @@ class BlockFetch:
         return results
 
     def begin(self, part: range) -> "Future[None]":
-        """Begin to fetch the blocks at some places.
+        """Start to fetch the blocks at some indices.
 
         Returns:
-            A future that is done when their results are set.
+            A future that is done when the results of these blocks are set.
         """
         places_by_tier = self._locate(part)
         places = [place for each in places_by_tier.values() for place in each]
@@ -109,7 +109,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Take the result of a place from a pending block, which may be another fetch's, too."""
+        """Take the result for an index from a pending block, which other fetches may share."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:
@@ -131,9 +131,9 @@ class BlockFetch:
         return places_by_tier
 
     def _await(self, places: Sequence[int]) -> Steps:
-        """Wait for the pending blocks at some places, and set their results.
+        """Wait for the pending blocks at some indices, and set their results.
 
-        The wait ends at the deadline at the latest.
+        The wait ends no later than the deadline.
         """
         blocks = [(place, block) for place in places if (block := self._pending[place]) is not None]
         loads = {id(block.load): block.load for _, block in blocks}.values()
@@ -150,7 +150,7 @@ class BlockFetch:
 
 
 class Loader:
-    """Loads blocks from lower tiers to host memory, each block once at a time. Thread-safe."""
+    """Loads blocks from lower tiers into host memory, with one load per block. Thread-safe."""
 
     def __init__(
         self,
@@ -161,15 +161,15 @@ class Loader:
         locate: Callable[[Sequence[bytes]], list[str]],
         clock: Callable[[], float],
     ) -> None:
-        """Prepare to load.
+        """Create the loader.
 
         Args:
-            arena: the memory whose slots the blocks are loaded to.
-            block_bytes: size of a block.
+            arena: the memory with the slots into which blocks are loaded.
+            block_bytes: bytes per block.
             lease: lease under which slots are reserved.
             tiers: tiers below host memory, the fastest first.
-            locate: returns the name of the highest tier that has each block, empty if none has it.
-            clock: time in seconds.
+            locate: returns the name of the highest tier that has each block (empty if none has it).
+            clock: returns the time in seconds.
         """
         self.tiers = tiers
         self.locate = locate
@@ -180,7 +180,10 @@ class Loader:
         self._lease = lease
         self._lock = threading.Lock()
         self._pending: dict[bytes, PendingBlock] = {}
-        """Blocks by key. A block enters and leaves with its slot's reservation, under the lock."""
+        """Blocks that are being loaded, by key. A block stays as long as its slot's reservation.
+
+        Changes require the loader's lock.
+        """
 
     @property
     def num_pending(self) -> int:
@@ -190,7 +193,7 @@ class Loader:
     def load(
         self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Begin to load the blocks at some places of a fetch from one tier."""
+        """Start to load the blocks at some indices of a fetch from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
             return
@@ -203,11 +206,11 @@ class Loader:
         loading.add_done_callback(lambda loaded: self._commit(load, loaded.result()))
 
     def close(self) -> None:
-        """Stop the alarms. The tiers must be closed before, which ends all loads."""
+        """Stop the alarms. The caller must close the tiers first, which ends all loads."""
         self.alarms.close()
 
     def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
-        """Reserve a slot for each block that is not being loaded already, and return the load."""
+        """Reserve a slot for each block that is not yet being loaded, and return the load."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:
             for place in places:
@@ -235,7 +238,7 @@ class Loader:
         return load
 
     def _commit(self, load: TierLoad, results: Sequence[Result]) -> None:
-        """Make the blocks readable that a tier has loaded, and free the slots of the others."""
+        """Make the blocks that a tier has loaded readable, and free the other blocks' slots."""
         with self._lock:
             for block, result in zip(load.blocks, results, strict=True):
                 if result.status is not Status.HIT:
@@ -250,6 +253,6 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the key before a place, if both keys may be of one chain."""
+    """Return the key before an index, if both keys may belong to the same chain."""
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None

@@ -1,12 +1,12 @@
-"""The files of one engine's file tier, equal slots for payloads and a table of their contents.
+"""The files of one engine's file tier: slots of equal size for payloads, and a table of contents.
 
-    PATH/NAMESPACE/N/table     a page of header, then an entry for each slot
+    PATH/NAMESPACE/N/table     a header page, then one entry per slot
     PATH/NAMESPACE/N/blocks    the slots, each at a multiple of 4 KiB
 
-An entry is cleared before its slot is overwritten, and written after its payload. So a killed
-process leaves whole blocks or none. Nothing is synced to the device: an entry has the checksum of
-its payload, by which a read recognises a payload that a power failure tore. Each folder has one
-writer, which holds a lock on the table.
+An entry is cleared before its slot is overwritten, and written after its payload. A killed process
+therefore leaves no partial blocks. Nothing is synced to the device. Instead, each entry has the
+checksum of its payload, by which a read detects a payload that a power failure left incomplete.
+Each folder has one writer, which holds a lock on the table.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ log = logging.getLogger(__name__)
 _MAGIC = b"ullagekv"
 _VERSION = 1
 _HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
-"""Magic, version, namespace, bytes of a block. Its checksum follows."""
+"""Header: magic, version, namespace and bytes per block. The header's checksum follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
-"""Key, parent or zeros, xxh3_128 of the payload, number of the save. Its checksum follows."""
+"""Entry: key, parent or zeros, xxh3_128 of the payload, save counter. Its checksum follows."""
 _ENTRY_BYTES = 128
 _EXTENT_BYTES = 64 << 20
-"""Bytes by which the file of slots grows."""
+"""Number of bytes by which the slot file grows at a time."""
 _GRACE_S = 600.0
-"""Seconds for which a folder is kept for its engine to come back, even if others need room."""
+"""Seconds for which an ended engine's folder is kept, even if other engines need the space."""
 _LOCK_TRIES = 5
-"""Attempts to lock a folder. Other engines hold its lock for a moment to see if it is free."""
+"""Number of attempts to lock a folder, because other engines briefly lock it to test the lock."""
 _LOCK_PAUSE_S = 0.01
 """Seconds between two attempts."""
 _NAMESPACE = re.compile("[0-9a-f]{16}")
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
-"""Errors of a full device or quota."""
+"""Error numbers that mean a full device or an exhausted quota."""
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
-"""Errors of a file system without O_DIRECT or fallocate."""
+"""Error numbers that mean that the file system lacks O_DIRECT or fallocate."""
 
 
 class FileTierError(Exception):
@@ -61,7 +61,7 @@ class FileTierError(Exception):
 
 
 class Calls(NamedTuple):
-    """The calls to the file system, which a test can make fail or hang."""
+    """The file system calls, which tests can replace to make them fail or hang."""
 
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
@@ -69,7 +69,7 @@ class Calls(NamedTuple):
 
 
 class TableEntry(NamedTuple):
-    """The table's entry of a block."""
+    """A block's entry in the table."""
 
     slot: int
     key: bytes
@@ -88,19 +88,19 @@ class StoredBlock(NamedTuple):
 
 
 class SlotFile:
-    """A folder of its own, with payloads in slots. Thread-safe.
+    """The slots and the table in one process's own folder. Thread-safe.
 
-    The caller makes sure that no slot is read and written at the same time.
+    The caller must ensure that no slot is read and written at the same time.
     """
 
     def __init__(
         self, path: Path, space: bytes, block_bytes: int, max_bytes: int, calls: Calls
     ) -> None:
-        """Lock a folder below `path` that no process has, one with stored blocks if possible.
+        """Lock a folder below `path` that no process uses, preferably one with stored blocks.
 
         Raises:
-            FileTierError: the folder cannot be made, written or locked, or `max_bytes` hold no
-                block.
+            FileTierError: the folder cannot be created, written or locked, or `max_bytes` is too
+                small for a block.
         """
         self._space = space
         self._block_bytes = block_bytes
@@ -111,7 +111,7 @@ class SlotFile:
             raise FileTierError(f"{max_bytes} bytes of files hold no block of {block_bytes} bytes")
         self._lock = threading.Lock()
         self._keys: dict[int, bytes] = {}
-        """The key of each slot's entry in the table."""
+        """Key of the table entry of each slot."""
         self._slots: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         fds = list[int]()
@@ -131,23 +131,23 @@ class SlotFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the files take now."""
+        """Current total size of the files in bytes."""
         return PAGE_BYTES + self.max_slots * _ENTRY_BYTES + self.num_slots * self.slot_bytes
 
     @property
     def is_removed(self) -> bool:
-        """Whether the files were removed, so that no later process finds their blocks."""
+        """Whether the files were removed, so that no later process can find their blocks."""
         try:
             return not all(os.fstat(fd).st_nlink for fd in (self._table, self._blocks))
         except OSError:  # ESTALE of a file server
             return True
 
     def has_entry(self, key: bytes) -> bool:
-        """Return whether a later process would find the block."""
+        """Return whether the table has an entry for the block, so that later processes find it."""
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:
-        """Read a slot to memory of its size, and return False if its checksum is wrong.
+        """Read a slot into memory of the same size, and return False if the checksum is wrong.
 
         Raises:
             OSError: the file system failed.
@@ -164,8 +164,7 @@ class SlotFile:
         Args:
             slot: the slot, whose entry is cleared first.
             memory: the bytes.
-            buffer: memory of a slot's size, at the beginning of a page, for the bytes that are not
-                in whole pages.
+            buffer: page-aligned memory of a slot's size, for bytes that do not fill a whole page.
 
         Raises:
             OSError: the file system failed.
@@ -180,7 +179,7 @@ class SlotFile:
         return digest
 
     def enter(self, entries: Sequence[TableEntry]) -> None:
-        """Write entries, by which blocks are read here and found by later processes.
+        """Write table entries, so that blocks can be read and later processes can find them.
 
         Raises:
             OSError: the file system failed.
@@ -196,7 +195,7 @@ class SlotFile:
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
-        """Return a slot's bytes as whole pages of the memory, and a copy of the rest."""
+        """Return a slot's bytes as whole pages of the memory, and a copy of the remaining bytes."""
         source = np.frombuffer(memory, np.uint8)
         whole = source.nbytes // PAGE_BYTES * PAGE_BYTES
         if source.ctypes.data % PAGE_BYTES:
@@ -207,17 +206,17 @@ class SlotFile:
         return [each for each in pages if each.nbytes]
 
     def clear(self, keys: Sequence[bytes]) -> None:
-        """Clear the entries of blocks, so that no later process finds them."""
+        """Clear the table entries of blocks, so that no later process finds the blocks."""
         with self._lock:
             for key in keys:
                 if (slot := self._slots.get(key)) is not None:
                     self._clear(slot)
 
     def grow(self) -> int:
-        """Take more room on the device, up to the quota, and return the number of new slots.
+        """Grow the slot file within the quota, and return the number of new slots.
 
         Raises:
-            OSError: the file system failed, as when the device is full.
+            OSError: the file system failed, for example because the device is full.
         """
         num_more = min(max(1, _EXTENT_BYTES // self.slot_bytes), self.max_slots - self.num_slots)
         size = self.num_slots * self.slot_bytes
@@ -247,7 +246,7 @@ class SlotFile:
     # opening -------------------------------------------------------------------------------------
 
     def _open(self, fds: list[int]) -> list[StoredBlock]:
-        """Open the slots, read the table, and return its blocks, the oldest first."""
+        """Open the slots, read the table, and return its blocks, oldest first."""
         # The table, and the header that it must begin with.
         table_bytes = PAGE_BYTES + self.max_slots * _ENTRY_BYTES
         table = _read_all(self._table, table_bytes)
@@ -336,30 +335,31 @@ _sequence = operator.attrgetter("sequence")
 
 
 class Leftovers:
-    """Folders below a path whose engines are gone.
+    """Folders below a path whose engines have ended.
 
-    A restarted engine finds its blocks there, of any model. So folders stay while they fit into one
-    engine's quota. A folder that no engine has held for ten minutes may be removed.
+    A restarted engine finds the blocks of its model in such a folder. Folders are therefore kept
+    while they fit into one engine's quota. A folder that no engine has used for ten minutes may be
+    removed.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
         self._since: dict[Path, float] = {}
-        """Time at which each table was first seen without an engine."""
+        """Time at which each table was first seen without a running engine."""
 
     def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
-        """Remove the folders that do not fit into an engine's quota together with its own files.
+        """Remove folders until the rest and the engine's own files fit into the engine's quota.
 
-        The folders that were written longest ago go first.
+        The folders that were written longest ago are removed first.
 
         Args:
             own_bytes: size of the engine's own files.
             max_bytes: the engine's quota.
-            needed_bytes: bytes that a full device lacks.
+            needed_bytes: bytes to free on a full device.
 
         Returns:
-            The bytes that were freed.
+            The number of bytes that were freed.
         """
         unheld = {table: _folder_bytes(table) for table in _tables(self._path) if _is_unheld(table)}
         now = self._clock()
@@ -374,7 +374,7 @@ class Leftovers:
 
 
 def _take_folder(base: Path) -> tuple[Path, int]:
-    """Lock the first folder that no process has, or make one.
+    """Lock the first folder that no process uses, or create one.
 
     Returns:
         The folder and its locked table.
@@ -389,7 +389,7 @@ def _take_folder(base: Path) -> tuple[Path, int]:
 
 
 def _lock_table(folder: Path, *, make: bool) -> int | None:
-    """Open and lock a folder's table, None if another process has it or is removing it."""
+    """Open and lock a folder's table, or return None if another process uses or removes it."""
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -431,7 +431,7 @@ def _is_unheld(table: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove our files of a folder, and return False if a process holds its lock."""
+    """Remove Ullage's files in a folder, or return False if a process holds the folder's lock."""
     table = _lock_table(folder, make=False)
     if table is None:
         return False
@@ -456,7 +456,7 @@ def _written_at(table: Path) -> float:
 
 
 def _check(data: bytes, slot: int) -> bytes:
-    """Return the checksum of a header or an entry, which is valid in its own slot only."""
+    """Return the checksum of a header or an entry, seeded with the slot number."""
     return xxhash.xxh3_64_digest(data, seed=slot)
 
 

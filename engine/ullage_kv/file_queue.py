@@ -1,4 +1,4 @@
-"""Transfers that wait for threads, and deadlines that hold even if a thread hangs."""
+"""Queues of transfers for worker threads, with deadlines that hold even if a thread hangs."""
 
 import contextlib
 import heapq
@@ -21,15 +21,15 @@ NAME = "file"
 """Name of the tier."""
 
 Work = Callable[[Sequence[int], memoryview, Callable[[], None]], None]
-"""The work of a thread for the transfers at some places of a batch.
+"""A function that processes the transfers at some indices of a batch in a worker thread.
 
-The second argument is memory of the thread's own, of a slot's size. The work calls the third
+The second argument is the thread's private buffer, as large as a slot. The function calls the third
 argument when the next thread may take its turn.
 """
 
 
 class TransferBatch:
-    """The results of one call's transfers. The first result of a transfer counts."""
+    """The results of one call's transfers. Only the first result of each transfer counts."""
 
     def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
         self.future = Future[list[Result]]()
@@ -48,7 +48,7 @@ class TransferBatch:
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copy to the transfer's memory, and return False if the transfer has its result."""
+        """Copy to the transfer's memory, or return False if the transfer already has its result."""
         with self._lock:
             if not self.is_open(place):
                 return False
@@ -64,7 +64,7 @@ class TransferBatch:
         return expired is None
 
     def finish(self, place: int, result: Result) -> None:
-        """Set the result of one transfer, unless it has one."""
+        """Set the result of one transfer, unless it already has a result."""
         with self._lock:
             if self._results[place] is not None:
                 return
@@ -77,7 +77,7 @@ class TransferBatch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """End all open transfers with this result, and return False if there are none."""
+        """End all open transfers with this result, or return False if there are none."""
         with self._lock:
             if not self._num_open:
                 return False
@@ -93,7 +93,7 @@ class TransferBatch:
 
 
 class Deadlines:
-    """Ends batches whose time is over, in a thread of its own, since all others may hang."""
+    """Ends batches at their deadlines, in a separate thread, because worker threads may hang."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -104,7 +104,7 @@ class Deadlines:
         self._thread.start()
 
     def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """End a batch after a deadline, and call `on_expired` if any of its transfers was open."""
+        """End a batch at its deadline, and call `on_expired` if a transfer is still open then."""
         at = time.monotonic() + deadline_s
         with self._condition:
             heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
@@ -138,22 +138,22 @@ class Deadlines:
 
 
 class Job:
-    """Work for the transfers of one call, which threads take one after the other."""
+    """The work for the transfers of one call. Threads take the transfers in order."""
 
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
     ) -> None:
-        """Describe work for `places` of a batch.
+        """Describe the work for the transfers at the indices `places` of a batch.
 
-        `batch` gets the results, and is None if no caller waits for them.
+        `batch` receives the results, and is None if no caller waits for them.
         """
         self.work = work
         self.places = deque(places)
-        """Places of the transfers that no thread has taken."""
+        """Indices of the transfers that no thread has taken yet."""
         self._batch = batch
 
     def fail(self, places: Iterable[int], error: Exception) -> None:
-        """End the transfers that `work` left without a result, with an error."""
+        """End all transfers to which `work` gave no result, with an error."""
         if self._batch is None:
             return
         for place in places:
@@ -161,7 +161,7 @@ class Job:
 
 
 class Lane:
-    """A queue of jobs and the threads that work on it."""
+    """A queue of jobs, with the threads that process it."""
 
     def __init__(
         self,
@@ -176,16 +176,16 @@ class Lane:
         Args:
             name: name of the threads.
             num_threads: number of threads.
-            buffer_bytes: size of each thread's own memory.
-            max_queued: most transfers that wait, None for no limit.
-            max_taken: most transfers of one job that a thread takes in its turn.
+            buffer_bytes: size of each thread's private buffer.
+            max_queued: maximum number of waiting transfers, or None for no limit.
+            max_taken: maximum number of transfers of one job that a thread takes in one turn.
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()
-        """Held by the thread whose turn it is to take transfers."""
+        """Lock that the thread holds whose turn it is to take transfers."""
         self._queue = deque[Job]()
         self._num_waiting = 0
-        """Transfers that no thread has taken."""
+        """Number of transfers that no thread has taken yet."""
         self._max_queued = max_queued
         self._max_taken = max_taken
         self._buffer_bytes = buffer_bytes
@@ -208,12 +208,12 @@ class Lane:
         return self._max_queued is not None and self._num_waiting >= self._max_queued
 
     def put(self, job: Job, *, must: bool = False) -> list[int]:
-        """Queue the transfers of a job for which there is room.
+        """Queue as many transfers of a job as the limit of the queue allows.
 
-        With `must` all are queued, even beyond the limit.
+        With `must`, all transfers are queued, even beyond the limit.
 
         Returns:
-            The places of the transfers that are not queued.
+            The indices of the transfers that were not queued.
         """
         with self._condition:
             room = len(job.places)
@@ -238,10 +238,10 @@ class Lane:
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
         """End the threads when the queue is empty.
 
-        With `drop` the waiting transfers are dropped.
+        With `drop`, the waiting transfers are dropped.
 
         Returns:
-            False if some threads still run at `ends_at`.
+            False if some threads are still running at the time `ends_at`.
         """
         with self._condition:
             self._is_closed = True

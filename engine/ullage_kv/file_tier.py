@@ -1,9 +1,9 @@
-"""The file tier: copies of blocks in a slot file, which the next process finds again.
+"""The file tier: copies of blocks in a slot file, which outlive the process.
 
-Some threads load and others save, so that no load waits behind a save. Threads read to memory of
-their own. So a thread that hangs in a dead mount can be given up at any moment, and writes to no
-caller's memory when the mount comes back. A block that such a thread was writing gets no entry in
-the table.
+Loads and saves have separate threads, so that no load waits behind a save. Each thread reads into a
+private buffer. A thread that hangs on a dead mount can therefore be abandoned at any time, and does
+not write to a caller's memory when the mount recovers. A block that such a thread was writing gets
+no entry in the table.
 """
 
 import logging
@@ -25,30 +25,30 @@ from ullage_kv.tier import CircuitBreaker, TierCounter, TierStats, Transfer
 log = logging.getLogger(__name__)
 
 NUM_LOADING = 4
-"""Threads for loads. While some copy and verify, others keep the device busy."""
+"""Number of threads for loads. While some threads copy and verify, others keep the device busy."""
 NUM_SAVING = 4
-"""Threads for saves."""
+"""Number of threads for saves."""
 
 _MAX_QUEUED_BYTES = 64 << 20
-"""Most bytes of blocks that wait to be saved. Each of them pins a slot of the host tier."""
+"""Maximum bytes of blocks that wait to be saved. Each waiting block pins a host tier slot."""
 _TURN_BYTES = 4 << 20
-"""Most bytes of blocks that a thread saves in its turn.
+"""Maximum bytes of blocks that a thread saves in one turn.
 
 If threads took turns for each block, they would mostly wait for one another.
 """
 _TURN_SHARE = 1 / 64
-"""Largest share of all slots that a thread saves in its turn."""
+"""Maximum share of all slots that a thread saves in one turn."""
 
 SAVE_DEADLINE_S = 30.0
-"""Seconds after which a block that was not saved is given up."""
+"""Seconds after which the tier gives up saving a block."""
 _CLOSE_S = 5.0
-"""Seconds in which a tier that is closed writes the saves that wait."""
+"""Maximum seconds for which closing the tier waits for pending saves."""
 _LOOK_S = 1.0
-"""Seconds between two checks whether the files were removed."""
+"""Seconds between two checks for removed files."""
 _TRIM_S = 60.0
 """Seconds between two searches for folders without an engine.
 
-On a full device it is also the time between two attempts to grow.
+On a full device, the tier also waits this long between two attempts to grow its files.
 """
 
 _CALLS = Calls()
@@ -70,7 +70,7 @@ class _Volume:
 
 
 class FileTier:
-    """Copies of blocks in files that outlive the process, see `LowerTier`."""
+    """Keeps copies of blocks in files that outlive the process (see `LowerTier`)."""
 
     name = NAME
 
@@ -85,20 +85,20 @@ class FileTier:
         clock: Callable[[], float] = time.monotonic,
         save_deadline_s: float = SAVE_DEADLINE_S,
     ) -> None:
-        """Open the files of a namespace, or make them.
+        """Open or create the files of a namespace.
 
         Args:
-            path: folder, which engines may share. Each has files of its own in it.
-            space: the namespace, 32 bytes, of `keys.namespace`.
+            path: folder that engines may share. Each engine has separate files in it.
+            space: the 32-byte namespace from `keys.namespace`.
             block_bytes: size of every block.
-            max_bytes: most bytes that all files of this tier take.
-            calls: the calls to the file system.
-            clock: in seconds, for the pauses between attempts. Deadlines have a clock of their own.
-            save_deadline_s: seconds after which a block that was not saved is given up.
+            max_bytes: maximum total size of this tier's files.
+            calls: the file system calls.
+            clock: returns the time in seconds, for pauses between attempts but not for deadlines.
+            save_deadline_s: seconds after which the tier gives up saving a block.
 
         Raises:
-            FileTierError: the folder cannot be made, written or locked, or `max_bytes` hold no
-                block. Later failures are results.
+            FileTierError: the folder cannot be created, written or locked, or `max_bytes` is too
+                small for a block. Later failures are returned as results.
         """
         self._path = Path(path)
         self._open_file = partial(SlotFile, self._path, space, block_bytes, max_bytes, calls)
@@ -111,10 +111,10 @@ class FileTier:
         self._save_breaker = CircuitBreaker(clock)
         self._lock = threading.Lock()
         self._saving: dict[bytes, bool] = {}
-        """Blocks that wait to be saved, and whether they were removed since."""
+        """Blocks that wait to be saved, and whether they were removed in the meantime."""
         self._leftovers = Leftovers(self._path, clock)
         self._answered_at = 0.0
-        """Monotonic time of the last load that had an answer."""
+        """Monotonic time of the last load that the file system answered."""
         now = clock()
         self._look_at = now
         self._trim_at = now
@@ -224,7 +224,7 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Write the saves that wait, for 5 seconds at most. Later calls are UNAVAILABLE."""
+        """Finish pending saves within 5 seconds at most. Later calls return UNAVAILABLE."""
         with self._lock:
             if self._is_closed:
                 return
@@ -314,7 +314,7 @@ class FileTier:
         places: Sequence[int],
         results: dict[int, Result],
     ) -> dict[int, SlotRef]:
-        """Take a slot for each transfer, or set its result."""
+        """Reserve a slot for each transfer, or set the transfer's result if this fails."""
         refs = dict[int, SlotRef]()
         for place in places:
             if not batch.is_open(place):
@@ -384,10 +384,10 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the files, with so many free slots if the quota allows.
+        """Return the files, with this many free slots if the quota allows.
 
-        Files that were removed are replaced by new ones. Only the saving thread whose turn it is
-        calls this.
+        Files that were removed are replaced by new files. Only the saving thread whose turn it is
+        calls this method.
         """
         now = self._clock()
         if now >= self._look_at:
@@ -410,7 +410,7 @@ class FileTier:
             self._num_evicted_before += evicted
 
     def _grow(self, volume: _Volume, now: float) -> int:
-        """Take more room on the device, and return the number of new slots."""
+        """Grow the files on the device, and return the number of new slots."""
         try:
             num_more = volume.file.grow()
             volume.index.add_slots(num_more)

@@ -1,4 +1,4 @@
-"""Futures of transfers that threads end, which can be joined, chained and given a deadline."""
+"""Futures that threads complete, with functions to join, chain and time them out."""
 
 import contextlib
 import heapq
@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 Steps = Iterator["Future[Any]"]
-"""A task that yields every future for which it waits."""
+"""A task, as a generator that yields every future for which it waits."""
 
 
 def done(value: Value) -> "Future[Value]":
-    """Return a future that has its result."""
+    """Return a future that is already done, with this result."""
     future = Future[Value]()
     future.set_result(value)
     return future
 
 
 def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
-    """Return a future that is done when all given ones are, which must never fail."""
+    """Return a future that is done when all given futures are done. None of them may fail."""
     if not futures:
         return done(None)
 
@@ -39,7 +39,7 @@ def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
 
 
 def finish(future: "Future[None]") -> None:
-    """End a future, unless its deadline has ended it already."""
+    """Complete a future, unless its deadline has already completed it."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(None)
 
@@ -54,8 +54,8 @@ def run(
 
     Args:
         steps: the task, a generator that yields every future for which it waits.
-        call_soon: runs a function in the thread in which the task continues. With None that is the
-            thread that ended the future.
+        call_soon: runs a function in the thread in which the task continues. With None, the task
+            continues in the thread that completed the future.
     """
     ended = Future[None]()
 
@@ -77,7 +77,7 @@ def run(
 
 
 class Alarms:
-    """Ends futures at given times, in one thread that starts with the first alarm."""
+    """Completes futures at given times, in one thread that starts with the first alarm."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ class Alarms:
         self._is_closed = False
 
     def finish_at(self, at: float, future: "Future[None]") -> None:
-        """End a future at a time by the clock, unless it is done by then."""
+        """Complete a future at a given clock time, unless the future is done before."""
         with self._changed:
             heapq.heappush(self._due, (at, next(self._numbers), future))
             if self._thread is None and not self._is_closed:
@@ -97,7 +97,7 @@ class Alarms:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread. Alarms that are set no longer go off."""
+        """Stop the thread. Pending alarms no longer complete their futures."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

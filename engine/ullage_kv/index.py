@@ -1,14 +1,14 @@
 """The index of blocks in slots: states, leases and eviction.
 
     FREE -> WRITING -> READY -> FREE      evicted: the least recently used block that is not pinned
-                         |                and that no other block continues
-                         +--> EVICTING -> FREE   removed while pinned: not found any more, and free
+                         |                and has no child block
+                         +--> EVICTING -> FREE   removed while pinned: no longer found, and freed
                                                  when its last reader unpins it
             WRITING -> FREE               aborted, or its lease ended
 
-A slot's generation grows each time the slot is given out, so that an old reference changes nothing.
-The index is divided into shards by the first bytes of the keys, which are the same for a whole
-chain. Each shard has a lock. Nothing here touches the bytes of a block.
+A slot's generation increases each time the slot is allocated, so that stale references have no
+effect. The index is sharded by the first bytes of the keys, which are the same for a whole chain.
+Each shard has a lock. This module does not access the bytes of blocks.
 """
 
 import enum
@@ -38,19 +38,19 @@ class SlotState(enum.Enum):
 
 
 class SlotRef(NamedTuple):
-    """A slot and the generation in which it was given out."""
+    """A slot, with the generation in which it was allocated."""
 
     slot: int
     generation: int
 
 
 class Reserved(NamedTuple):
-    """The outcome of reserving a slot to write to."""
+    """The outcome of reserving a slot for writing."""
 
     status: Status
-    """STORED if the slot is to be written and committed.
+    """STORED if the caller must write and commit the slot.
 
-    With EXISTS, BUSY, FULL or STALE there is no slot.
+    With EXISTS, BUSY, FULL or STALE, no slot was reserved.
     """
     ref: SlotRef | None = None
 
@@ -65,9 +65,9 @@ class _Entry:
     num_pins: int = 0
     num_children: int = 0
     last_used: int = 0
-    """Tick of the last use. Ticks only grow."""
+    """Tick of the last use. Ticks only increase."""
     is_removed: bool = False
-    """Whether the block was removed while it was written, so that a commit drops it."""
+    """Whether the block was removed while it was being written, so that a commit drops it."""
     num_uses: int = 0
     """Number of times that the block was stored or read."""
 
@@ -77,12 +77,12 @@ class _Shard:
     lock: threading.RLock = field(default_factory=threading.RLock)
     by_key: dict[bytes, _Entry] = field(default_factory=dict)
     evictable: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
-    """READY entries without pins and children, the least recently used first."""
+    """READY entries without pins and children, least recently used first."""
     num_ready: int = 0
 
 
 class SlotIndex:
-    """The blocks in a number of slots. Thread-safe."""
+    """An index of the blocks in a number of slots. Thread-safe."""
 
     def __init__(self, num_slots: int, num_shards: int = _NUM_SHARDS) -> None:
         self.num_slots = num_slots
@@ -93,7 +93,7 @@ class SlotIndex:
         self._ticks = itertools.count(1)
         self._counting = threading.Lock()
         self.num_evicted = 0
-        """Number of blocks that were evicted to make room for others."""
+        """Number of blocks that were evicted to make room for other blocks."""
 
     def __len__(self) -> int:
         """Return the number of blocks that can be read."""
@@ -102,12 +102,12 @@ class SlotIndex:
     def add_slots(
         self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
     ) -> None:
-        """Add slots behind the present ones.
+        """Add slots after the existing slots.
 
         Args:
             num_slots: number of new slots.
-            blocks: slot, key and parent of each block that new slots hold already, the least
-                recently used first. They can be read from now on.
+            blocks: slot, key and parent of each block that the new slots already hold, least
+                recently used first. These blocks become readable.
         """
         first = self.num_slots
         self.num_slots = self.num_slots + num_slots
@@ -123,7 +123,7 @@ class SlotIndex:
         self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Return the key of the block that this one continues, None unless both are here."""
+        """Return the key of a block's parent, or None unless both blocks are in the index."""
         entry = self._shard(key).by_key.get(key)
         return entry.parent.key if entry and entry.parent else None
 
@@ -132,26 +132,26 @@ class SlotIndex:
         return len(self._free)
 
     def contains(self, key: bytes) -> bool:
-        """Return whether the block can be read now."""
+        """Return whether the block can be read at present."""
         entry = self._shard(key).by_key.get(key)
         return entry is not None and entry.state is SlotState.READY
 
     def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether it can be read now, faster than with a call a block."""
+        """Return whether each block can be read at present, faster than with a call per block."""
         ready = SlotState.READY
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
     def uses_of_each(self, keys: Sequence[bytes]) -> list[int]:
-        """Return how often each block was stored or read since it came, 0 if it is not here."""
+        """Return how often each block was stored or read since it was added (0 if it is absent)."""
         return [0 if entry is None else entry.num_uses for entry in self._find(keys)]
 
     def is_readable(self, ref: SlotRef) -> bool:
-        """Return whether the slot still holds the block for which it was given out."""
+        """Return whether the slot still holds the block for which it was allocated."""
         entry = self._entry(ref)
         return entry is not None and entry.state is SlotState.READY
 
     def readable_keys(self) -> list[bytes]:
-        """List the blocks that can be read, in no order."""
+        """List the keys of the blocks that can be read, in no particular order."""
         return [
             entry.key
             for shard in self._shards
@@ -160,7 +160,7 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of those of a chain's first blocks that are here."""
+        """Count a use of each of these first blocks of a chain that is in the index."""
         # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)
@@ -169,17 +169,17 @@ class SlotIndex:
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
-        """Drop a block, so that no reader finds it any more, and return whether it was readable.
+        """Drop a block, so that readers no longer find it, and return whether it was readable.
 
-        Its slot is free once all its readers have unpinned it. A block that is being written under
-        the key is dropped when it is committed.
+        The block's slot is free once all readers have unpinned it. A block with this key that is
+        being written is dropped when it is committed.
         """
         shard = self._shard(key)
         with shard.lock:
             return self._remove(shard, key)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys. None drops all."""
+        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys (None for all)."""
         for shard in self._shards:
             with shard.lock:
                 for key in list(shard.by_key):
@@ -205,15 +205,15 @@ class SlotIndex:
         """Open a lease, which holds the reservations and pins of one reader and writer.
 
         Args:
-            ttl_s: seconds after which the lease is over, None for never.
-            clock: time in seconds.
+            ttl_s: seconds after which the lease expires, or None for never.
+            clock: returns the time in seconds.
         """
         return Lease(self, None if ttl_s is None else clock() + ttl_s, clock)
 
     def check_integrity(self, leases: Sequence["Lease"]) -> None:
-        """Assert that each slot is free or holds one block, and that all counts are right.
+        """Assert that each slot is free or holds one block, and that all counts are correct.
 
-        Nothing else may use the index meanwhile.
+        Nothing else may use the index during the call.
 
         Args:
             leases: all open leases.
@@ -267,7 +267,7 @@ class SlotIndex:
             return Reserved(Status.STORED, self._place(slot, key, above, shard).ref)
 
     def _hold_parent(self, shard: _Shard, parent: bytes | None) -> _Entry | None:
-        """Count a child of a block, so that the parent is not evicted to make room for it."""
+        """Count a child of a parent block, so that the parent is not evicted before the child."""
         above = None if parent is None else shard.by_key.get(parent)
         if above is not None:
             above.num_children += 1
@@ -360,7 +360,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard of the block that is evicted next, None if none can be evicted."""
+        """Return the shard of the next block to evict, or None if no block can be evicted."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -436,7 +436,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the lease is closed, or its time is over."""
+        """Whether the lease is closed or has expired."""
         return self._is_closed or (self._ends_at is not None and self._clock() >= self._ends_at)
 
     @property
@@ -449,11 +449,11 @@ class Lease:
         return Counter(self._pinned)
 
     def reserve(self, key: bytes, parent: bytes | None = None) -> Reserved:
-        """Reserve a slot to write a block to.
+        """Reserve a slot for writing a block.
 
         Args:
             key: key of the block.
-            parent: key of the block that it continues, which is then not evicted before it.
+            parent: key of the previous block of the chain, which is not evicted before this block.
         """
         with self._lock:
             if self.is_over:
@@ -464,15 +464,15 @@ class Lease:
             return reserved
 
     def commit(self, ref: SlotRef) -> Status:
-        """Make a written block readable, and return STORED, or STALE if it was dropped."""
+        """Make a written block readable. Return STORED, or STALE if the block was dropped."""
         return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
 
     def abort(self, ref: SlotRef) -> None:
-        """Free a slot that was not written. A slot that is not reserved is no error."""
+        """Free a reserved slot that was not written. Do nothing if the slot is not reserved."""
         self._end(ref, is_stored=False)
 
     def pin(self, key: bytes) -> SlotRef | None:
-        """Keep a block from being evicted, and return its slot, None if it is not here."""
+        """Prevent a block's eviction, and return its slot, or None if the block is absent."""
         with self._lock:
             ref = None if self.is_over else self._index._pin(key)
             if ref is not None:
@@ -480,7 +480,7 @@ class Lease:
             return ref
 
     def unpin(self, ref: SlotRef) -> None:
-        """Undo one `pin`. A pin that has ended with the lease is no error."""
+        """Undo one `pin`. Do nothing if the pin has already ended with the lease."""
         with self._lock:
             if self._pinned[ref] <= 0:
                 del self._pinned[ref]

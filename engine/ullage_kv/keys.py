@@ -1,9 +1,9 @@
 """Content keys of KV blocks.
 
 A block's key is a SHA-256 chain over all tokens up to the block's end. The chain begins with a
-namespace, so that two blocks have the same key only if their bytes are interchangeable. The first
-two bytes are those of the chain's first block, so that an index can keep whole chains together by
-their keys alone.
+namespace, so that two blocks have the same key only if their bytes are interchangeable. All keys of
+a chain start with the same two bytes, which are those of the chain's first block. An index can
+therefore keep a chain together by its keys alone.
 """
 
 import array
@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 KEY_BYTES = 32
 CHAIN_BYTES = 2
-"""Leading bytes that all keys of a chain share."""
+"""Number of leading bytes that all keys of a chain share."""
 
 _FORMAT = 1
-"""Version of the key format. A change makes all stored blocks unknown."""
+"""Version of the key format. A new version invalidates all stored blocks."""
 
 
 def namespace(facts: Mapping[str, object]) -> bytes:
-    """Return the 32 bytes that stand for everything except tokens that KV depends on.
+    """Return a 32-byte digest of everything that KV depends on, except the tokens.
 
     Args:
-        facts: model, revision, dtype, geometry and all else that changes the bytes of a block, as
-            strings, numbers and lists of them.
+        facts: model, revision, dtype, geometry and everything else that affects the bytes of a
+            block, as strings, numbers and lists of these.
     """
     text = json.dumps({"format": _FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
@@ -48,7 +48,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yield the keys of the whole blocks behind those whose `keys` are given."""
+    """Yield the keys of the whole blocks that follow the blocks with the given `keys`."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens
@@ -65,5 +65,5 @@ def extend_keys(
 
 
 def part_key(key: bytes, part: str) -> bytes:
-    """Return the key of another part of the same block, such as that of layers with windows."""
+    """Return the key for another part of the same block, such as its sliding-window layers."""
     return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

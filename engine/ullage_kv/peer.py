@@ -1,6 +1,6 @@
-"""The client of one peer, which asks for its blocks and copies from and to its host memory.
+"""The client of one peer, which looks up blocks and copies from and to the peer's host memory.
 
-Calls are those of blocking gRPC, for threads. Each has a deadline that gRPC itself keeps, even if
+Calls use blocking gRPC, for use in threads. gRPC itself enforces the deadline of each call, even if
 the peer hangs. A circuit breaker stops the calls to a peer that keeps failing.
 """
 
@@ -27,18 +27,18 @@ from ullage_kv.tier import CircuitBreaker, Transfer
 REMOTE = "remote"
 """Name of the tier in the host memory of peers."""
 CHUNK_BYTES = 1 << 19
-"""Bytes of a block in one message.
+"""Bytes of a block to send in one message.
 
-Half of the maximum moved twice as many bytes a second, since the copies of such a message stay in
-the heap and in the caches.
+In measurements, half of the maximum had twice the throughput, because the copies of such a message
+stay in the heap and in the CPU caches.
 """
 MAX_CHUNK_BYTES = 1 << 20
-"""Most bytes of a block in one message."""
+"""Maximum bytes of a block in one message."""
 MAX_KEYS = 4096
-"""Most keys in one request."""
+"""Maximum number of keys in one request."""
 
 _END_LEASE_S = 1.0
-"""Deadline of the call that ends a lease, which would end by itself a little later."""
+"""Deadline in seconds of the call that ends a lease, which would expire soon afterwards anyway."""
 _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Status.TIMEOUT,
     grpc.StatusCode.UNAVAILABLE: Status.UNAVAILABLE,
@@ -47,7 +47,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
 }
 _HEALTHY = {Status.STALE, Status.BUSY}
-"""Refusals of a peer that works."""
+"""Statuses with which a healthy peer may refuse a call."""
 _ROOMS = {
     pb.ROOM_ALREADY_HAVE: Status.EXISTS,
     pb.ROOM_FULL: Status.FULL,
@@ -59,35 +59,35 @@ log = logging.getLogger(__name__)
 
 
 class _WrongAnswer(Exception):
-    """The peer broke the protocol. The message says how."""
+    """The peer violated the protocol. The message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The facts of an engine that it sends to its peers."""
+    """What an engine tells its peers about itself."""
 
     geometry: pb.Geometry
     instance: str
-    """Identity of this process, by which it recognises itself among its peers."""
+    """Id of this process, by which the process detects itself among its peers."""
     material: Callable[[], Material | None]
-    """Returns the newest certificate to show. None if peers speak plaintext."""
+    """Returns the newest client certificate. None if peers use plaintext."""
 
 
 class PeerClient:
-    """Another engine at one address. Thread-safe."""
+    """A client of another engine at one address. Thread-safe."""
 
     def __init__(self, address: str, server_name: str, own: Identity) -> None:
-        """Prepare to call a peer, whose certificate must have the name `server_name`."""
+        """Create a client of a peer whose certificate must have the name `server_name`."""
         self.address = address
         self.breaker = CircuitBreaker()
         self.instance = ""
-        """Identity of its process, empty until it has answered."""
+        """Id of the peer's process (empty until the peer has answered)."""
         self.free_blocks = 0
-        """Free slots of the peer when it last answered."""
+        """Number of free slots that the peer reported in its last answer."""
         self.num_reads = 0
-        """Reads that are under way."""
+        """Number of reads in progress."""
         self.problem = ""
-        """Last failure, for people, empty if the peer has answered since."""
+        """Human-readable text of the last failure (empty if the peer has answered since)."""
         self._server_name = server_name
         self._own = own
         self._lock = threading.Lock()
@@ -109,13 +109,13 @@ class PeerClient:
     def look(
         self, keys: Sequence[bytes], timeout_s: float, on_held: Callable[[list[bool]], None]
     ) -> None:
-        """Begin to ask which blocks the peer has.
+        """Start to ask the peer which blocks it has.
 
         Args:
             keys: keys of the blocks.
             timeout_s: deadline in seconds.
-            on_held: called once, from any thread, within the deadline. It gets one value for each
-                key, or an empty list if the peer has not answered.
+            on_held: called once, from any thread, within the deadline. Its argument has one value
+                per key, or is an empty list if the peer has not answered.
         """
         request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
         try:
@@ -139,8 +139,8 @@ class PeerClient:
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
         """Copy blocks from the peer.
 
-        Every result is there at `ends_at` by the monotonic clock. Nothing is written to the memory
-        afterwards.
+        Every result is set by the time `ends_at` of the monotonic clock. Nothing is written to the
+        memory afterwards.
         """
         arriving = _Arriving(transfers)
         with self._lock:
@@ -161,7 +161,7 @@ class PeerClient:
         return results
 
     def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
-        """Read the blocks that the peer has, in parts that it lets one peer pin at a time."""
+        """Read the peer's blocks in parts, each as large as the peer allows to pin at a time."""
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
@@ -196,7 +196,8 @@ class PeerClient:
         """Copy blocks to the peer, until `ends_at` by the monotonic clock.
 
         Returns:
-            For each block STORED, EXISTS if the peer had it, or the reason why it was not copied.
+            For each block, STORED, EXISTS if the peer already had the block, or the reason why the
+            block was not copied.
         """
         results = [Result(Status.ERROR, REMOTE)] * len(transfers)
         try:
@@ -247,7 +248,7 @@ class PeerClient:
                 _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
 
     def close_retired(self, after_s: float) -> None:
-        """Close the channels with old certificates that were replaced so many seconds ago."""
+        """Close channels whose certificate was replaced at least this many seconds ago."""
         with self._lock:
             due = [each for each in self._retired if time.monotonic() >= each[0] + after_s]
             self._retired = [each for each in self._retired if each not in due]
@@ -296,7 +297,7 @@ class PeerClient:
         self.problem = ""
 
     def _fail(self, error: Exception) -> Result:
-        """Count a failure against the peer, and return it as the result of a block."""
+        """Record a failed call to the peer, and return the failure as the result of a block."""
         if isinstance(error, grpc.Call):
             refusal = from_rpc_error(error)
             status = _STATUSES.get(refusal.code, Status.ERROR)
@@ -322,19 +323,19 @@ class _Arriving:
         self._results: list[Result | None] = [None] * len(transfers)
 
     def results(self, otherwise: Result) -> list[Result]:
-        """Return the results of all blocks, `otherwise` for those that did not arrive."""
+        """Return the results of all blocks, with `otherwise` for blocks that did not arrive."""
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Record that the peer has these blocks, but lets no peer read them now."""
+        """Record that the peer has these blocks but does not allow reads at present."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
     def take(self, places: Sequence[int], chunks: Any) -> None:
-        """Take the blocks at these places from the responses of a call.
+        """Receive the blocks at these indices from the responses of a call.
 
         Raises:
-            _WrongAnswer: a chunk belongs to no such block or is out of order, or a block is
+            _WrongAnswer: a chunk belongs to none of these blocks or is out of order, or a block is
                 incomplete.
         """
         try:
@@ -386,7 +387,7 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Begin the call that ends a lease.
+    """Start the call that ends a lease.
 
     Returns:
         The call, or None if there is no lease or the channel is closed.

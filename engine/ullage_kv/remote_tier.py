@@ -1,9 +1,9 @@
-"""The tier in the host memory of other engines, which reads blocks from peers and copies to one.
+"""The tier in the host memory of other engines, which reads blocks from peers and copies to them.
 
 The tier keeps hints about which peer has a block: `look` asks all peers, and `holds` answers from
-the hints. A read asks the peer to pin its blocks first, which decides. A peer that is dead, slow or
-wrong costs a few calls their deadline. Then its circuit breaker opens, until the peer answers a
-look-up again.
+the hints. A hint may be wrong, so a read first asks the peer to pin the blocks. If a peer is dead,
+slow or wrong, a few calls run into their deadline. Then the peer's circuit breaker opens, until the
+peer answers a look-up again.
 """
 
 import itertools
@@ -31,30 +31,30 @@ from ullage_kv.results import MISS, Result, Status
 from ullage_kv.tier import TierCounter, TierStats, Transfer
 
 MAX_HINTS = 1 << 16
-"""Most blocks whose peers are remembered."""
+"""Maximum number of blocks for which hints are kept."""
 HINT_S = 30.0
 """Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""Divisor of the deadline for look-ups, for which requests wait."""
+"""Number by which the deadline is divided for look-ups, because requests wait for look-ups."""
 RESOLVE_S = 5.0
-"""Seconds between two times that names are resolved and silent peers are asked."""
+"""Interval in seconds at which peers' names are resolved and unresponsive peers are asked again."""
 MAX_LOADS = 16
-"""Most loads that run at a time."""
+"""Maximum number of concurrent loads."""
 MAX_LOOKS = 64
-"""Most look-ups that run at a time."""
+"""Maximum number of concurrent look-ups."""
 MAX_QUEUED = 256
-"""Most blocks that wait to be copied to a peer. They are pinned meanwhile."""
+"""Maximum number of blocks that wait to be copied to a peer. Waiting blocks are pinned."""
 BATCH_BYTES = 32 << 20
 """Bytes after which a batch of copies is sent."""
 
 _NOT_THERE = {Status.MISS, Status.CORRUPT}
-"""Results by which a hint was wrong."""
+"""Results which show that a hint was wrong."""
 
 log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Hints about which peers have which blocks, bounded in number and in time."""
+    """Hints about which peers have which blocks, limited in number and in age."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Hints:
                 self._until.popitem(last=False)
 
     def peers(self, key: bytes) -> list[str]:
-        """Return the addresses of the peers that are said to have the block."""
+        """Return the addresses of the peers that have the block according to the hints."""
         now = self._clock()
         with self._lock:
             return [peer for peer, until in self._until.get(key, {}).items() if now < until]
@@ -101,18 +101,18 @@ class Hints:
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """The state of one peer, for people."""
+    """The state of one peer, for statistics and logs."""
 
     address: str
     is_self: bool
     is_left_alone: bool
     free_blocks: int
     problem: str
-    """Why the last call to it failed, empty if it did not."""
+    """Why the last call to the peer failed (empty if it did not)."""
 
 
 class _Copies(NamedTuple):
-    """The blocks of one call of `save`, which wait to be copied to a peer."""
+    """The blocks of one `save` call, while they wait to be copied to a peer."""
 
     transfers: Sequence[Transfer]
     future: "Future[list[Result]]"
@@ -141,15 +141,15 @@ class RemoteTier:
 
         Args:
             targets: `host:port` of peers. A name may have several addresses, which may change.
-            namespace: namespace of the keys. Peers with another one refuse.
+            namespace: namespace of the keys. Peers with a different namespace refuse calls.
             block_bytes: size of every block.
-            instance: `KVStoreService.instance` of this process, to recognise itself by.
-            deadline_s: most seconds of one load, and of one batch of copies.
-            copies: whether blocks are copied to a peer at all.
-            server_name: name that the peers' certificates have, empty for the host of their target.
-            material: returns the newest certificate to show. None if peers speak plaintext.
-            look_s: most seconds of a look-up, None for a quarter of the deadline.
-            resolve_s: seconds between two times that names are resolved.
+            instance: `KVStoreService.instance` of this process, to detect its own address.
+            deadline_s: maximum seconds for one load, and for one batch of copies.
+            copies: whether to copy blocks to a peer at all.
+            server_name: name in the peers' certificates (empty for the host of their target).
+            material: returns the newest client certificate. None if peers use plaintext.
+            look_s: maximum seconds for a look-up, or None for a quarter of the deadline.
+            resolve_s: seconds between two name resolutions.
         """
         self._targets = targets
         geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)
@@ -167,7 +167,7 @@ class RemoteTier:
         self._removed: OrderedDict[bytes, None] = OrderedDict()
         self._removed_chains = set[bytes]()
         self._is_distrusted = False
-        """Whether no block is read from peers for now."""
+        """Whether reads from peers are suspended, until `trust` is called."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._num_loads = 0
@@ -221,7 +221,7 @@ class RemoteTier:
         """Ask a peer which blocks it has, unless its circuit breaker is open.
 
         Returns:
-            A future that is done when the hints have the answer.
+            A future that is done when the peer's answer is in the hints.
         """
         if not peer.breaker.allows():
             return done(None)
@@ -240,14 +240,14 @@ class RemoteTier:
         return [bool(self._holders(key)) for key in keys]
 
     def _holders(self, key: bytes) -> list[PeerClient]:
-        """Return the peers that are said to have a block and whose circuit breaker is closed."""
+        """Return the peers that have a block by the hints and whose circuit breaker is closed."""
         if self._is_removed(key):
             return []
         peers = [self._peers.get(address) for address in self._hints.peers(key)]
         return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Never read these blocks again, since a peer may have copies of damaged ones."""
+        """Never read these blocks again, because peers may have damaged copies."""
         self._hints.forget(keys)
         with self._lock:
             self._removed.update(dict.fromkeys(keys))
@@ -255,9 +255,9 @@ class RemoteTier:
                 self._removed.popitem(last=False)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Never read blocks of these chains again, since peers may have copies of damaged ones.
+        """Never read blocks of these chains again, because peers may have damaged copies.
 
-        With None no block is read until `trust` is called.
+        With None, no block is read until `trust` is called.
         """
         with self._lock:
             is_new = chains is None and not self._is_distrusted
@@ -270,10 +270,10 @@ class RemoteTier:
             )
 
     def trust(self) -> None:
-        """Read from peers again after all chains were removed.
+        """Allow reads from peers again, after `remove_chains(None)` suspended them.
 
-        Call it, for instance, when the worker that damaged blocks is gone. Chains and blocks that
-        were removed by key are not read again.
+        Call it, for example, when the worker that damaged blocks has ended. Chains and blocks that
+        were removed by key are still not read again.
         """
         with self._lock:
             was_distrusted = self._is_distrusted
@@ -318,7 +318,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Read from one peer after another, always from the one with most of the missing blocks."""
+        """Read from one peer after another, each time the peer with most of the missing blocks."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -396,7 +396,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy, and return none once the tier is closed and none wait."""
+        """Wait for blocks to copy, and return no blocks if the tier is closed and none wait."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -430,9 +430,9 @@ class RemoteTier:
         return results
 
     def _peer_for(self, transfer: Transfer) -> PeerClient | None:
-        """Return the peer with the block before this one, or the one with the most free slots.
+        """Return the peer that has the previous block, or else the peer with the most free slots.
 
-        If no peer has free slots, chains are shared out equally by rendezvous hashing.
+        If no peer has free slots, chains are distributed equally by rendezvous hashing.
         """
         usable = self._usable()
         if transfer.parent is not None:
@@ -472,7 +472,7 @@ class RemoteTier:
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Log the peers in one line if any came, went or changed its state, and return them all."""
+        """Return all peers, and log them in one line if any was added, removed or changed state."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}
@@ -481,7 +481,7 @@ class RemoteTier:
         return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
-        """Connect to new addresses and drop those that are gone."""
+        """Connect to new addresses, and disconnect from addresses that no longer exist."""
         peers = dict[str, PeerClient]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
@@ -519,7 +519,7 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
 
 
 def _resolve(target: str) -> set[str] | None:
-    """Wait for the addresses of a target, and return None if the name server does not answer."""
+    """Resolve a target to its addresses, or return None if the name server does not answer."""
     host, _, port = target.rpartition(":")
     if is_ip(host):
         return {target}

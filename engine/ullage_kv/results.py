@@ -1,4 +1,4 @@
-"""The outcome of a call for each of its blocks. A miss is a value and never an exception."""
+"""The outcome of a call for each of its blocks. A miss is a result, not an exception."""
 
 import enum
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ class Status(enum.StrEnum):
 
     STORED = "stored"
     EXISTS = "exists"
-    """The block was stored before. Nothing was written."""
+    """The block was already stored. Nothing was written."""
     HIT = "hit"
     MISS = "miss"
     """No tier that was asked has the block."""
     FULL = "full"
-    """Every block that could be evicted is in use."""
+    """No slot is free, because no block can be evicted at present."""
     BUSY = "busy"
     """Another writer has the block, or the tier's queue is full. Nothing was done."""
     CORRUPT = "corrupt"
-    """The checksum of the bytes read is wrong. The block is dropped."""
+    """The checksum of the bytes read is wrong. The block was dropped."""
     STALE = "stale"
-    """The reservation or pin has ended before."""
+    """The reservation or pin has already ended."""
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
     """The tier failed too often, and its circuit breaker is open."""
@@ -36,24 +36,24 @@ _REFUSALS = {Status.FULL, Status.BUSY, Status.TIMEOUT, Status.UNAVAILABLE}
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome for one block, and which tier it is about."""
+    """The outcome for one block, with the tier that it refers to."""
 
     status: Status
     tier: str = ""
-    """Name of the tier that has or had the block, empty for no tier."""
+    """Name of the tier that has or had the block (empty for no tier)."""
     num_bytes: int = 0
-    """Bytes that were copied."""
+    """Number of bytes that were copied."""
     error: str = ""
-    """One line for people about the failure, empty if there was none."""
+    """Human-readable line about the failure (empty if there was none)."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether the block is where the caller wanted it."""
+        """Whether the block is now where the caller wanted it."""
         return self.status in _USABLE
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the tier takes nothing now, so that it would refuse other blocks, too."""
+        """Whether the tier accepts nothing at present and would refuse other blocks, too."""
         return self.status in _REFUSALS
 
 

@@ -1,8 +1,8 @@
-"""`KVStoreService` over a store: peers read from its host memory and copy blocks into it.
+"""`KVStoreService` for a store: peers read from its host memory and copy blocks into it.
 
-A peer holds slots only under a lease of `PeerLeases`. Leases end by themselves, so that a peer that
-dies or stops leaves nothing behind. The lease is checked again before each chunk, on the one thread
-that also ends leases. So no chunk is read from or written to a slot that another block has now.
+A peer holds slots only under a lease of `PeerLeases`. Leases expire, so that a peer that dies or
+hangs leaves nothing behind. The lease is checked again before each chunk, on the same thread that
+ends leases. No chunk is therefore read from or written to a slot that now holds another block.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from ullage_kv.results import Status
 from ullage_kv.store import Block, Store
 
 MAX_LEASE_S = 10.0
-"""Seconds after which a lease of a peer ends at the latest."""
+"""Maximum duration of a peer's lease, in seconds."""
 MAX_LEASES = 64
-"""Most leases that one peer has at a time."""
+"""Maximum number of concurrent leases of one peer."""
 PEER_SHARE = 4
-"""Of so many slots a peer holds at most one, and all peers together at most two."""
+"""Divisor N: one peer may hold 1/N of the slots, and all peers together may hold 2/N."""
 
 log = logging.getLogger(__name__)
 
@@ -42,39 +42,39 @@ _ROOMS = {
     Status.BUSY: pb.ROOM_BUSY,
 }
 _TIMER_SLACK_S = 0.01
-"""Seconds that a timer waits beyond the end of a lease, since clocks are rounded."""
+"""Seconds that a timer waits beyond the end of a lease, because clocks are rounded."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Served(NamedTuple):
-    """The store that peers are served from."""
+    """The store whose blocks peers read and write."""
 
     store: Store
     namespace: bytes
-    """Namespace of the keys of its blocks."""
+    """Namespace of the store's keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """The blocks that peers have read and written, and the slots that they hold now."""
+    """Counters of the blocks that peers have read and written, and of the slots that peers hold."""
 
     read_blocks: int
-    """Blocks that were sent as a whole."""
+    """Number of blocks that were sent completely."""
     read_bytes: int
     written_blocks: int
-    """Blocks that were verified and can be read."""
+    """Number of received blocks that were verified and can be read."""
     written_bytes: int
-    """Bytes that arrived, including those of dropped blocks."""
+    """Number of bytes received, including those of dropped blocks."""
     leases: int
     held_slots: int
     expired_leases: int
-    """Leases that no peer ended before their time was over."""
+    """Number of leases that expired before their peer ended them."""
 
 
 @dataclass(slots=True)
 class NewBlock:
-    """A reserved slot that is being filled in the order of its bytes."""
+    """A reserved slot that is being filled sequentially from its first byte."""
 
     key: bytes
     parent: bytes | None
@@ -84,7 +84,7 @@ class NewBlock:
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
-    """The slots of one peer, for pinned blocks by key and for new ones by index in its request."""
+    """The slots of one peer: pinned blocks by key, and new blocks by index in the request."""
 
     number: int
     peer: str
@@ -99,7 +99,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """All leases of peers. Use it in one thread, except for its counts."""
+    """All leases of peers. Only the counts may be read from several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -118,7 +118,7 @@ class PeerLeases:
         """Open an empty lease.
 
         Raises:
-            ServiceError: the peer has as many leases as one peer may have.
+            ServiceError: the peer already has the maximum number of leases.
         """
         self.end_expired()
         if sum(each.peer == peer for each in self._open.values()) >= MAX_LEASES:
@@ -136,7 +136,7 @@ class PeerLeases:
         return opened
 
     def room(self, index: SlotIndex, peer: str) -> int:
-        """Return the number of slots that the peer may take in addition to its own."""
+        """Return the number of slots that the peer may take in addition to those it holds."""
         share = max(1, index.num_slots // PEER_SHARE)
         own = sum(each.num_slots for each in self._open.values() if each.peer == peer)
         return max(0, min(share - own, 2 * share - self.num_slots))
@@ -153,12 +153,12 @@ class PeerLeases:
         return held
 
     def end(self, number: int) -> None:
-        """End a lease. A lease that has ended is no error."""
+        """End a lease. Do nothing if the lease has already ended."""
         if held := self._open.pop(number, None):
             held.lease.close()
 
     def end_expired(self) -> None:
-        """End the leases whose time is over."""
+        """End the leases that have expired."""
         for number in [each.number for each in self._open.values() if each.lease.is_over]:
             self.num_expired += 1
             self.end(number)
@@ -172,7 +172,7 @@ class PeerLeases:
 def _aborts(
     method: Callable[[Any, Any, Context], Awaitable[Any]],
 ) -> Callable[[Any, Any, Context], Awaitable[Any]]:
-    """Turn the ServiceErrors of a method with one response into the call's status."""
+    """Convert ServiceErrors of a unary-response method into the call's status."""
 
     @functools.wraps(method)
     async def respond(self: Any, request: Any, context: Context) -> Any:
@@ -185,10 +185,10 @@ def _aborts(
 
 
 class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
-    """The service of one process, whose calls all run on one event loop."""
+    """The KV store service of one process. All of its calls run on one event loop."""
 
     def __init__(self, served: Callable[[], Served | None]) -> None:
-        """Serve what `served` returns, which is the store, or None while there is none."""
+        """Serve the store that `served` returns, or no store while `served` returns None."""
         self._served = served
         self.instance = uuid.uuid4().hex
         """Identity of this process among its peers."""
@@ -199,7 +199,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         self._written_bytes = 0
 
     def stats(self) -> PeerTraffic:
-        """Return the figures since the start."""
+        """Return the traffic counters since the start."""
         return PeerTraffic(
             read_blocks=self._read_blocks,
             read_bytes=self._read_bytes,
@@ -375,7 +375,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         """Return the store.
 
         Raises:
-            ServiceError: there is none, or its blocks are not of the peer's geometry.
+            ServiceError: there is no store, or its blocks differ from the peer's in geometry.
         """
         served = self._served()
         if served is None:
@@ -405,7 +405,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return served.store
 
     def _find(self, number: int) -> PeerLease:
-        """Return an open lease of the present store, since a former one used the same memory.
+        """Return an open lease of the current store. A former store used the same memory.
 
         Raises:
             ServiceError: there is no such lease.
@@ -422,9 +422,9 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Return a lease's number and its duration in milliseconds.
+        """Return the id of a lease and its duration in milliseconds.
 
-        End a lease without slots, and return zeros.
+        If the lease has no slots, end the lease and return zeros.
         """
         if not held.num_slots:
             self.leases.end(held.number)

@@ -1,9 +1,8 @@
-"""The store, with blocks in host memory and copies of them in lower tiers.
+"""The KV store, which keeps blocks in host memory and copies of them in lower tiers.
 
-Blocks are written to host memory first. Those that are likely to be read again are copied down in
-the background (`write_through`). They are never copied at the moment when room is needed, since an
-evicted block is only dropped. Blocks that only a lower tier has are fetched to host memory before
-they are read (`fetch`).
+Blocks are written to host memory first. Blocks that are likely to be read again are copied to lower
+tiers in the background (`write_through`). Eviction only drops a block and never copies it. Blocks
+that only a lower tier has are fetched to host memory before they are read (`fetch`).
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from ullage_kv.tier import BusyTime, LowerTier, TierCounter, TierStats
 from ullage_kv.write_through import WriteThrough
 
 DEADLINE_S = 5.0
-"""Seconds after which a block that is being fetched counts as a miss, by default."""
+"""Default number of seconds after which a block that is being fetched counts as a miss."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -34,11 +33,11 @@ class Block(NamedTuple):
 
     key: bytes
     parent: bytes | None = None
-    """Key of the block that this one continues, None if it is unknown or the block is the first."""
+    """Key of the previous block of the chain, or None if unknown or if this block is the first."""
     is_kept: bool = False
-    """Whether the block is copied down at once, since it will be read again.
+    """Whether to copy the block to lower tiers at once, because it will be read again.
 
-    Other blocks are copied down at their second use.
+    Other blocks are copied to lower tiers at their second use.
     """
 
 
@@ -58,7 +57,7 @@ class Store:
             arena: the memory of the host tier, which the caller closes after the store.
             block_bytes: size of every block.
             tiers: tiers below host memory, the fastest first. The store closes them.
-            clock: time in seconds, by which a fetch divides its deadline among its parts.
+            clock: returns the time in seconds, for the deadlines of fetches.
         """
         arena.cut(block_bytes)
         self.block_bytes = block_bytes
@@ -83,10 +82,10 @@ class Store:
             buffers: objects with the buffer protocol or DLPack, contiguous, on the CPU.
 
         Returns:
-            For each block STORED, EXISTS, or the reason why it is not stored.
+            For each block, STORED, EXISTS, or the reason why the block is not stored.
 
         Raises:
-            ValueError: a buffer has another size, or there are more or fewer buffers than blocks.
+            ValueError: a buffer has the wrong size, or the numbers of buffers and blocks differ.
         """
         views = [self._bytes_of(each) for each in buffers]
         wanted = [each if isinstance(each, Block) else Block(each) for each in blocks]
@@ -117,10 +116,10 @@ class Store:
         The call waits for lower tiers, at most `deadline_s` seconds.
 
         Returns:
-            For each block HIT, with the tier that had it, or the reason why it was not copied.
+            For each block, HIT with the tier that had it, or the reason why it was not copied.
 
         Raises:
-            ValueError: a buffer has another size.
+            ValueError: a buffer has the wrong size.
         """
         views = [self._bytes_of(each) for each in into]
         self.index.touch(keys)
@@ -143,7 +142,7 @@ class Store:
         refs: list[SlotRef | None],
         deadline_s: float,
     ) -> list[Result]:
-        """Copy from the slots that are pinned, and fetch and pin the others."""
+        """Copy blocks from pinned slots, and fetch and pin the blocks that are not pinned yet."""
         fetch = BlockFetch(self._loader, keys, self._clock() + deadline_s)
         fetching = []
         if None in refs:
@@ -176,7 +175,7 @@ class Store:
         *,
         is_put: bool = False,
     ) -> None:
-        """Copy between callers' memory and slots."""
+        """Copy between callers' buffers and slots."""
         memory = np.frombuffer(self.arena.memory, np.uint8)
         starts = [None if ref is None else ref.slot * self.arena.slot_bytes for ref in refs]
         slots = [None if at is None else memory[at : at + self.block_bytes] for at in starts]
@@ -188,10 +187,10 @@ class Store:
                     np.copyto(slot, view) if is_put else np.copyto(view, slot)
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Ask the lower tiers which blocks they have, if they must be asked.
+        """Ask the lower tiers which blocks they have, where this is not known yet.
 
-        `contains`, `lookup_prefix` and `fetch` know the answers once the future is done, which
-        takes a part of a deadline at most.
+        `contains`, `lookup_prefix` and `fetch` use the answers once the returned future is done.
+        The future takes at most a fraction of a deadline.
         """
         if not self._tiers:
             return done(None)
@@ -203,9 +202,9 @@ class Store:
         return all_done([tier.look(missing) for tier in self._tiers])
 
     def contains(self, keys: Sequence[bytes]) -> list[str]:
-        """Return for each block the name of the highest tier that is known to have it, or "".
+        """Return the name of the highest tier known to have each block, or "" if none has it.
 
-        The call waits for nothing.
+        The call does not block.
         """
         names = [HOST if is_here else "" for is_here in self.index.contains_each(keys)]
         for tier in self._tiers:
@@ -216,16 +215,16 @@ class Store:
         return names
 
     def lookup_prefix(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the tiers of the first blocks, up to the first block that no tier has."""
+        """Return the tier of each block in the longest prefix of blocks that tiers have."""
         names = self.contains(keys)
         return names[: names.index("")] if "" in names else names
 
     @contextlib.contextmanager
     def pin(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
-        """Keep blocks in host memory while the body of a with statement reads them in place.
+        """Pin blocks in host memory while the body of a with statement reads them in place.
 
         Yields:
-            The memory of each block, None if the block is not in host memory.
+            The memory of each block, or None if the block is not in host memory.
         """
         lease = self.index.lease()
         try:
@@ -243,19 +242,19 @@ class Store:
         Blocks that are being written are dropped when they are committed.
 
         Args:
-            chains: the first `CHAIN_BYTES` of the keys of each chain, None for all blocks.
+            chains: the first `CHAIN_BYTES` of each chain's keys, or None for all blocks.
         """
         self.index.remove_chains(chains)
         for tier in self._tiers:
             tier.remove_chains(chains)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each block of a chain, and copy down those used a second time."""
+        """Count a use of each block of a chain, and copy blocks down at their second use."""
         self.index.touch(keys)
         self._write_through.copy(keys)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Drop blocks from all tiers, as when their bytes may be damaged."""
+        """Drop blocks from all tiers, for example because their bytes may be damaged."""
         removed = list(keys)
         for key in removed:
             self.index.remove(key)
@@ -265,26 +264,27 @@ class Store:
     def fetch(
         self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S
     ) -> "Future[list[Result]]":
-        """Begin to bring blocks to host memory that only lower tiers have.
+        """Start to fetch blocks into host memory that only lower tiers have.
 
-        A block that another call is fetching is not loaded twice. This call waits for it, and the
-        load continues if this deadline is the earlier one. The first parts of many blocks begin at
-        once, each later part when an earlier one has ended. Once every block of a part is refused,
-        because a tier is full, busy or silent, all later blocks have the same result.
+        A block that another call is already fetching is not loaded twice. This call waits for that
+        load, and the load continues even if this call reaches its deadline. Many blocks are fetched
+        in parts: the first parts start at once, and each later part starts when an earlier part has
+        ended. If every block of a part is refused because a tier is full, busy or silent, all later
+        blocks get the same result.
 
         Returns:
-            A future that is done within `deadline_s` seconds, with HIT and the tier that had the
-            block, or the reason why the block is not in host memory.
+            A future that is done within `deadline_s` seconds. For each block, its result is HIT
+            with the tier that had the block, or the reason why the block is not in host memory.
         """
         return BlockFetch(self._loader, keys, self._clock() + deadline_s).run()
 
     # for those that write and read slots themselves ----------------------------------------------
 
     def offer(self, lease: Lease, blocks: Sequence[Block]) -> list[SlotRef | None]:
-        """Reserve a slot for each block that is not here, which the holder of the lease writes.
+        """Reserve a slot for each block that is not stored, for the lease holder to write.
 
         Returns:
-            The slot of each block, None if the block is here or there is no room.
+            The slot of each block, or None if the block is already stored or no slot is free.
         """
         reserved = [lease.reserve(block.key, block.parent) for block in blocks]
         statuses = [each.status for each in reserved]
@@ -294,7 +294,7 @@ class Store:
     def committed(
         self, lease: Lease, refs: Sequence[SlotRef], blocks: Sequence[Block]
     ) -> list[Result]:
-        """Make blocks readable that were written to reserved slots, and copy the kept ones down."""
+        """Make blocks in reserved slots readable, and copy blocks with `is_kept` to lower tiers."""
         results = [self._commit(lease, ref) for ref in refs]
         self._counter.saved(results)
         self._copy_down_if(blocks, [each.status is Status.STORED for each in results])
@@ -305,11 +305,11 @@ class Store:
         return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
-        """Count reads of slots that a holder of a lease has done."""
+        """Count the reads that a lease holder has made directly from slots."""
         self._counter.loaded(results)
 
     def stats(self) -> list[TierStats]:
-        """Return the figures of every tier, host memory first."""
+        """Return the statistics of every tier, host memory first."""
         index = self.index
         num_used = index.num_slots - index.num_free
         host = self._counter.stats(
@@ -328,18 +328,18 @@ class Store:
         return self._loader.num_pending
 
     def check_integrity(self, leases: Sequence[Lease]) -> None:
-        """Assert that slots are reserved and pinned by these leases and by the store alone."""
+        """Assert that only these leases and the store itself have reserved or pinned slots."""
         self.index.check_integrity([self._own, *leases])
 
     def close(self) -> None:
-        """Close all tiers. The arena stays open for its owner."""
+        """Close all tiers. The arena stays open, because its owner closes it."""
         for tier in self._tiers:
             tier.close()
         self._loader.close()
         self._own.close()
 
     def _copy_down_if(self, blocks: Sequence[Block], in_host: Sequence[bool]) -> None:
-        """Copy down those blocks in host memory that are kept or used often enough."""
+        """Copy blocks from host memory to lower tiers if they are kept or used often enough."""
         for is_kept in (False, True):
             chosen = [
                 block.key

@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 from ullage_kv.results import Result, Status
 
 MAX_FAILURES = 3
-"""Failures in a row that open the circuit breaker of a tier or of a peer."""
+"""Number of consecutive failures that open the circuit breaker of a tier or a peer."""
 PAUSE_S = 1.0
-"""Seconds for which an open breaker lets no call through at first."""
+"""Seconds for which a circuit breaker that opens first rejects all calls."""
 MAX_PAUSE_S = 60.0
-"""Seconds for which an open breaker lets no call through at most."""
+"""Maximum seconds for which an open circuit breaker rejects all calls before it allows a probe."""
 
 
 class Transfer(NamedTuple):
@@ -25,84 +25,84 @@ class Transfer(NamedTuple):
     memory: memoryview
     """Writable memory of the block's size, valid until the transfer has its result."""
     parent: bytes | None = None
-    """Key of the block that this one continues, None if it is unknown."""
+    """Key of the previous block of the chain, or None if unknown."""
 
 
 class LowerTier(Protocol):
     """A tier below host memory.
 
-    Calls return at once, and threads of the tier do the work. Several threads may call a tier.
-    Errors are results and never exceptions. Loaded blocks are verified.
+    Calls return at once, and the tier's threads do the work. Several threads may call a tier.
+    Errors are returned as results and never raised. Loaded blocks are verified.
     """
 
     @property
     def name(self) -> str: ...
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Find out which blocks are stored here, so that `holds` knows.
+        """Find out which blocks this tier stores, so that `holds` can answer.
 
-        The future is done at once if that is known already. It takes a part of a deadline at most,
-        and never fails.
+        The returned future is done at once if the answer is already known. The future takes at most
+        a fraction of a deadline, and never fails.
         """
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether it is known to be stored here, without waiting."""
+        """Return whether this tier is known to store each block, without waiting."""
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether a copy of it should be stored here, without waiting."""
+        """Return whether this tier should store a copy of each block, without waiting."""
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         """Copy blocks to memory.
 
         Returns:
-            A future of one result for each block, done within `deadline_s` seconds. After any
-            result but HIT the contents of the memory are undefined. The tier writes to no memory
-            once its result is there.
+            A future of one result per block, done within `deadline_s` seconds. After any result
+            except HIT, the content of the memory is undefined. The tier does not write to a block's
+            memory after its result is set.
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Store copies of blocks. The result is BUSY if too many wait already."""
+        """Store copies of blocks. The result is BUSY if too many blocks already wait."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Drop blocks that must not be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys. None drops all."""
+        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys (None for all)."""
 
     def stats(self) -> "TierStats": ...
 
     def close(self) -> None:
-        """End all transfers and wait for their threads. Later calls have the result UNAVAILABLE."""
+        """End all transfers and wait for their threads. Later calls return UNAVAILABLE."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The contents and the counters of a tier since it was opened."""
+    """The contents of a tier, and its counters since it was opened."""
 
     name: str
     backend: str
-    """How bytes are moved, such as `threads, O_DIRECT`."""
+    """How the tier transfers bytes, such as `threads, O_DIRECT`."""
     capacity_bytes: int = 0
     used_bytes: int = 0
     num_blocks: int = 0
     hits: int = 0
-    """Blocks that were read here."""
+    """Number of blocks that were read from this tier."""
     misses: int = 0
-    """Blocks that were asked for and not read here, for any reason."""
+    """Number of blocks that were requested from this tier but not read, for any reason."""
     evictions: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
-    """Seconds in which at least one block was being read."""
+    """Total seconds during which at least one block was being read."""
     written_bytes: int = 0
     written_seconds: float = 0.0
     queued: int = 0
-    """Transfers that wait or run."""
+    """Number of transfers that wait or run."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Number of failed results by status, which are all but hits, misses and stored blocks."""
+    """Number of failures by status. Hits, misses and stored blocks are not failures."""
 
 
 class BusyTime:
-    """The seconds in which at least one transfer is under way."""
+    """Measures the time during which at least one transfer is in progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Return the counters together with the contents of the tier."""
+        """Return the counters and the contents of the tier."""
         with self._lock:
             return TierStats(
                 name=name,
@@ -193,14 +193,14 @@ class TierCounter:
 
 
 class CircuitBreaker:
-    """A circuit breaker, which stops all calls but probes to a tier or peer that keeps failing.
+    """A circuit breaker, which stops all calls except probes to a tier or peer that keeps failing.
 
         closed ──failures in a row──► open ──pause over──► half-open, one probe ──success──► closed
                                        ▲                        │
                                        └──── failure, twice the pause
 
-    A file system or a peer that does not answer costs every caller its deadline. With a breaker
-    only a few callers pay that, and later one caller each pause. Thread-safe.
+    Every call to a file system or peer that does not answer takes its full deadline. With a
+    breaker, only the first few callers wait so long, and later one caller per pause. Thread-safe.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class CircuitBreaker:
         """Create a closed breaker.
 
         Args:
-            clock: time in seconds.
-            max_failures: failures in a row that open the breaker.
+            clock: returns the time in seconds.
+            max_failures: number of consecutive failures that open the breaker.
             pause_s: first pause in seconds. Every failed probe doubles the pause.
             max_pause_s: longest pause in seconds.
         """
@@ -227,7 +227,7 @@ class CircuitBreaker:
         self._failures = 0
         self._pause_s = pause_s
         self._until: float | None = None
-        """Time at which the pause ends, None while the breaker is closed."""
+        """Time at which the pause ends, or None while the breaker is closed."""
         self._is_probing = False
         self.openings = 0
         """Number of times that the breaker opened."""
@@ -239,15 +239,15 @@ class CircuitBreaker:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no call is allowed now. Asking does not make the caller the probe."""
+        """Whether no call is allowed now. Reading this does not make the caller the probe."""
         until = self._until
         return until is not None and self._clock() < until
 
     def allows(self) -> bool:
-        """Return whether the caller may try now.
+        """Return whether the caller may make a call now.
 
-        After a pause one caller may, as the probe. A probe that reports neither a failure nor a
-        success for another pause gives way to the next one.
+        After a pause, one caller may make a call as the probe. If the probe reports neither success
+        nor failure for another pause, another caller may become the probe.
         """
         with self._lock:
             if self._until is None:
@@ -268,10 +268,10 @@ class CircuitBreaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Count a failure, and return whether this one has opened the breaker.
+        """Count a failure, and return whether this failure has opened the breaker.
 
-        While the breaker is open, only the failure of its probe counts. Calls that began before it
-        opened may fail, too.
+        While the breaker is open, only a failure of its probe counts. Calls that began before the
+        breaker opened may fail, too, but those failures are ignored.
         """
         with self._lock:
             if self._until is not None and not self._is_probing:

@@ -1,4 +1,4 @@
-"""Selective write-through, which copies blocks down that are likely to be read again."""
+"""Selective write-through: copies blocks that are likely to be read again to lower tiers."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from ullage_kv.results import Result
 from ullage_kv.tier import LowerTier, Transfer
 
 _MIN_USES = 2
-"""Uses after which a block is copied down. A block that is kept is copied at its first use."""
+"""Number of uses after which a block is copied down. Kept blocks are copied at the first use."""
 
 _PART_BYTES = 16 << 20
-"""Most bytes that are given together to a lower tier to be saved. They are pinned meanwhile."""
+"""Maximum bytes of blocks in one save call to a lower tier. They stay pinned during the call."""
 
 
 class WriteThrough:
@@ -29,11 +29,11 @@ class WriteThrough:
         lease: Lease,
         tiers: Sequence[LowerTier],
     ) -> None:
-        """Prepare to copy.
+        """Create the copier.
 
         Args:
             arena: the memory of the host tier.
-            block_bytes: size of a block.
+            block_bytes: bytes per block.
             index: the blocks in host memory.
             lease: lease under which blocks are pinned until every tier has its copy.
             tiers: tiers below host memory, the fastest first.
@@ -46,7 +46,7 @@ class WriteThrough:
         self._part_blocks = max(1, min(PART_BLOCKS, _PART_BYTES // block_bytes))
 
     def copy(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
-        """Begin to copy the blocks that have been used often enough, or that are kept."""
+        """Start to copy the blocks that have been used often enough or must be kept."""
         if not self._tiers:
             return
 
@@ -57,7 +57,7 @@ class WriteThrough:
             run(self._copy_each(tier, chosen))
 
     def _copy_each(self, tier: LowerTier, keys: Sequence[bytes]) -> Steps:
-        """Copy part after part to a tier, until it takes no more."""
+        """Copy one part after another to a tier, until the tier accepts no more."""
         for part in parts_of(len(keys), self._part_blocks):
             saving = self._save(tier, keys[part.start : part.stop])
             if saving is None:
@@ -67,7 +67,7 @@ class WriteThrough:
                 return
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Begin to save the blocks that a tier wants, and return None if it wants none of them."""
+        """Start to save the blocks that a tier wants, or return None if the tier wants none."""
         wanted = itertools.compress(keys, tier.wants(keys))
         pinned = [(key, ref) for key in wanted if (ref := self._lease.pin(key)) is not None]
         if not pinned:
