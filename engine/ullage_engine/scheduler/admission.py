@@ -1,6 +1,6 @@
-"""Admission: prices requests against the free memory, and admits or refuses them.
+"""Admission control: compares each request's KV cost with free memory, and admits or refuses.
 
-Samples of one prompt are admitted together or not at all. `refusals` has the rules.
+Samples of one prompt are admitted together or not at all. The module `refusals` has the rules.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from ullage_engine.scheduler.state import SchedulerState
 from ullage_engine.scheduler.stats import WalkLimiter, holder_shares
 
 _QUEUE_BATCHES = 4
-"""Size of the waiting queue in batches. Later requests should queue in the router."""
+"""Size of the waiting queue in batches. Further requests should queue in the router."""
 
 
 class AdmissionControl:
-    """Turns requests into sequences with reserved blocks, or into refusals."""
+    """Turns each request into a sequence with reserved blocks, or into a refusal."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self._profile = profile
@@ -39,10 +39,10 @@ class AdmissionControl:
         self._num_submitted = 0
         self._walks = WalkLimiter(state.clock)
         self._releases: list[ReleaseState] = []
-        """Expected releases at the last walk over all sequences."""
+        """Expected memory releases, as computed by the last pass over all sequences."""
 
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
-        """Admit samples of one prompt together, or refuse all and keep nothing.
+        """Admit all samples of one prompt together, or refuse them all without changing any state.
 
         Resumed requests are refused only if they are invalid. They may have to wait for memory.
         """
@@ -55,14 +55,14 @@ class AdmissionControl:
         return None
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        """Refuse requests with an id that is in use or occurs twice among them."""
+        """Refuse the requests if an id among them is in use or occurs twice."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may start.
+        """Return whether a waiting sequence may start.
 
-        It must have its memory, and no running sequence may be computing more of its prefix than it
-        holds.
+        The sequence must have its reserved memory. It also waits while a running sequence computes
+        more of the same prefix than the waiting sequence already holds.
         """
         if sequence.fork.parent or not self._reservations.is_granted(sequence):
             return False
@@ -79,11 +79,11 @@ class AdmissionControl:
         return True
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Whether a request that was admitted before has nothing left to produce."""
+        """Return whether a previously admitted request has nothing left to generate."""
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence with a rank's priority and arrival, last among its equals."""
+        """Create a sequence with the priority and arrival of a rank, last among equal ranks."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -95,12 +95,12 @@ class AdmissionControl:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest sequence that the pool and the model hold, tokens."""
+        """Return the maximum sequence length in tokens that the block pool and the model allow."""
         pool_tokens = most_tokens(self._profile, self._profile.kv_pool_bytes)
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return the longest that one of `num_samples` samples of a request may become, tokens."""
+        """Return the maximum length in tokens that each of `num_samples` samples may reach."""
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
@@ -109,9 +109,9 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """List the expected releases of memory, with times and bytes. See `soonest_releases`.
+        """List the expected memory releases, with times and bytes. See `soonest_releases`.
 
-        With many sequences the list may be a moment old.
+        With many sequences the list may be slightly out of date.
         """
         if self._walks.is_due(len(self._sequences)):
             self._releases = soonest_releases(self._expected_releases())
@@ -128,7 +128,7 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield the expected release of each sequence: seconds from now, and bytes."""
+        """Yield each sequence's expected memory release, as seconds from now and bytes."""
         for each in self._sequences:
             blocks = each.num_reserved + self._num_held(each)
             if blocks:
@@ -157,7 +157,7 @@ class AdmissionControl:
         return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
-        """Return the bytes left of a session's bound, or None without a bound."""
+        """Return the bytes that remain of a session's limit, or None if it has no limit."""
         limit = self._profile.session_kv_bytes if session else 0
         if not limit:
             return None
@@ -166,20 +166,20 @@ class AdmissionControl:
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        """Count a sequence's blocks, each divided by the number of sequences that hold it."""
+        """Count a sequence's blocks, where a block shared by n sequences counts as 1/n."""
         shares = holder_shares(sequence.blocks.ids, self._cache.ref_count)
         # Window blocks are few, and their counts may rise along the table.
         windows = sequence.windows.ids
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the free slots of the waiting queue. An empty queue takes any number."""
+        """Return the free slots of the waiting queue. An empty queue accepts any number."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Count the blocks that a sequence of a group needs to produce its first token."""
+        """Count the blocks that one sequence of a group needs to generate its first token."""
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,
@@ -188,7 +188,7 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Create the sequences of one arrival. The first is the parent if they share a prefix."""
+        """Create the sequences of one submission. If they share a prefix, the first is parent."""
         rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
         parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):

@@ -1,6 +1,6 @@
-"""The contents of one step: its limits, its budget of prompt tokens, and its chunks.
+"""The contents of one scheduler step: its limits, its prompt token budget, and its chunks.
 
-Pure functions of sequences and limits, without the blocks and slots that chunks need.
+The functions are pure functions of sequences and limits. They allocate no blocks or slots.
 """
 
 import math
@@ -16,31 +16,33 @@ from ullage_engine.protocol.step_plan import Chunk
 from ullage_engine.scheduler.sequence import Sequence
 
 MIN_DECODES = 8
-"""Decodes that a step always computes, however long their contexts are. So few decodes take about
-as long as one, because every step reads all weights."""
+"""Number of decodes that a step always computes, regardless of context length.
+
+This few decodes take about as long as a single one, because every step reads all model weights."""
 
 _last_step_of = operator.attrgetter("last_step")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """The cost of prompt tokens. The unit is a token at a prompt's beginning.
+    """The cost of computing prompt tokens, in units of one token at the beginning of a prompt.
 
-    A token costs 1, and 1 more for every `even_context` tokens of context that it attends to.
+    A token costs 1, plus 1 for every `even_context` tokens of context that the token attends to.
     """
 
     even_context: float = math.inf
-    """Tokens of context whose attention costs as much as the rest of a token's computation. With
-    infinity, context costs nothing."""
+    """Context length in tokens at which attention costs as much as a token's other computation.
+
+    If infinite, context costs nothing."""
     step_budget: float = math.inf
-    """Cost of all prompt tokens of one step. One token is always computed."""
+    """Maximum total cost of the prompt tokens in one step. One token is always computed."""
 
     def of(self, start: int, count: int) -> float:
-        """Return the cost of `count` tokens from the position `start` on."""
+        """Return the cost of `count` tokens that begin at position `start`."""
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many tokens from `start` on cost no more than a budget, and at most `most`."""
+        """Return how many tokens from `start` fit a budget, at most `most`."""
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -56,37 +58,41 @@ class PromptCost:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of one step and of the worker."""
+    """Limits of one scheduler step and of the worker."""
 
     max_model_len: int
-    """Longest sequence, tokens."""
+    """Maximum sequence length in tokens."""
     max_sequences: int
     prompt_tokens: int
-    """Prompt tokens computed in one step."""
+    """Maximum number of prompt tokens computed in one step."""
     is_chunked: bool
-    """Whether prompts are split over steps. Otherwise `prompt_tokens` must hold a whole one."""
+    """Whether prompts are split over steps. If not, `prompt_tokens` must fit a whole prompt."""
     decode_tokens: int
-    """Tokens of context that the decodes of one step read together. `MIN_DECODES` sequences may
-    always decode."""
+    """Maximum total context, in tokens, that the decodes of one step read.
+
+    `MIN_DECODES` sequences may always decode."""
     replay_tokens: int = 0
-    """Tokens that rebuild a convolution state from zero, over all layers of the whole model on all
-    ranks, or 0 if the model has no convolutions."""
+    """Number of tokens to recompute to rebuild a convolution state from zero.
+
+    Counts all layers of the whole model on all ranks. 0 if the model has no convolutions."""
     max_decodes: int = 1 << 30
-    """Most sequences that one step decodes."""
+    """Maximum number of sequences that one step decodes."""
     max_in_flight: int = 1
-    """Plans that may be computed at the same time: as many as the pipeline has stages."""
+    """Maximum number of plans computed concurrently, which is the number of pipeline stages."""
     num_speculative_tokens: int = 0
-    """Most draft tokens of a sequence that one step checks, or 0 for none. They require one plan in
-    flight, and a model without states and windows."""
+    """Maximum number of draft tokens that one step verifies per sequence, or 0 for no drafts.
+
+    Drafts require one plan in flight, and a model without convolution states and sliding windows.
+    """
     prompt_cost: PromptCost = PromptCost()
-    """Cost of the prompt tokens of one step by their position, and its budget."""
+    """Cost of prompt tokens by position, and the budget for one step."""
 
 
 class PromptBudget:
-    """The prompt tokens that one step may still compute."""
+    """Tracks the prompt tokens that one step may still compute."""
 
     def __init__(self, tokens: int, is_chunked: bool, cost: PromptCost) -> None:
-        """`tokens`: most of them. Without chunking only whole prompts are computed."""
+        """Set the maximum to `tokens`. Without chunking, only whole prompts are computed."""
         self._tokens = tokens
         self._is_chunked = is_chunked
         self._cost = cost
@@ -94,7 +100,7 @@ class PromptBudget:
         self._is_untouched = True
 
     def share(self, start: int, remaining: int) -> int:
-        """Return how many of a sequence's remaining tokens, from `start` on, have room."""
+        """Return how many of a sequence's remaining tokens, starting at `start`, fit the budget."""
         if not self._is_chunked:
             return remaining if remaining <= self._tokens else 0
 
@@ -105,32 +111,32 @@ class PromptBudget:
         return max(count, min(most, 1)) if self._is_untouched else count
 
     def take(self, start: int, count: int) -> None:
-        """Count tokens that are computed."""
+        """Deduct tokens that the step computes from the budget."""
         self._tokens -= count
         self._left -= self._cost.of(start, count)
         self._is_untouched = False
 
 
 class Transfers(NamedTuple):
-    """Copies to and from tiers outside the device, which are reported when they are done."""
+    """Copies to and from KV tiers outside the device. They are reported when they complete."""
 
     stored: tuple[KvSlot, ...] = ()
     read: tuple[KvRead, ...] = ()
 
     def and_those_of(self, other: "Transfers") -> "Transfers":
-        """Return these copies and the others'."""
+        """Return the copies of both transfers combined."""
         return Transfers(self.stored + other.stored, self.read + other.read)
 
 
 class Planned(NamedTuple):
-    """A plan that is not committed yet."""
+    """A step plan that is not committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
     """The plan's sequences by request id, each with the chunk that the plan computes."""
     cancelled: list[Sequence]
-    """Sequences that the plan computes and that were dropped since."""
+    """Sequences of the plan that were dropped after it was made."""
     transfers: Transfers = Transfers()
-    """The plan's copies to and from tiers outside the device."""
+    """The plan's copies to and from KV tiers outside the device."""
 
 
 def postponed_decodes(
@@ -139,15 +145,15 @@ def postponed_decodes(
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """List the decodes without a place in a step, which takes the longest unserved first.
+    """List the decodes that do not fit in a step, which serves the longest-waiting ones first.
 
     Args:
         ready: sequences that can decode.
-        max_decodes: most decodes of the step.
-        max_read_bytes: KV bytes that the step's decodes may read together. `MIN_DECODES` of them
+        max_decodes: maximum number of decodes in the step.
+        max_read_bytes: maximum total KV bytes that the step's decodes read. `MIN_DECODES` decodes
             run in any case.
-        read_bytes: bytes that a decode reads by the length of its sequence. The function must be
-            nondecreasing and concave, as sliding windows make it.
+        read_bytes: function from sequence length to the bytes that a decode reads. The function
+            must be nondecreasing and concave, as it is with sliding windows.
 
     Returns:
         The request ids of the postponed decodes.
@@ -178,14 +184,14 @@ def make_chunk(
     slots: tuple[int | None, int] = (None, 0),
     draft: list[int] | None = None,
 ) -> Chunk:
-    """Make the chunk of `count` tokens from `start`, for which the sequence has the blocks.
+    """Make a chunk of `count` tokens from `start`. The sequence must have the blocks for them.
 
     Args:
         sequence: the sequence to compute.
-        start: position of the first token. Tokens before `num_computed` are replayed.
+        start: position of the first token. Tokens before `num_computed` are computed again.
         count: number of tokens, without the draft.
-        slots: slots of the convolution states before and after.
-        draft: tokens to check behind a decode's token.
+        slots: slots of the convolution states before and after the chunk.
+        draft: draft tokens to verify after a decode's token.
     """
     tokens = sequence.token_ids
     end = start + count
@@ -214,9 +220,9 @@ def make_chunk(
 
 
 def make_decode(sequence: Sequence) -> Chunk:
-    """Make the chunk of a decode without states and windows.
+    """Make a decode chunk for a model without convolution states and sliding windows.
 
-    The chunk equals that of `make_chunk` and takes a third of the time.
+    The result equals that of `make_chunk`, but takes a third of the time to make.
     """
     tokens = sequence.token_ids
     request = sequence.request
@@ -233,6 +239,6 @@ def make_decode(sequence: Sequence) -> Chunk:
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """List the tokens that may not come next: stop tokens before `min_tokens` of output."""
+    """List the tokens that must not be sampled next: stop tokens before `min_tokens` of output."""
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []

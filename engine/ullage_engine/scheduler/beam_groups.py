@@ -1,10 +1,10 @@
-"""Beam searches in the engine: a sequence for each beam of a step.
+"""Beam searches in the engine, with one sequence for each beam of a step.
 
-A search is admitted like `width` samples of its prompt and begins with one of them. A sequence is
-then one beam for one step: it computes its last token and reports the likeliest next ones. When all
-beams of a search have reported, the search advances: the next beams fork from those they extend,
-and the old ones end. A beam that waits for memory delays its search. Meanwhile the other beams
-compute at most one token too many, whose reports are ignored.
+A search is admitted like `width` samples of its prompt and begins with one of these samples. After
+that, each sequence is one beam for one step. The sequence computes its last token and reports the
+likeliest next tokens. When all beams of a search have reported, the search advances: the next beams
+fork from the beams that they extend, and the old beams end. A beam that waits for memory delays its
+search. Meanwhile each other beam computes at most one extra token, and its report is ignored.
 """
 
 from dataclasses import dataclass, field
@@ -22,24 +22,26 @@ from ullage_engine.scheduler.beam_search import BeamRules, Candidate, Hypothesis
 from ullage_engine.scheduler.scheduler import Scheduler
 
 _TOKENS_OF_A_SEQUENCE = 2
-"""Output tokens of a beam's sequence: the token of its own step and one more, so that the sequence
-still exists when others fork from it."""
+"""Number of output tokens of a beam's sequence.
+
+One is the token of its step. The second keeps the sequence alive until other sequences have forked
+from it."""
 
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """One search: a request for each hypothesis, best first, and the state."""
+    """One beam search: its requests, one for each hypothesis with the best first, and its state."""
 
     requests: list[EngineRequest]
     rules: BeamRules
     state: Search = field(default_factory=Search)
     num_steps: int = 0
     members: list[str] = field(default_factory=list)
-    """Request ids of the beams' sequences, in the order of the beams."""
+    """Request ids of the beams' sequences, in beam order."""
     candidates: dict[str, list[Candidate]] = field(default_factory=dict)
-    """Likeliest next tokens of the beams computed so far in this step, by sequence."""
+    """Likeliest next tokens reported by the beams computed so far in this step, by sequence."""
     is_full: bool = False
-    """Whether the longest sequence that the engine holds is reached."""
+    """Whether the beams have reached the engine's maximum sequence length."""
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     open_ids: set[str] = field(default_factory=set)
@@ -51,15 +53,15 @@ class _BeamGroup:
 
     @property
     def num_top_logprobs(self) -> int:
-        """Alternatives to each token that the client asked for."""
+        """Number of alternatives to each token that the client requested."""
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build a sample of the prompt for each possible beam."""
+        """Build one request with the search's prompt for each possible beam."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
-        """Build the request of one beam's next step."""
+        """Build the request for one beam's next step."""
         max_tokens = len(token_ids) + _TOKENS_OF_A_SEQUENCE
         return self._sequence(place, token_ids, min(self.first.max_tokens, max_tokens))
 
@@ -80,7 +82,7 @@ class _BeamGroup:
         )
 
     def add_output(self, output: TokenOutput) -> bool:
-        """Add the output of a beam's sequence, and return whether the search can advance."""
+        """Record the output of a beam's sequence, and return whether the search can advance."""
         if output.request_id in self.candidates or output.logprobs is None:
             return False
 
@@ -92,7 +94,7 @@ class _BeamGroup:
         return len(self.candidates) == len(self.members)
 
     def advance(self) -> None:
-        """Advance the search by the candidates of all beams."""
+        """Advance the search by one step with the candidates of all beams."""
         candidates = [self.candidates[member] for member in self.members]
         self.state = advance(self.state, candidates, self.rules, is_last=self.is_full)
         self.num_steps += 1
@@ -116,7 +118,7 @@ class _BeamGroup:
         )
 
     def _candidates(self, top: TokenLogprobs) -> list[Candidate]:
-        """Make candidates of the likeliest next tokens, with the alternatives for the client."""
+        """Build candidates from the likeliest next tokens, with alternatives for the client."""
         top_ids = top.top_ids[: self.num_top_logprobs]
         top_logprobs = top.top_logprobs[: self.num_top_logprobs]
         return [
@@ -126,7 +128,7 @@ class _BeamGroup:
 
 
 class BeamSearches:
-    """All beam searches of one engine, between its scheduler and the readers of its output."""
+    """All beam searches of one engine, between the scheduler and the consumers of its output."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -136,10 +138,10 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Start one search for all its requests, or refuse it and name the first.
+        """Start one search for all its requests, or return a refusal that names the first request.
 
         Returns:
-            The refusal, or the outputs of requests that end at once, without room for a token.
+            The refusal, or the outputs of requests that end at once because no further token fits.
         """
         group = _new_group(requests)
         root, *others = group.roots()
@@ -158,7 +160,7 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Keep the outputs of beams. Return the other outputs, and those of finished searches."""
+        """Consume beams' outputs. Return all other outputs and those of finished searches."""
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
@@ -169,7 +171,10 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request of a search, which ends with its last. Return False for others."""
+        """Cancel a request of a search. Return False if no search has the request.
+
+        The search ends when its last request is cancelled.
+        """
         group = self._groups.get(request_id)
         if group is None:
             return False

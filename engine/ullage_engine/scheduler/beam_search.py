@@ -1,15 +1,15 @@
 """Beam search, as a pure function of the beams' likeliest tokens.
 
 The search is that of `transformers.generate(num_beams=width, do_sample=False,
-early_stopping=False)`. In a step every beam is extended by every token. Among the `width` likeliest
-extensions, those that end are finished hypotheses, ranked by score and kept up to `width`. The
-`width` likeliest extensions that do not end continue. The score of a hypothesis is
+early_stopping=False)`. In each step, every beam is extended by every token. Among the `width`
+likeliest extensions, those that end are finished hypotheses, ranked by score and kept up to
+`width`. The `width` likeliest extensions that do not end continue. The score of a hypothesis is
 
     sum of its tokens' log-probabilities / (number of its tokens ^ length penalty)
 
-The search is over when `width` hypotheses are finished and the likeliest beam, scored as if it
-ended now, is no better than the worst of them. It is also over at the length limit, where all
-extensions end.
+The search ends when `width` hypotheses are finished and the likeliest beam, scored as if it ended
+now, is no better than the worst finished hypothesis. The search also ends at the length limit,
+where all extensions end.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,14 @@ class BeamRules:
     length_penalty: float
     stop_token_ids: frozenset[int]
     max_tokens: int
-    """Longest hypothesis, tokens."""
+    """Maximum length of a hypothesis in tokens."""
 
     @property
     def num_candidates(self) -> int:
-        """Number of next tokens that every beam must report.
+        """Return the number of next tokens that every beam must report.
 
         A step needs the `width` likeliest extensions, and the `width` likeliest that do not end.
-        In its own beam, fewer than `width` others and the stop tokens can be likelier than such a
-        token.
+        Within its beam, such a token ranks behind at most the stop tokens and `width` - 1 others.
         """
         return self.width + len(self.stop_token_ids)
 
@@ -46,7 +45,7 @@ class Candidate:
 
     token_id: int
     report: TokenLogprobs
-    """The token's log-probability and the alternatives to it that a client may see."""
+    """Log-probabilities of the token and of the alternatives that a client may see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Beam:
     logprob: float = 0.0
     """Sum of the log-probabilities of its tokens."""
     parent: int = 0
-    """Index of the previous step's beam that this beam extends."""
+    """Index of the beam in the previous step that this beam extends."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -79,7 +78,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """State between two steps. A new search has one empty beam."""
+    """State of a beam search between two steps. A new search has one empty beam."""
 
     beams: tuple[Beam, ...] = (Beam(),)
     """Beams, likeliest first. None when the search is over."""
@@ -98,14 +97,14 @@ def advance(
     *,
     is_last: bool = False,
 ) -> Search:
-    """Advance a search that is not over by one step.
+    """Advance an unfinished search by one step.
 
     Args:
         search: the state before the step.
-        candidates: for each beam its `rules.num_candidates` likeliest next tokens, or all there
-            are, likeliest first.
+        candidates: for each beam, its `rules.num_candidates` likeliest next tokens, likeliest
+            first. A beam with fewer tokens lists all of them.
         rules: the search's parameters.
-        is_last: the engine's length limit is reached, although `max_tokens` is not.
+        is_last: whether the engine's length limit is reached before `max_tokens`.
 
     Returns:
         The state after the step.
@@ -123,7 +122,7 @@ def advance(
 
 
 class _Extension(NamedTuple):
-    """A beam with one more token."""
+    """A beam extended by one more token."""
 
     logprob: float
     parent: int
@@ -135,7 +134,7 @@ class _Extension(NamedTuple):
         return len(self.beam.tokens) + 1
 
     def score(self, rules: BeamRules) -> float:
-        """Score of the extension as if it ended now."""
+        """Return the score that the extension would have if it ended now."""
         return float(self.logprob / self.length**rules.length_penalty)
 
     def ends(self, rules: BeamRules) -> bool:
@@ -152,7 +151,7 @@ class _Extension(NamedTuple):
 def _extensions(
     beams: Sequence[Beam], candidates: Sequence[Sequence[Candidate]]
 ) -> list[_Extension]:
-    """List every beam with every candidate, likeliest first, then by beam and candidate."""
+    """List every beam extended by every candidate, likeliest first, then in beam order."""
     extended = [
         _Extension(beam.logprob + token.report.logprob, parent, beam, token)
         for parent, (beam, some) in enumerate(zip(beams, candidates, strict=True))
@@ -162,5 +161,5 @@ def _extensions(
 
 
 def _may_improve(best: _Extension, finished: Sequence[Hypothesis], rules: BeamRules) -> bool:
-    """Whether a beam could beat the worst hypothesis, judged by the scores at this length."""
+    """Return whether a beam would beat the worst finished hypothesis if it ended now."""
     return len(finished) < rules.width or best.score(rules) > finished[-1].score

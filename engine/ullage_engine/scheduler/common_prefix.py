@@ -1,4 +1,4 @@
-"""The tokens that prompts have in common, whose KV they can share."""
+"""Common prefixes of prompts, whose KV the requests can share."""
 
 from collections.abc import Iterable
 
@@ -6,14 +6,14 @@ from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.sequence import Sequence
 
 _FIRST_COMPARED = 16
-"""Tokens of the first slices that are compared."""
+"""Number of tokens in the first slices that are compared."""
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """Return the length of the longest common prefix.
+    """Return the length of the longest common prefix of two token lists.
 
-    The cost is proportional to that length and not to the lists: slices double in size until two
-    of them differ, and a binary search then finds the first difference.
+    The cost is proportional to the prefix length, not to the list lengths. Slices double in size
+    until two of them differ, and a binary search then finds the first difference.
     """
     low = 0
     end = min(len(one), len(other))
@@ -41,7 +41,7 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 def shared_tokens(requests: list[EngineRequest]) -> int:
     """Count the leading tokens that all of these requests have in common.
 
-    The last token of each is excluded, because each request needs its logits.
+    The last token of each request is excluded, because the request needs that token's logits.
     """
     first, *others = [request.token_ids for request in requests]
     shared = min(len(tokens) for tokens in [first, *others]) - 1
@@ -51,13 +51,14 @@ def shared_tokens(requests: list[EngineRequest]) -> int:
 def prefix_under_way(
     sequence: Sequence, running: Iterable[Sequence], block_tokens: int
 ) -> tuple[Sequence, int] | None:
-    """Find a running sequence that computes more of a waiting one's prefix than that one holds.
+    """Find a running sequence that computes more of a waiting sequence's prefix than is held.
 
-    Only more important sequences count. These never wait for this one, so no two sequences wait
-    for each other.
+    Only running sequences more important than the waiting sequence count. Important sequences never
+    wait for less important ones, so no two sequences wait for each other.
 
     Returns:
-        The running sequence and the length of the common prefix in tokens, in whole blocks.
+        The running sequence and the length of the common prefix in tokens, rounded down to whole
+        blocks.
     """
     longest = len(sequence.token_ids) - 1
 

@@ -1,13 +1,14 @@
-"""Slots of convolution states.
+"""Slots for the convolution states of sequences.
 
-A state is immutable: a step reads it in one slot and writes its successor to another. So a failed
-step can be recomputed, and sequences that branch share a state. A running sequence needs at
-most two slots, and there are two for each sequence that may run. Waiting sequences keep their state
-until its slot is needed.
+A state is immutable: a step reads one slot and writes the next state to another slot. So a failed
+step can be recomputed, and sequences that branch can share a state. A running sequence needs at
+most two slots, and the pool has two slots for each sequence that may run. A waiting sequence keeps
+its state until another sequence needs the slot.
 
-The prefix cache and the host store KV and no states. A state is rebuilt by computing tokens again
-from the zero state, while attention reads their stored KV. It is exact after `replay_tokens` of
-them, or from the sequence's own beginning, where zero is right. A replay may take several steps.
+The prefix cache and host memory store KV but no states. A missing state is rebuilt by a replay:
+tokens are computed again from the zero state, while attention reads their stored KV. The rebuilt
+state is exact after `replay_tokens` tokens, or if the replay began at the start of the sequence. A
+replay may take several steps.
 """
 
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -17,7 +18,7 @@ from ullage_engine.scheduler.sequence_table import SequenceTable
 
 
 class ConvStatePool:
-    """Assigns state slots to all sequences. Without `replay_tokens`, there are no slots."""
+    """Assigns convolution state slots to sequences. There are no slots if `replay_tokens` is 0."""
 
     def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
         self.replay_tokens = replay_tokens
@@ -26,10 +27,10 @@ class ConvStatePool:
         self._sequences = sequences
 
     def next_position(self, sequence: Sequence) -> int:
-        """Return the position of the first token to compute.
+        """Return the position of the first token that the next step computes.
 
-        The position is before `num_computed` if the state is missing and tokens are replayed to
-        rebuild it.
+        The position is before `num_computed` if the state is missing, because tokens are then
+        replayed to rebuild it.
         """
         if not self.replay_tokens:
             return sequence.num_computed
@@ -42,7 +43,8 @@ class ConvStatePool:
         """Assign the slots of a planned chunk.
 
         Returns:
-            The slot of the state that it reads, None for zero, and the slot of the next state.
+            The slot of the state that the chunk reads, or None for the zero state, and the slot of
+            the next state.
         """
         if not self.replay_tokens:
             return None, 0
@@ -56,7 +58,7 @@ class ConvStatePool:
         return conv.state.slot if conv.state and is_usable else None, conv.next_slot
 
     def commit(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Make the state that a computed chunk has written the sequence's current state."""
+        """Set a sequence's current state to the one that its computed chunk wrote."""
         slot = sequence.conv.next_slot
         if slot is None:
             return
@@ -69,9 +71,9 @@ class ConvStatePool:
         sequence.conv.state = ConvState(slot, chunk.end, since)
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Share the parent's state with a child that shares its first `num_computed` tokens.
+        """Share the parent's state with a child that has the same first `num_computed` tokens.
 
-        A state that covers later tokens is not shared.
+        A state that covers further tokens is not shared.
         """
         state = parent.conv.state
         if state and state.num_tokens <= child.num_computed:
@@ -90,7 +92,7 @@ class ConvStatePool:
         self._drop(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free or held, and that no state is read and written at once."""
+        """Assert that every slot is free or held, and that no slot is both read and written."""
         conv_slots = [each.conv for each in self._sequences]
         states = [each.state.slot for each in conv_slots if each.state]
         written = [each.next_slot for each in conv_slots if each.next_slot is not None]
@@ -102,9 +104,9 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Whether continuing the state is exact at `num_computed` and saves work.
+        """Return whether continuing the state is exact at `num_computed` and saves work.
 
-        That is, no more tokens are computed than by a replay from zero.
+        Continuing saves work if it computes no more tokens than a replay from the zero state.
         """
         zero = max(0, num_computed - self.replay_tokens)
         return state.since <= zero <= state.num_tokens <= num_computed

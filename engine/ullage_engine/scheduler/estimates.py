@@ -1,31 +1,35 @@
-"""Estimates that scheduling and admission need: the length of outputs and the speed of steps."""
+"""Estimates for scheduling and admission: the length of outputs and the speed of steps."""
 
 import bisect
 
 _GROWTH = 1.125
-"""Ratio of neighbouring bucket bounds: an estimate is at most an eighth too high."""
+"""Ratio of adjacent histogram bucket bounds. An estimate is at most one eighth too high."""
 _RESCALE_AT = 1e12
-"""Weight of an observation at which all weights are divided by it, before floats overflow."""
+"""Observation weight at which all weights are rescaled, so that floats do not overflow."""
 
 _SPEED_WEIGHT = 0.2
-"""Share of the newest measurement in the average decode speed."""
+"""Weight of the newest measurement in the moving average of the decode speed."""
 _DEFAULT_DECODE_SPEED = 20.0
-"""Assumed decode tokens a second of one sequence until measured. Only affects Retry-After."""
+"""Assumed decode tokens per second of one sequence until measured. Only affects Retry-After."""
 _STEP_WEIGHT = 0.05
-"""Share of the newest step in the average of its batch size: steps with prompts are far longer."""
+"""Weight of the newest step in the average step time for its batch size.
+
+The weight is small because steps with prompts take much longer.
+"""
 _PREFILL_HALF_LIFE = 4096
-"""Prompt tokens after which a step counts half as much in the prefill speed."""
+"""Number of prompt tokens after which a step's weight in the prefill speed is halved."""
 _LEAST_PROMPT_SHARE = 0.1
-"""Lower bound of the prompt tokens' share in the time of a step with decodes. Step times vary, and
-without the bound a fast step would make prompts look free."""
+"""Minimum share of a mixed step's time that is attributed to its prompt tokens.
+
+Step times vary, and without this minimum a fast step would make prompts look free."""
 
 
 class OutputLengthEstimator:
-    """Estimates output length as a decaying quantile of the lengths produced.
+    """Estimates output length as a quantile of recent output lengths, with exponential decay.
 
-    A histogram over geometric buckets bounds the memory. Each observation weighs
-    `2 ** (1 / half_life)` times the one before, which equals decaying all older ones and costs one
-    addition. The start value is an observation like any other and fades with them, so the estimate
+    A histogram over geometric buckets bounds the memory. Each observation weighs `2 ** (1 /
+    half_life)` times the one before, which is equivalent to decaying all older observations but
+    costs one addition. The initial value is an ordinary observation and decays too, so the estimate
     falls as readily as it rises.
     """
 
@@ -47,7 +51,7 @@ class OutputLengthEstimator:
         return len(self._bounds)
 
     def observe(self, num_tokens: int) -> None:
-        """Count the output length of one finished request, in tokens."""
+        """Record the output length of one finished request, in tokens."""
         self._weight *= self._gain
         self._add(num_tokens, self._weight)
         if self._weight > _RESCALE_AT:
@@ -55,7 +59,7 @@ class OutputLengthEstimator:
 
     @property
     def estimate(self) -> int:
-        """Output length in tokens that `quantile` of recent requests stay within."""
+        """Return the `quantile` of recent output lengths, in tokens."""
         target = self._quantile * sum(self._weights)
         cumulative = 0.0
         for bound, weight in zip(self._bounds, self._weights, strict=True):
@@ -81,13 +85,13 @@ def _bucket_bounds(max_tokens: int) -> list[int]:
 
 
 class ThroughputEstimator:
-    """Moving averages of decode and prefill speed, tokens a second, or 0 until measured.
+    """Moving averages of decode and prefill speed in tokens per second. Each is 0 until measured.
 
-    The prefill speed is fitted to the seconds of steps by least squares, so a step weighs as the
-    square of its prompt tokens. That gives the speed of large chunks, which most prompt tokens come
-    in. A chunk of a few tokens takes hardly less time than one of some hundred, and does not show
-    how long a long prompt takes. In a step with decodes, a prompt's time is the step's less that of
-    a step of the decodes alone.
+    The prefill speed is a least-squares fit to step times, so a step's weight is the square of its
+    number of prompt tokens. The fit thus reflects large chunks, which contain most prompt tokens. A
+    chunk of a few tokens takes almost as long as a chunk of a few hundred, and does not show how
+    long a long prompt takes. In a step with decodes, the time of the prompt tokens is the step's
+    time minus the time of a step with the same decodes alone.
     """
 
     def __init__(self) -> None:
@@ -95,9 +99,9 @@ class ThroughputEstimator:
         """Decode speed of one running sequence."""
         self.prefill_tokens_per_second = 0.0
         self._steps = _SecondsBySize()
-        """All steps with decodes."""
+        """Average over all steps with decodes."""
         self._decode_steps = _SecondsBySize()
-        """Steps with decodes and without prompts."""
+        """Average over steps with decodes and without prompts."""
 
         # Decayed sums over the steps with prompts, which give the least-squares speed.
         self._tokens_squared = 0.0
@@ -108,13 +112,14 @@ class ThroughputEstimator:
     def observe(
         self, seconds: float, *, num_decodes: int, num_prompt_tokens: int, num_accepted: int = 0
     ) -> None:
-        """Count one step.
+        """Record the measurements of one step.
 
         Args:
             seconds: duration of the step.
-            num_decodes: sequences that it decoded, each by a token.
-            num_prompt_tokens: prompt tokens that it computed.
-            num_accepted: tokens that all decodes got in addition from accepted drafts.
+            num_decodes: number of sequences that the step decoded, by one token each.
+            num_prompt_tokens: number of prompt tokens that the step computed.
+            num_accepted: total number of additional tokens that the decodes gained from accepted
+                drafts.
         """
         if seconds <= 0:
             return
@@ -137,10 +142,10 @@ class ThroughputEstimator:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on.
+        """Return the seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on.
 
-        The list ends with the largest batch so far and never falls. A size that never ran counts as
-        slow as the next larger one that did.
+        The list ends with the largest batch observed so far, and its values never decrease. A batch
+        size that never ran gets the time of the next larger size that did.
         """
         return self._steps.all()
 
@@ -151,26 +156,27 @@ class ThroughputEstimator:
         self.prefill_tokens_per_second = self._tokens_squared / self._token_seconds
 
     def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Predict the seconds to compute a prompt and produce an output."""
+        """Predict the seconds needed to compute a prompt and generate an output."""
         decode = self.decode_tokens_per_second or _DEFAULT_DECODE_SPEED
         prefill = self.prefill_tokens_per_second or _DEFAULT_DECODE_SPEED * 16
         return num_prompt_tokens / prefill + num_output_tokens / decode
 
 
 class _SecondsBySize:
-    """Average seconds of steps by the bit length of their number of decodes."""
+    """Average step time in seconds, grouped by the bit length of the number of decodes."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        """By bit length minus one, or 0 if no step was observed."""
+        """Average seconds, indexed by bit length minus one. 0 if no step of that size was observed.
+        """
 
     def has(self, num_decodes: int) -> bool:
-        """Whether a step with about this many decodes was observed."""
+        """Return whether a step with about this many decodes was observed."""
         bucket = num_decodes.bit_length() - 1
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 
     def observe(self, num_decodes: int, seconds: float) -> None:
-        """Count one step."""
+        """Record the measurements of one step."""
         bucket = num_decodes.bit_length() - 1
         steps = self._seconds
         steps.extend([0.0] * (bucket + 1 - len(steps)))
@@ -180,15 +186,16 @@ class _SecondsBySize:
     def predict(self, num_decodes: int) -> float:
         """Return the seconds of a step with this many decodes, or 0 if no step was observed.
 
-        A step larger than all observed ones counts as the largest of them.
+        A step larger than all observed steps gets the time of the largest observed step.
         """
         steps = self.all()
         return steps[min(num_decodes.bit_length(), len(steps)) - 1] if steps else 0.0
 
     def all(self) -> list[float]:
-        """Return the seconds of all sizes up to the largest observed one.
+        """Return the average seconds of all sizes up to the largest observed size.
 
-        They never fall. A size that was not observed has the seconds of the next larger one.
+        The values never decrease. A size that was not observed has the value of the next larger
+        size.
         """
         steps: list[float] = []
         bound = float("inf")

@@ -1,13 +1,13 @@
-"""Samples of one prompt: one of them computes the shared tokens for all."""
+"""Groups of samples of one prompt, where one sample computes the shared tokens for all."""
 
 from ullage_engine.scheduler.sequence import Sequence
 
 
 class ForkGroups:
-    """Samples of one prompt: a parent computes the tokens all share, its children fork from it.
+    """Groups of samples of one prompt. Children fork from a parent that computes shared tokens.
 
-    A child waits until its parent has computed the shared tokens. When the parent is removed
-    before that, the most important child takes its place.
+    A child waits until its parent has computed the shared tokens. If the parent is removed before
+    that, the most important child replaces it.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class ForkGroups:
     def take_ready(self, parent: Sequence) -> list[Sequence]:
         """Release the children that can fork from the parent now.
 
-        Afterwards they are independent of the parent.
+        Released children no longer depend on the parent.
         """
         ready = self._children.get(parent)
         if not ready or parent.num_computed < ready[0].fork.num_shared_tokens:
@@ -48,7 +48,8 @@ class ForkGroups:
         """Remove a sequence.
 
         Returns:
-            The children that lose it. The first of them is the new parent of the others.
+            The children that lose this sequence as their parent. The first child becomes the new
+            parent of the others.
         """
         if sequence.fork.parent:
             self._detach(sequence, sequence.fork.parent)

@@ -1,7 +1,7 @@
-"""A worker's conversation with its server about KV outside the device.
+"""The messages between a worker and its server about KV stored outside the device.
 
-The native scheduler and the vLLM worker plan the copies. This module has the offers, queries and
-reports that both exchange with the server.
+The native scheduler and the vLLM worker plan the copies. Both use this module to exchange offers,
+queries and reports with the server.
 """
 
 import itertools
@@ -24,28 +24,30 @@ from ullage_engine.protocol.messages import (
 from ullage_kv.keys import CHAIN_BYTES
 
 ANSWER_S = 15.0
-"""Longest wait for the answer to a query, seconds. Servers answer sooner, however slow their tiers
-are. The bound is for faults of the server."""
+"""Maximum time in seconds to wait for the answer to a query.
+
+A healthy server answers sooner, even if its tiers are slow. The limit guards against server faults.
+"""
 _MAX_OFFERED = 4096
-"""Most blocks with unanswered offers. Blocks that become complete meanwhile are not offered."""
+"""Maximum number of blocks in unanswered offers. Further completed blocks are not offered."""
 _MAX_STORED = 64
-"""Most blocks that one step copies to the host, so that it is not delayed for long."""
+"""Maximum number of blocks that one step copies to the host, which bounds the step's delay."""
 
 Place = TypeVar("Place")
-"""Where an offered block is, and the content that it must still have when it is copied."""
+"""Where an offered block is, and the content that the block must still have when copied."""
 
 
 class Granted(NamedTuple, Generic[Place]):
-    """Granted slots, by whether their blocks are still on the device."""
+    """Granted slots, split by whether their blocks are still on the device."""
 
     stored: list[tuple[KvSlot, Place]]
-    """Slots to copy blocks to, with the blocks' places."""
+    """Slots to copy blocks to, with the places of the blocks."""
     dropped: list[KvSlot]
-    """Slots of blocks that are gone."""
+    """Slots of blocks that are no longer on the device."""
 
 
 class BlockOffers(Generic[Place]):
-    """Offered blocks that are not copied yet. The server answers offers in their order."""
+    """Offered blocks that are not copied yet. The server answers offers in order."""
 
     def __init__(self) -> None:
         self._new_blocks: dict[bytes, tuple[KvBlock, Place]] = {}
@@ -53,13 +55,13 @@ class BlockOffers(Generic[Place]):
         self._unanswered: deque[dict[bytes, Place]] = deque()
         """Places of the blocks of each offer, by key, the oldest offer first."""
         self._num_offered = 0
-        """Blocks of both."""
+        """Keys of all blocks in the next message or in an unanswered offer."""
         self._granted: deque[tuple[KvSlot, Place]] = deque()
         """Blocks that have a slot and wait to be copied."""
 
     @property
     def has_granted(self) -> bool:
-        """Whether blocks wait to be copied to slots."""
+        """Whether any blocks wait to be copied to their granted slots."""
         return bool(self._granted)
 
     def add(self, block: KvBlock, place: Place) -> bool:
@@ -97,7 +99,7 @@ class BlockOffers(Generic[Place]):
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
         """Return the slots of blocks to copy with one step. Each slot is returned once.
 
-        `is_there`: whether a place still has the offered block.
+        `is_there`: returns whether a place still has the offered block.
         """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
@@ -111,7 +113,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query for the KV of a sequence's blocks."""
+    """A query to the server for the KV of a sequence's blocks."""
 
     number: int
     first: int
@@ -127,12 +129,12 @@ class KvExchange(Generic[Place]):
         self._offers = BlockOffers[Place]()
         self._numbers = itertools.count(1)
         self._queries: dict[int, KvQuery] = {}
-        """Queries that somebody waits for, by number."""
+        """Queries that a sequence still waits for, by query number."""
         self._outgoing: list[FromKv] = []
 
     @property
     def has_granted(self) -> bool:
-        """Whether blocks wait to be copied to slots."""
+        """Whether any blocks wait to be copied to their granted slots."""
         return self._offers.has_granted
 
     def take_messages(self) -> list[FromKv]:
@@ -155,9 +157,9 @@ class KvExchange(Generic[Place]):
         self._offers.on_granted(slots)
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> list[tuple[KvSlot, Place]]:
-        """Return slots and the places of the blocks to copy there. Each slot is returned once.
+        """Return granted slots and the places of the blocks to copy there, each slot once.
 
-        Slots of blocks that are gone go back to the server.
+        Slots of blocks that are no longer on the device are returned to the server.
 
         Args:
             is_there: returns whether a place still has the offered block.
@@ -168,7 +170,7 @@ class KvExchange(Generic[Place]):
         return granted.stored
 
     def discard(self, chains: list[bytes] | None) -> None:
-        """Discard the stored KV of chains of blocks, which may be damaged. None means all."""
+        """Discard the stored KV of block chains, which may be corrupt. None means all chains."""
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
@@ -177,13 +179,13 @@ class KvExchange(Generic[Place]):
     def ask(
         self, request_id: str, first: int, keys: list[bytes], *, is_rest: bool = False
     ) -> KvQuery:
-        """Ask for blocks.
+        """Query the server for stored blocks.
 
         Args:
             request_id: the request that needs them.
             first: index of the first wanted block.
             keys: the content keys of all blocks up to the last wanted one.
-            is_rest: whether an earlier answer promised them.
+            is_rest: whether an earlier answer promised these blocks.
         """
         query = KvQuery(next(self._numbers), first, keys)
         self._queries[query.number] = query
@@ -199,7 +201,7 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the answer to a query. Give back the slots if nobody waits for them."""
+        """Process the answer to a query. Give back the slots if no sequence waits for them."""
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)
@@ -213,15 +215,15 @@ class KvExchange(Generic[Place]):
             self.give_back(query.number)
 
     def settle(self, query: KvQuery) -> None:
-        """End a query whose copies are planned. `report` follows when they are done."""
+        """End a query whose copies are planned. Call `report` when the copies are done."""
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:
-        """Give back the slots of the answer with this number, which are not copied."""
+        """Give back the slots of the answer with this number without copying them."""
         self._outgoing.append(KvRead(number=number, num_blocks=0))
 
     def report(self, stored: Iterable[KvSlot], read: Iterable[KvRead]) -> None:
-        """Report copies that are done on all ranks.
+        """Report the copies that all ranks have completed.
 
         Args:
             stored: slots to which blocks were copied.

@@ -1,7 +1,7 @@
-"""The transitions of a sequence: start, preemption, fork and removal, with its resources.
+"""The state transitions of a sequence and its resources: start, preemption, fork and removal.
 
-Each transition changes blocks, reservations, slots and tables together. Their order matters:
-copies are planned before the blocks that they read are freed.
+Each transition changes blocks, reservations, slots and tables together. The order of the changes
+matters: copies are planned before the blocks that they read are freed.
 """
 
 from ullage_engine.protocol.request_events import RequestEvents
@@ -28,7 +28,7 @@ class Lifecycle:
         self._events = events
 
     def start(self, sequence: Sequence) -> None:
-        """Take a waiting sequence, which has its reservation, into the batch."""
+        """Move a waiting sequence into the batch. The sequence must have its reservation."""
         # Cached blocks first, so that their KV is not copied in from the host.
         self._reservations.add_cached(sequence)
 
@@ -47,7 +47,7 @@ class Lifecycle:
         self._sequences.start(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's memory. The sequence waits until all it needs fits at once."""
+        """Free a running sequence's memory. It waits until all the memory it needs fits at once."""
         # Before the blocks are freed, because the copy to the host reads them.
         if not (self._tiers and self._tiers.forget(sequence)):
             self._swap.swap_out(sequence)
@@ -73,7 +73,7 @@ class Lifecycle:
             self._conv_states.share(parent, child)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends or is cancelled, and free all that it holds."""
+        """Remove a sequence that ends or is cancelled, and free everything that it holds."""
         path = sequence.blocks.ids[: sequence.num_cached_blocks]
         orphans = self._fork_groups.remove(sequence)
 

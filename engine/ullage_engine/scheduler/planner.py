@@ -1,4 +1,4 @@
-"""Plans the tokens that the next step computes, and the preemptions that they need."""
+"""Plans the tokens that the next step computes, and the preemptions that this requires."""
 
 from itertools import compress
 
@@ -16,7 +16,7 @@ from ullage_engine.scheduler.state import SchedulerState
 
 
 class BatchPlanner:
-    """Makes the chunks of a step and allocates their blocks and slots."""
+    """Builds the chunks of a step and allocates their blocks and slots."""
 
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
@@ -34,11 +34,11 @@ class BatchPlanner:
         self._max_read_bytes = state.limits.decode_tokens * self._read_bytes(1)
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
-        """Plan a step of the running sequences. A plan with chunks is in flight.
+        """Plan a step of the running sequences. A plan with chunks counts as in flight.
 
         Args:
-            prompt_tokens: most prompt tokens that the step computes.
-            is_chunked: whether it may compute a part of a prompt.
+            prompt_tokens: maximum number of prompt tokens that the step computes.
+            is_chunked: whether the step may compute part of a prompt.
 
         Returns:
             The chunks, decodes first.
@@ -102,7 +102,7 @@ class BatchPlanner:
         return self._present(running), max_decodes
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Leave out sequences whose KV is still to be copied from outside the device."""
+        """Leave out sequences whose KV must still be copied to the device."""
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
 
@@ -132,15 +132,18 @@ class BatchPlanner:
         return self._chunk(sequence, start, 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Whether computing one token gives the next. Replayed tokens count as prompt tokens."""
+        """Return whether computing one token of the sequence yields its next token.
+
+        Replayed tokens count as prompt tokens.
+        """
         start = self._conv_states.next_position(sequence)
         return sequence.is_decoding and start == sequence.num_computed
 
     def _end(self, sequence: Sequence) -> int:
-        """Return the position that this step may compute the sequence up to.
+        """Return the position up to which this step may compute the sequence.
 
         A parent with a convolution state stops where its children begin, because they can continue
-        its state only from there. A sequence whose later KV is being loaded stops before it.
+        its state only from there. A sequence whose later KV is being loaded stops before that KV.
         """
         end = self._tiers.end(sequence) if self._tiers else len(sequence.token_ids)
         children = self._fork_groups.children(sequence) if self._conv_states.replay_tokens else []
@@ -151,11 +154,12 @@ class BatchPlanner:
         return end
 
     def _allocate(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Allocate blocks to write tokens from `start` to `end` to, preempting for them.
+        """Allocate blocks for the tokens from `start` to `end`, preempting others if necessary.
 
         Returns:
-            False where the sequence itself was the least important and was preempted, or where the
-            least important one is in flight. That one can be preempted once its plan is committed.
+            False if the sequence itself was the least important and was preempted, or if the least
+            important sequence is in flight. A sequence in flight can be preempted once its plan is
+            committed.
         """
         size = self._cache.block_tokens
         first = sequence.num_computed // size

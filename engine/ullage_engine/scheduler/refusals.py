@@ -1,7 +1,7 @@
-"""Refusals of requests: pure functions of their cost and of the free memory.
+"""Refusals of requests, as pure functions of the requests' cost and the free memory.
 
-A refusal names the first of the samples of one prompt, which are admitted together or not at all.
-The scheduler and the vLLM worker share these rules.
+Samples of one prompt are admitted together or not at all, and a refusal names the first sample. The
+scheduler and the vLLM worker share these rules.
 """
 
 from collections.abc import Container, Iterable
@@ -16,18 +16,18 @@ _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
 
 _MAX_RELEASES = 32
-"""Entries of the list of expected releases."""
+"""Maximum number of entries in the list of expected releases."""
 
 
 def refuse_never_fits(
     requests: list[EngineRequest], profile: MemoryProfile, max_model_len: int, needed_bytes: int
 ) -> Rejected | None:
-    """Refuse requests that even an empty engine, or their session, could not hold.
+    """Refuse requests that exceed the capacity of an empty engine or of their session.
 
     Args:
         requests: samples of one prompt.
         profile: memory of the engine.
-        max_model_len: longest sequence, tokens.
+        max_model_len: maximum sequence length in tokens.
         needed_bytes: KV bytes that the requests need in an empty engine.
 
     Returns:
@@ -67,14 +67,14 @@ def refuse_now(
     queue_slots: int,
     releases: Iterable[tuple[float, int]],
 ) -> Rejected | None:
-    """Refuse requests that do not fit together with those admitted already.
+    """Refuse requests that do not fit in addition to the requests already admitted.
 
     Args:
         requests: samples of one prompt.
         needed_bytes: KV bytes to reserve for the requests.
         available_bytes: KV bytes that no request holds or has reserved.
-        session_bytes: KV bytes that the session may still take, or None without a bound.
-        queue_slots: requests that may still be admitted to wait for a slot in the batch.
+        session_bytes: KV bytes that the session may still use, or None if the session has no limit.
+        queue_slots: number of requests that may still be admitted to wait for a slot in the batch.
         releases: (seconds from now, bytes) of expected releases.
 
     Returns:
@@ -106,7 +106,7 @@ def refuse_now(
 def refuse_duplicates(
     requests: list[EngineRequest], served: Container[str], pool_bytes: int
 ) -> Rejected | None:
-    """Refuse requests with an id that is in `served` or occurs twice among them."""
+    """Refuse the requests if an id among them is in `served` or occurs twice."""
     ids = [request.request_id for request in requests]
     for request in requests:
         if request.request_id in served or ids.count(request.request_id) > 1:
@@ -116,7 +116,7 @@ def refuse_duplicates(
 
 
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """List at most 32 expected releases, soonest first. The last entry sums up the rest."""
+    """List at most 32 expected memory releases, soonest first. The last entry sums up the rest."""
     ordered = sorted(releases)
     head = ordered[: _MAX_RELEASES - 1]
     rest = ordered[_MAX_RELEASES - 1 :]
@@ -139,7 +139,7 @@ def _never(request: EngineRequest, needed: int, available: int, reason: str) -> 
 def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
     """Return the seconds until the missing bytes are released.
 
-    Where the expected releases do not suffice, it is the time of the last one.
+    If the expected releases do not suffice, return the time of the last release.
     """
     ordered = sorted(releases)
     for seconds, num_bytes in ordered:

@@ -1,17 +1,18 @@
-"""Reservations over the blocks of a prefix cache.
+"""Reservations of KV blocks in the prefix cache's pool.
 
-An admitted sequence reserves the blocks of its prompt and expected output, less the cached blocks
-of its prompt, which it holds from then on. It allocates the rest as it grows. At every moment, in
-blocks,
+An admitted sequence reserves the blocks for its prompt and expected output, except for the cached
+blocks of its prompt, which the sequence holds from admission on. The sequence allocates the
+reserved blocks as it grows. At all times, in blocks,
 
     reserved and not yet allocated <= free + reclaimable
 
 so a sequence within its reservation never waits for memory. A sequence that outgrows its
-reservation takes unreserved blocks, or else revokes the reservation of a less important sequence.
+reservation takes unreserved blocks. If there are none, the reservation of a less important sequence
+is revoked.
 
-A revoked reservation is deferred: it is granted again, the most important sequence first, before
-any new request is admitted. A waiting sequence whose reservation is deferred holds nothing. So no
-sequence waits for memory that another waiting one holds.
+A revoked reservation is deferred. Deferred reservations are granted again, the most important
+sequence first, before any new request is admitted. A waiting sequence whose reservation is deferred
+holds nothing. So no sequence waits for memory that another waiting sequence holds.
 """
 
 import operator
@@ -25,18 +26,18 @@ from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReservationCost:
-    """The blocks that a sequence's reservation takes."""
+    """The number of blocks that a sequence's reservation needs."""
 
     hits: list[int]
-    """Cached blocks of the sequence's prefix."""
+    """Cached blocks found for the sequence's prefix."""
     num_reserved: int
-    """Blocks that the sequence will allocate."""
+    """Number of blocks that the sequence will allocate."""
     num_reclaimable: int
-    """Hits that are reclaimable until the sequence holds them."""
+    """Number of hits that were reclaimable before the sequence took them."""
 
     @property
     def total(self) -> int:
-        """Number of blocks that others can no longer have."""
+        """Return the number of blocks that become unavailable to other sequences."""
         return self.num_reserved + self.num_reclaimable
 
 
@@ -48,28 +49,28 @@ class BlockReservations:
         self._profile = profile
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
-        """Blocks of each deferred reservation, at most, by request id."""
+        """Upper bound of the blocks in each deferred reservation, by request id."""
         self.num_deferred = 0
-        """Blocks of all deferred reservations, at most."""
+        """Upper bound of the blocks in all deferred reservations together."""
         self.num_withheld = 0
-        """Available blocks that no new request may reserve."""
+        """Number of available blocks that are withheld from new requests."""
 
     @property
     def num_unreserved(self) -> int:
-        """Available blocks that no sequence has reserved."""
+        """Return the number of available blocks that no sequence has reserved."""
         return self._cache.num_available - self._num_reserved
 
     @property
     def num_available(self) -> int:
-        """Blocks that a new request may reserve."""
+        """Return the number of blocks that a new request may reserve."""
         return max(0, self.num_unreserved - self.num_deferred - self.num_withheld)
 
     def is_granted(self, sequence: Sequence) -> bool:
-        """Whether no part of the sequence's reservation is deferred."""
+        """Return whether no part of the sequence's reservation is deferred."""
         return sequence.request_id not in self._deferred
 
     def cost(self, sequence: Sequence) -> ReservationCost:
-        """Compute the reservation that a sequence without blocks would need now."""
+        """Compute the reservation that a sequence needs now if it holds no blocks."""
         hits = [] if sequence.fork.parent else self._match(sequence)
         windows = self._cache.window_blocks(hits)
         num_reserved = self._blocks_needed(sequence) - len(hits) - len(windows)
@@ -78,7 +79,7 @@ class BlockReservations:
         )
 
     def defer(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks and reservation. `grant_deferred` reserves again."""
+        """Release the sequence's blocks and reservation. `grant_deferred` reserves blocks again."""
         self.release(sequence)
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
@@ -92,7 +93,7 @@ class BlockReservations:
                 return
 
     def add_cached(self, sequence: Sequence) -> None:
-        """Swap reserved blocks of a starting sequence for blocks cached since the reservation."""
+        """Replace reserved blocks of a starting sequence by blocks cached since its reservation."""
         held = len(sequence.blocks.ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
@@ -107,12 +108,12 @@ class BlockReservations:
     def fork(
         self, parent: Sequence, child: Sequence, num_tokens: int, by_rank: Iterable[Sequence]
     ) -> bool:
-        """Share the parent's blocks of its first `num_tokens` tokens with a waiting child.
+        """Share the blocks of the parent's first `num_tokens` tokens with a waiting child.
 
         Returns:
-            Whether the blocks are shared. If not, the child's reservation is deferred: it does not
-            fit together with those of more important sequences, or the parent's windows have slid
-            past the child's beginning.
+            Whether the blocks are shared. If not, the child's reservation is deferred, because it
+            does not fit beside the reservations of more important sequences, or because the
+            parent's sliding windows have moved past the fork point.
         """
         size = self._cache.block_tokens
         first = self._cache.first_window_block(num_tokens)
@@ -140,16 +141,16 @@ class BlockReservations:
         return True
 
     def slide_window(self, sequence: Sequence, position: int) -> None:
-        """Free the blocks that a window ending at this position no longer reaches.
+        """Free the blocks that a sliding window ending at this position no longer covers.
 
-        The blocks that become available are reserved for those that the window comes to next.
+        The freed blocks are reserved for the blocks that the window needs next.
         """
         if self._cache.is_windowed:
             first = self._cache.first_window_block(position)
             self._free_windows(sequence, max(0, first - sequence.windows.first))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Free the sequence's window blocks and give it `blocks`, from index `first` on."""
+        """Replace the sequence's sliding window blocks by `blocks`, from index `first` on."""
         self._free_windows(sequence, len(sequence.windows.ids))
         sequence.windows.first = first
         sequence.windows.ids = blocks
@@ -163,10 +164,11 @@ class BlockReservations:
             self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
-        """Cache the blocks `first` to `full` - 1 of a sequence, which are complete.
+        """Add the complete blocks `first` to `full` - 1 of a sequence to the prefix cache.
 
         Returns:
-            How many of them the cache had already. The sequence then shares the cached ones.
+            The number of these blocks that the cache already had. The sequence then shares the
+            cached copies.
         """
         own = sequence.blocks.ids
         salt = sequence.request.cache_salt
@@ -186,7 +188,7 @@ class BlockReservations:
         return num_merged
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
-        """Allocate `count` blocks for the sequence, or None if another must be preempted first."""
+        """Allocate `count` blocks, or return None if another sequence must be preempted first."""
         if count == 0:
             return []
         if count > sequence.num_reserved:
@@ -214,7 +216,7 @@ class BlockReservations:
         sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert the invariant of the module and that the counts are those of `sequences`."""
+        """Assert the module's invariant, and that the counts match `sequences`."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
@@ -244,10 +246,10 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Count the blocks of the whole sequence that it does not share.
+        """Count the blocks of the whole sequence that are not shared with another sequence.
 
-        Shared are those that its parent will compute, or else those of its first `num_shared`
-        tokens.
+        The shared blocks are those that the sequence's parent will compute. Without a parent, they
+        are the blocks of the first `num_shared` tokens.
         """
         if sequence.fork.parent:
             num_shared = sequence.fork.num_shared_tokens
@@ -258,7 +260,7 @@ class BlockReservations:
         return min(self._cache.num_blocks, blocks)
 
     def _grant(self, sequence: Sequence) -> bool:
-        """Grant a deferred reservation if it fits, and return whether it does."""
+        """Grant a deferred reservation if it fits, and return whether it was granted."""
         if sequence.is_running:
             num_deferred = self._deferred[sequence.request_id]
             if num_deferred > self.num_unreserved:
@@ -281,7 +283,7 @@ class BlockReservations:
         return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        """Share the cached blocks of a prefix. The sequence may hold the first of them."""
+        """Share a prefix's cached blocks with a sequence, which may hold the first blocks."""
         windows = self._cache.window_blocks(hits)
         self._cache.share(hits[len(sequence.blocks.ids) :] + windows)
         sequence.blocks.ids = hits
@@ -300,7 +302,7 @@ class BlockReservations:
             self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
-        """Reserve up to `count` blocks for the sequence, revoking those of less important ones."""
+        """Reserve up to `count` blocks for a sequence, revoking those of less important ones."""
         beyond = count - sequence.num_reserved
 
         # The least important first. None as important as the sequence is a victim, so no two
@@ -316,10 +318,10 @@ class BlockReservations:
         return True
 
     def _revoke(self, victim: Sequence, count: int) -> None:
-        """Take up to `count` reserved blocks back from a less important sequence.
+        """Revoke up to `count` reserved blocks of a less important sequence.
 
-        A waiting one loses all its blocks. It could not start with the rest, and the rest would
-        keep others from starting.
+        A waiting sequence loses all its blocks. It could not start with the remaining blocks, and
+        they would keep other sequences from starting.
         """
         if not victim.is_running:
             self.defer(victim)

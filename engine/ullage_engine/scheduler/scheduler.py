@@ -1,6 +1,6 @@
 """The scheduler: which tokens of which sequences are computed next, and which are preempted.
 
-The scheduler counts blocks and tokens, and knows neither device nor model.
+The scheduler works on counts of blocks and tokens. It depends on neither a device nor a model.
 """
 
 import time
@@ -34,13 +34,14 @@ _Finish = Literal["", "stop", "length"]
 class Scheduler:
     """Continuous batching over the blocks of a prefix cache.
 
-    Call `submit`, `submit_group`, `fork` and `cancel` at any time between steps. For each step call
-    `schedule`, do the plan's moves, compute it, and call `commit`. Nothing is dropped: an admitted
-    request ends by a token with a finish, by `cancel` or by `fail_newest`.
+    Call `submit`, `submit_group`, `fork` and `cancel` at any time between steps. For each step,
+    call `schedule`, do the plan's moves, compute the plan, and call `commit`. No request is lost:
+    an admitted request ends only with a token that has a finish reason, with `cancel`, `discard` or
+    `fail_newest`.
 
-    Up to `SchedulerLimits.max_in_flight` plans may be scheduled before the first is committed. They
-    have no sequence in common, and their moves and steps must be done in their order. So the blocks
-    that a cancelled sequence leaves behind may be given to a later plan at once.
+    Up to `SchedulerLimits.max_in_flight` plans may be scheduled before the first is committed.
+    Plans in flight have no sequence in common, and their moves and steps must be done in order. So
+    the blocks of a cancelled sequence may be reused by a later plan at once.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class Scheduler:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether the next step gives a running sequence its next token."""
+        """Return whether the next step decodes any running sequence."""
         return any(sequence.is_decoding for sequence in self._sequences.running)
 
     @property
     def num_steps(self) -> int:
-        """Steps with work that were committed."""
+        """Return the number of committed steps that computed anything."""
         return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
@@ -101,7 +102,7 @@ class Scheduler:
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
-        """List predicted releases of memory, soonest first. The last sums up all the rest."""
+        """List the predicted memory releases, soonest first. The last entry sums up the rest."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
@@ -113,13 +114,12 @@ class Scheduler:
     def submit(
         self, request: EngineRequest, *, resumed: bool = False
     ) -> Rejected | TokenOutput | None:
-        """Admit a request and reserve its memory, or refuse it and keep nothing.
+        """Admit a request and reserve its memory, or refuse it without changing any state.
 
         Args:
-            request: the request. Output that it has from another engine gives it no right to be
-                admitted.
-            resumed: whether a former worker of this engine had admitted it. It may have to wait for
-                memory but is not refused for lack of it.
+            request: the request. A request that has output from another engine may be refused, too.
+            resumed: whether an earlier worker of this engine had admitted the request. A resumed
+                request may have to wait for memory but is not refused for lack of memory.
 
         Returns:
             The refusal, the output of a request that has nothing left to produce, or None.
@@ -132,9 +132,9 @@ class Scheduler:
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit samples of one prompt together, or refuse all of them and name the first.
+        """Admit samples of one prompt together, or refuse them all with a refusal of the first.
 
-        They share the KV of their common prefix and reserve it once.
+        The samples share the KV of their common prefix and reserve it once.
 
         Returns:
             The refusal, or an output for each sample that has nothing left to produce.
@@ -157,13 +157,13 @@ class Scheduler:
         ]
 
     def fork(self, parent_id: str, child_request: EngineRequest) -> None:
-        """Admit a request that shares the KV its tokens have in common with those of a parent.
+        """Admit a request that shares the KV of the prefix that it has in common with a parent.
 
-        Beam searches branch with it. The child ranks right behind its parent and is never refused:
-        if memory is short, it waits like a preempted sequence. The parent continues unchanged. A
-        caller that no longer needs the parent should `cancel` it before others fork, so that its
-        blocks are free for them. From a parent that has ended, the child gets the KV that the
-        prefix cache still stores.
+        Beam searches branch with this method. The child ranks directly behind its parent and is
+        never refused. If memory is short, the child waits like a preempted sequence. The parent
+        continues unchanged. A caller that no longer needs the parent should `cancel` it before
+        others fork, so that the forked sequences can use the parent's blocks. If the parent has
+        ended, the child gets the KV that the prefix cache still stores.
         """
         assert child_request.request_id not in self._sequences, "the child's id is in use"
         parent = self._sequences.get(parent_id)
@@ -186,7 +186,8 @@ class Scheduler:
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Drop a request and free its memory. An unknown id is not an error.
 
-        `is_answered`: a stop string ended the answer, whose length is observed like any other.
+        `is_answered`: whether a stop string ended the answer, so that its length counts for
+        estimates.
         """
         if sequence := self._sequences.get(request_id):
             if is_answered:
@@ -194,12 +195,12 @@ class Scheduler:
             self._lifecycle.remove(sequence)
 
     def discard(self, request_id: str) -> None:
-        """Drop a request whose KV may be damaged, and the cached blocks of its text.
+        """Drop a request whose KV may be corrupt, and the cached blocks of its text.
 
-        All cached texts that begin with the same block go, too. Other sequences keep the blocks
-        that they hold, which nobody finds in the cache any more. An unknown id is no error. For a
-        request that was cancelled while the oldest plan in flight computes it, only cached blocks
-        go, and a new request with its id stays.
+        All cached texts that begin with the same block are dropped, too. Other sequences keep the
+        blocks that they hold, but these blocks are no longer found in the cache. An unknown id is
+        not an error. If the request was cancelled while the oldest plan in flight computes it, only
+        its cached blocks are dropped, and a new request with the same id is kept.
         """
         cancelled = self._in_flight[0].cancelled if self._in_flight else []
         for each in cancelled:
@@ -215,7 +216,7 @@ class Scheduler:
     def fail_newest(self) -> str | None:
         """Drop the least important running sequence, and return its request id.
 
-        This, `preempt_newest` and `replan` are for the only plan in flight.
+        Call `fail_newest`, `preempt_newest` and `replan` only while exactly one plan is in flight.
         """
         if victim := self._sequences.newest_running:
             self._lifecycle.remove(victim)
@@ -232,23 +233,23 @@ class Scheduler:
     def set_batch_share(self, share: float) -> None:
         """Limit the batch to a share of `max_sequences`, 0 to 1, and to at least one sequence.
 
-        Sequences that run already go on. None starts until fewer run.
+        Running sequences continue. No sequence starts until fewer sequences run than the limit.
         """
         self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
 
     def withhold(self, num_bytes: int) -> None:
-        """Withhold available KV from new requests. Admitted requests keep their KV.
+        """Withhold available KV memory from new requests. Admitted requests keep their KV.
 
-        `num_bytes`: KV bytes to withhold, in place of those withheld before.
+        `num_bytes`: KV bytes to withhold, which replaces the previous amount.
         """
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
     def end_idle_sessions(self) -> None:
-        """End sessions that were not used for their idle time."""
+        """End sessions that have been idle for longer than their idle time."""
         self._cache.sessions.end_idle()
 
     def evict_all(self) -> None:
-        """Evict all KV that no sequence holds, from tiers outside the device, too."""
+        """Evict all KV that no sequence holds, including KV in tiers outside the device."""
         if self.tiers:
             self.tiers.discard(None, [])
         self._cache.evict_all()
@@ -258,7 +259,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step: running sequences first, then waiting ones as memory allows.
 
-        A plan with chunks is in flight from now on, until `commit`.
+        A plan with chunks is in flight from this call until `commit`.
         """
         self._cache.sessions.end_idle()
         self._start_waiting()
@@ -275,27 +276,28 @@ class Scheduler:
     def replan(self, prompt_tokens: int) -> StepPlan:
         """Plan the same step again with smaller prompt chunks. No waiting sequence starts.
 
-        The moves of the previous plan are done. The new plan has only those requested since.
+        The moves of the previous plan are already done. The new plan has only the moves requested
+        since then.
         """
         done = self._in_flight.pop().transfers if self._in_flight else Transfers()
         chunks = self._planner.plan(prompt_tokens, is_chunked=True)
         return self._with_moves(chunks, done)
 
     def abandon(self) -> None:
-        """Take back the only plan in flight: its moves are done, but it was not computed."""
+        """Abandon the only plan in flight, whose moves are done but which was not computed."""
         planned = self._in_flight.pop()
         if self.tiers:
             self.tiers.keep(planned.transfers)
 
     def is_awaited(self, request_id: str) -> bool:
-        """Whether the oldest plan in flight computes the request, which was not cancelled since."""
+        """Return whether the oldest plan in flight computes the request, which is not cancelled."""
         return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Advance the sequences of the oldest plan in flight by its sampled tokens.
+        """Advance the sequences of the oldest plan in flight by their sampled tokens.
 
         A token that ends its sequence is part of the output, stop tokens included. Tokens of
-        sequences that were cancelled meanwhile are dropped.
+        sequences that were cancelled in the meantime are dropped.
         """
         oldest = self._in_flight.popleft() if self._in_flight else Planned({}, [])
         planned = oldest.entries
@@ -338,7 +340,7 @@ class Scheduler:
                 num_slots -= 1
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Make the plan of these chunks, which reports the `done` transfers with its own."""
+        """Make the plan of these chunks. It reports the `done` transfers together with its own."""
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
         if self.tiers:
@@ -353,7 +355,7 @@ class Scheduler:
     # results -------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Count a chunk's tokens as computed, and cache the blocks that they fill."""
+        """Mark a chunk's tokens as computed, and cache the blocks that they complete."""
         num_computed = chunk.start + len(chunk.token_ids)
         if sequence.is_decoding and chunk.sampling:
             sequence.num_computed = num_computed
@@ -386,7 +388,7 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Append a token to its sequence, which already has the accepted tokens `before`."""
+        """Append a token to its sequence. The accepted tokens `before` were already appended."""
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id
@@ -422,7 +424,7 @@ class Scheduler:
 
 
 def _logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> list[TokenLogprobs]:
-    """Return the log-probabilities to report of a sampled token and of those before it."""
+    """Return the log-probabilities of a sampled token and of the accepted tokens before it."""
     return [
         TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)
         for each in [*(before or []), sampled]

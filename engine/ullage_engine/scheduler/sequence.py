@@ -1,4 +1,4 @@
-"""A sequence: one admitted request while it is scheduled, with its blocks and slots."""
+"""A sequence: the scheduling state of one admitted request, with its blocks and slots."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,28 +8,29 @@ from ullage_engine.protocol.requests import EngineRequest
 
 
 class Rank(NamedTuple):
-    """Order of importance, smallest first: higher priority, then earlier arrival."""
+    """Sort key by importance, most important first: higher priority, then earlier arrival."""
 
     negative_priority: int
     arrival: int
     """Number of the submission."""
     serial: int
-    """Order within one arrival: the samples of a prompt, the beams of a search."""
+    """Order within one submission, such as the samples of a prompt or the beams of a search."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Blocks that a sequence holds for the attention layers of one kind, in order."""
+    """Blocks that a sequence holds for one kind of attention layer, in sequence order."""
 
     ids: list[int] = field(default_factory=list)
-    """Block ids. A changed entry makes another list. New entries at the end do not."""
+    """Block ids. Changing an entry creates a new list. Appending entries extends the same list."""
     first: int = 0
-    """Index in the sequence of the first of them. Blocks before it were freed because every
-    sliding window has passed them. 0 without windows."""
+    """Index in the sequence of the table's first block, or 0 without sliding windows.
+
+    Earlier blocks were freed because every sliding window has moved past them."""
 
     @property
     def end(self) -> int:
-        """Index in the sequence behind the last block."""
+        """Return the index in the sequence after the table's last block."""
         return self.first + len(self.ids)
 
 
@@ -39,9 +40,9 @@ class ConvState:
 
     slot: int
     num_tokens: int
-    """Tokens that the state covers: the position of the next one."""
+    """Number of tokens that the state covers, which is the position of the next token."""
     since: int
-    """Position at which the state began from zero."""
+    """Position at which the state was zero."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +50,7 @@ class ConvSlots:
     """Slots of the convolution states that a sequence holds."""
 
     state: ConvState | None = None
-    """Current state. A waiting sequence keeps it until another sequence needs its slot."""
+    """Current state. A waiting sequence keeps the state until another sequence needs its slot."""
     next_slot: int | None = None
     """Slot that the planned step writes the next state to."""
 
@@ -59,24 +60,24 @@ class Fork:
     """A sequence's place in a fork group. See `ForkGroups`."""
 
     parent: "Sequence | None" = None
-    """Sample of the same prompt that computes the shared tokens for this one."""
+    """Sample of the same prompt that computes the shared tokens for this sequence."""
     num_shared_tokens: int = 0
-    """Leading tokens that the parent computes for its children."""
+    """Number of leading tokens that the parent computes for its children."""
     has_children: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class PrefixLookup:
-    """The known state of a sequence's leading blocks outside its own block table."""
+    """What is known about a sequence's leading blocks outside its block table."""
 
     content_keys: list[bytes] = field(default_factory=list)
-    """Content keys of the first blocks, as many as were needed so far."""
+    """Content keys of the first blocks, computed as far as needed so far."""
     cached_path: Path = field(default_factory=list)
     """Cached blocks that the last lookup in the prefix cache found."""
     num_stored_blocks: int = 0
-    """Leading blocks that came from tiers outside the device."""
+    """Number of leading blocks that came from KV tiers outside the device."""
     awaited: "tuple[Sequence, int] | None" = None
-    """A running sequence that computes the same prefix, and the prefix' length in tokens."""
+    """A running sequence that computes the same prefix, and the length of that prefix in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,14 @@ class Swapped:
     """KV of a preempted sequence that was copied to host memory."""
 
     first_block: int
-    """Index of the first copied block. Other sequences use those before it, too."""
+    """Index of the first copied block. Other sequences also use the blocks before it."""
     slots: list[int]
-    """Host slot of each block from there on."""
+    """Host slot of each block, starting at `first_block`."""
     first_window_block: int
     window_slots: list[int]
     """Host slots of the blocks of layers with sliding windows."""
     num_tokens: int
-    """Tokens whose KV was stored."""
+    """Number of tokens whose KV was stored."""
 
     @property
     def all_slots(self) -> list[int]:
@@ -100,7 +101,7 @@ class Swapped:
 
 @dataclass(slots=True)
 class Backlog:
-    """Tokens that sequences have to compute before they decode."""
+    """Number of tokens that sequences must compute before they decode."""
 
     num_tokens: int = 0
 
@@ -109,7 +110,7 @@ class Backlog:
 class Sequence:
     """Tokens, blocks and reservation of one request. Only the scheduler changes it.
 
-    A running sequence holds the blocks of its computed tokens. A waiting one either has a
+    A running sequence holds the blocks of its computed tokens. A waiting sequence either has a
     reservation and holds the cached blocks of its prefix, or its reservation is deferred and it
     holds nothing.
     """
@@ -117,28 +118,30 @@ class Sequence:
     request: EngineRequest
     rank: Rank
     limit: int
-    """Longest that the engine lets it become, tokens."""
+    """Maximum length in tokens that the engine allows for the sequence."""
     expected_output: int
-    """Output length that blocks are reserved for, tokens."""
+    """Output length in tokens that blocks are reserved for."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Prompt and output so far."""
+    """Token ids of the prompt and the output so far."""
     num_computed: int = 0
-    """Tokens whose KV is stored in `blocks`. See `set_computed`."""
+    """Number of tokens whose KV is stored in `blocks`. See `set_computed`."""
     is_decoding: bool = False
-    """Whether all tokens but the last one are computed, so that computing it gives the next."""
+    """Whether only the last token is not computed, so that computing it yields the next token."""
 
     blocks: BlockTable = field(default_factory=BlockTable)
-    """Block table of the layers that attend to all tokens."""
+    """Block table of the layers with full attention."""
     windows: BlockTable = field(default_factory=BlockTable)
-    """Block table of the layers with sliding windows, where these have blocks of their own."""
+    """Block table of the layers with sliding windows, if they have separate blocks."""
     num_cached_blocks: int = 0
-    """Leading blocks of `blocks` that are in the prefix cache."""
+    """Number of leading blocks of `blocks` that are in the prefix cache."""
     num_writable: int = 0
-    """Tokens that its blocks have room for, where it alone holds the blocks from `num_computed` on:
-    steps may write up to there without another check. 0: unknown."""
+    """Length in tokens up to which steps may write without another check, or 0 if unknown.
+
+    The sequence has blocks up to this length, and no other sequence holds its blocks from
+    `num_computed` on."""
     num_reserved: int = 0
-    """Blocks that are reserved and not yet allocated."""
+    """Number of blocks that are reserved and not yet allocated."""
 
     fork: Fork = field(default_factory=Fork)
     conv: ConvSlots = field(default_factory=ConvSlots)
@@ -147,25 +150,26 @@ class Sequence:
 
     is_running: bool = False
     last_step: int = -1
-    """Number of the step in which it was last computed."""
+    """Number of the step that last computed the sequence."""
     num_preemptions: int = 0
     cached_prompt_tokens: int | None = None
-    """Prompt tokens found in the prefix cache, or None before the sequence first starts."""
+    """Number of prompt tokens found in the prefix cache, or None before the sequence first starts.
+    """
     backlog: Backlog | None = None
-    """Counter of the table that the sequence is in."""
+    """Backlog counter of the sequence table that contains the sequence."""
     request_id: str = field(init=False)
     max_length: int = field(init=False, default=0)
-    """Length in tokens at which it ends, known when it is in a table."""
+    """Length in tokens at which the sequence ends, set when it is added to a sequence table."""
 
     def __post_init__(self) -> None:
         # Read for every sequence of every step, so not through the request.
         self.request_id = self.request.request_id
 
     def set_computed(self, num_tokens: int) -> None:
-        """Set `num_computed` and all that follows from it.
+        """Set `num_computed` and everything derived from it.
 
-        A decode adds one token and computes one, which changes neither `is_decoding` nor the
-        backlog. Its caller may set `num_computed` alone.
+        A decode adds one token and computes one token, which changes neither `is_decoding` nor the
+        backlog. After a decode, the caller may set only `num_computed`.
         """
         before = self.num_prefill
         self.num_computed = num_tokens
@@ -175,7 +179,7 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Tokens to compute before the sequence decodes, or 0 while it decodes."""
+        """Return how many tokens to compute before the sequence decodes, or 0 while it decodes."""
         return 0 if self.is_decoding else self.num_remaining
 
     @property
@@ -184,15 +188,15 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is still to be stored before the next token can be chosen."""
+        """Return the number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def held_blocks(self) -> list[int]:
-        """All blocks that it holds, of both tables."""
+        """Return all blocks that the sequence holds, from both tables."""
         return self.blocks.ids + self.windows.ids
 
     @property
     def expected_remaining(self) -> int:
-        """Output tokens still expected, at least one."""
+        """Return the number of output tokens still expected, at least one."""
         return max(1, min(self.request.max_tokens, self.expected_output) - self.num_output)

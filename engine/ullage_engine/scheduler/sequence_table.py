@@ -1,4 +1,4 @@
-"""All admitted sequences, in their order."""
+"""Table of all admitted sequences, ordered by importance."""
 
 import bisect
 import operator
@@ -10,10 +10,10 @@ _rank_of = operator.attrgetter("rank")
 
 
 class SequenceTable:
-    """All admitted sequences, running and waiting, by id. Iteration begins with the most important.
+    """All admitted sequences, running and waiting, by id. Iterates by importance, highest first.
 
-    The figures that every report and step reads are counted as they change, so that they cost the
-    same however many sequences wait.
+    The table keeps running totals of the figures that every step and report reads, so that reading
+    them costs the same however many sequences wait.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SequenceTable:
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences in the batch, the most important first."""
+        """Return the sequences in the batch, most important first."""
         return list(self._running)
 
     @property
@@ -53,12 +53,12 @@ class SequenceTable:
 
     @property
     def newest_running(self) -> Sequence | None:
-        """The least important running sequence."""
+        """Return the least important running sequence."""
         return self._running[-1] if self._running else None
 
     @property
     def num_backlog_tokens(self) -> int:
-        """Tokens that all sequences have to compute before they decode."""
+        """Return the number of tokens that all sequences must compute before they decode."""
         return self._backlog.num_tokens
 
     def add(self, sequence: Sequence) -> None:
@@ -73,12 +73,12 @@ class SequenceTable:
         self._backlog.num_tokens += sequence.num_prefill
 
     def start(self, sequence: Sequence) -> None:
-        """Take a sequence into the batch."""
+        """Move a waiting sequence into the batch."""
         sequence.is_running = True
         bisect.insort(self._running, sequence, key=_rank_of)
 
     def stop(self, sequence: Sequence) -> None:
-        """Take a sequence out of the batch, if it is in it."""
+        """Remove a sequence from the batch, if the batch contains it."""
         if sequence.is_running:
             sequence.is_running = False
             self._running.remove(sequence)

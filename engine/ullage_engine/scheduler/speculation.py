@@ -1,14 +1,15 @@
 """Speculative decoding by prompt lookup: a step verifies draft tokens from the text itself.
 
-Where few sequences decode, a step of a few rows takes about as long as a step of one. So the
-sequence's own text is searched for its last tokens, and the tokens that followed them there are its
-draft. The step computes the draft as one chunk and samples behind each token. A sampled token is
-the answer's next one as long as the draft was right up to there. Noise is a function of the seed
-and the position, so the answer is the same as without drafts, greedy or sampled.
+If few sequences decode, a step with a few rows takes about as long as a step with one row. So the
+scheduler searches a sequence's text for an earlier occurrence of its last tokens. The tokens that
+followed that occurrence are the draft. The step computes the draft as one chunk and samples after
+each draft token. Sampled tokens are accepted as long as all draft tokens before them were right.
+The sampling noise is a function of the seed and the position, so the answer is the same as without
+drafts, whether greedy or sampled.
 
-The KV of rejected tokens lies behind `num_computed` and is overwritten. Requests with a grammar,
-with penalties, or of a beam search have no drafts, because their next token depends on earlier
-tokens by more than the KV.
+The KV of rejected tokens lies after `num_computed` and is overwritten later. Requests with a
+grammar, with penalties or with beam search have no drafts, because their next token depends on more
+than the KV of earlier tokens.
 """
 
 from collections.abc import Sequence as Tokens
@@ -21,20 +22,22 @@ from ullage_engine.scheduler.batch_plan import SchedulerLimits
 from ullage_engine.scheduler.sequence import Sequence
 
 MAX_SPECULATING = 4
-"""Most decoding sequences of a step with drafts. With more, further rows are not nearly free."""
+"""Maximum number of decoding sequences in a step with drafts. With more, extra rows are not cheap.
+"""
 
 NGRAM = 3
-"""Tokens at the end of a text that are looked up."""
+"""Number of tokens at the end of a text that are looked up."""
 LOOKUP_TOKENS = 4096
-"""Length of the text before its end that is searched, tokens. The index takes about a millisecond
-and half a megabyte."""
+"""Number of most recent tokens of a text that are searched.
+
+The index of this many tokens takes about a millisecond and half a megabyte."""
 
 MIN_ACCEPTANCE = 0.25
-"""Recent share of accepted draft tokens below which a sequence pauses."""
+"""Recent share of accepted draft tokens below which a sequence pauses drafting."""
 PAUSE_TOKENS = 64
-"""Tokens that a sequence computes one by one before it has drafts again."""
+"""Number of tokens that a paused sequence computes one by one before it has drafts again."""
 _WEIGHT = 0.2
-"""Weight of the last draft in the running share of accepted tokens."""
+"""Weight of the last draft in the moving average of the share of accepted tokens."""
 
 
 class PromptLookup:
@@ -48,7 +51,7 @@ class PromptLookup:
         self._token_ids = token_ids
         self._lookup_tokens = lookup_tokens
         self._followed: dict[tuple[int, ...], int] = {}
-        """Position behind the last occurrence of each n-gram that has a token behind it."""
+        """Position after the last occurrence of each n-gram that is followed by a token."""
 
         # The index has the positions `_first` to `_next` - 1.
         self._first = NGRAM
@@ -56,11 +59,11 @@ class PromptLookup:
 
     @property
     def num_ngrams(self) -> int:
-        """N-grams in the index."""
+        """Return the number of n-grams in the index."""
         return len(self._followed)
 
     def draft(self, count: int) -> list[int]:
-        """Return the `count` tokens that would come next, or none."""
+        """Return the `count` tokens predicted to come next, or an empty draft."""
         tokens = self._token_ids
         self._index(len(tokens))
         start = self._followed.get(tuple(tokens[-NGRAM:]))
@@ -98,7 +101,7 @@ class PromptLookup:
 
 
 class _Drafts:
-    """The drafts for one sequence, and the share of them that was accepted lately."""
+    """The drafts for one sequence, and the share of recent draft tokens that were accepted."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.lookup = PromptLookup(token_ids)
@@ -107,7 +110,7 @@ class _Drafts:
         """Length in tokens at which the sequence has drafts again."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """Count a verified draft of a sequence that now has `num_tokens` tokens."""
+        """Record a verified draft of a sequence that now has `num_tokens` tokens."""
         share = num_accepted / num_draft_tokens
         self.acceptance += _WEIGHT * (share - self.acceptance)
         if self.acceptance < MIN_ACCEPTANCE:
@@ -116,22 +119,22 @@ class _Drafts:
 
 
 class Speculation:
-    """Drafts tokens for the sequences of a step, and accepts those that sampling confirms."""
+    """Drafts tokens for the sequences of a step, and accepts the tokens that sampling confirms."""
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         assert limits.max_in_flight == 1, "a draft follows a token that is known"
         self.num_draft_tokens = 0
-        """Draft tokens checked so far."""
+        """Number of draft tokens verified so far."""
         self.num_accepted_tokens = 0
         self._num_tokens = limits.num_speculative_tokens
         self._max_rows = limits.max_sequences
-        """Rows that steps have room for. Drafts take the rows that no sequence needs."""
+        """Maximum number of rows in a step. Drafts use the rows that no sequence needs."""
         self._cache = cache
         self._drafts: dict[Sequence, _Drafts] = {}
 
     @property
     def num_sequences(self) -> int:
-        """Sequences with an index."""
+        """Return the number of sequences that have a lookup index."""
         return len(self._drafts)
 
     def draft(self, decoding: list[Sequence], num_running: int) -> dict[Sequence, list[int]]:
@@ -139,7 +142,7 @@ class Speculation:
 
         Args:
             decoding: sequences that the step decodes.
-            num_running: sequences in the batch.
+            num_running: number of sequences in the batch.
         """
         if len(decoding) > MAX_SPECULATING:
             return {}
@@ -167,17 +170,18 @@ class Speculation:
     def verify(
         self, planned: dict[str, tuple[Sequence, Chunk]], sampled: list[SampledToken]
     ) -> tuple[list[SampledToken], dict[str, list[SampledToken]]]:
-        """Accept draft tokens of a plan, append them to their sequences, and cut its chunks.
+        """Accept draft tokens of a plan, append them to their sequences, and truncate the chunks.
 
-        A cut chunk ends with its last accepted token, as if it had never had the rest.
+        A truncated chunk ends with its last accepted token, as if the rejected tokens had never
+        been in it.
 
         Args:
             planned: the plan's entries, which are changed.
-            sampled: the sampled tokens, for a chunk with a draft one behind each token.
+            sampled: the sampled tokens. A chunk with a draft has one after each of its tokens.
 
         Returns:
             The last token of each sequence, which is not appended, and the accepted tokens before
-            it of sequences that have any.
+            that token for each sequence that has any.
         """
         drawn: dict[str, list[SampledToken]] = {}
         for token in sampled:
@@ -202,10 +206,10 @@ class Speculation:
         return last, {name: tokens[:-1] for name, tokens in drawn.items() if len(tokens) > 1}
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the most tokens that a draft may have.
+        """Return the maximum number of tokens that a draft may have.
 
-        The draft leaves room for the answer's last token. Its blocks are those that the sequence
-        holds or has reserved, so that no sequence is preempted for a draft.
+        The draft leaves room for the answer's last token. A draft only uses blocks that the
+        sequence holds or has reserved, so that no sequence is preempted for a draft.
         """
         cache = self._cache
         size = cache.block_tokens
@@ -217,16 +221,16 @@ class Speculation:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    """Whether the next tokens depend on those before them by the KV alone."""
+    """Return whether a request's next tokens depend on earlier tokens only through the KV."""
     request = sequence.request
     is_free = not (request.grammar or request.beam or request.sampling.is_penalised)
     return is_free and sequence.num_output >= request.min_tokens
 
 
 def accepted(sequence: Sequence, chunk: Chunk, drawn: Tokens[SampledToken]) -> list[SampledToken]:
-    """Return the tokens sampled behind right draft tokens, up to one that ends the answer.
+    """Return the tokens sampled after correct draft tokens, up to one that ends the answer.
 
-    `drawn`: the tokens sampled behind the token before the draft, and behind each one of the draft.
+    `drawn`: the tokens sampled after the token before the draft, and after each draft token.
     """
     tokens: list[SampledToken] = []
     draft = chunk.token_ids[len(chunk.token_ids) - len(drawn) + 1 :]

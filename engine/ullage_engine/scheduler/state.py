@@ -1,4 +1,4 @@
-"""The state that admission, planning and commits share: sequences and all that they hold."""
+"""The state shared by admission, planning and commits: all sequences and what they hold."""
 
 from collections import deque
 from collections.abc import Callable
@@ -32,22 +32,22 @@ class SchedulerState:
     tiers: TierTransfers | None
     """KV outside the device, or None if there is none."""
     speculation: Speculation | None
-    """Draft tokens, or None if there are none."""
+    """Speculative decoding, or None if it is off."""
     throughput: ThroughputEstimator
     output_lengths: OutputLengthEstimator
     clock: Callable[[], float]
-    """Clock in seconds."""
+    """Returns the time in seconds, from any monotonic clock."""
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
     in_flight: deque[Planned] = field(default_factory=deque)
-    """Plans that are not committed, the oldest first."""
+    """Plans that are not committed yet, oldest first."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether a sequence holds no more than the blocks of one table."""
+        """Whether each sequence holds only the blocks of a single table."""
         return not (self.limits.replay_tokens or self.cache.is_windowed)
 
     def sequences_in_flight(self) -> set[Sequence]:
-        """Collect the sequences of plans that are not committed."""
+        """Collect the sequences of all plans that are not committed yet."""
         return {sequence for planned in self.in_flight for sequence, _ in planned.entries.values()}
 
     def check_integrity(self) -> None:

@@ -1,6 +1,7 @@
-"""The scheduler's statistics: counts of its work, and of the memory that is held.
+"""The scheduler's statistics: counts of its work and of the memory in use.
 
-Some figures need a walk over all sequences. A `WalkLimiter` bounds the time that walks take.
+Some statistics require a pass over all sequences. A `WalkLimiter` bounds the time that these passes
+take.
 """
 
 import bisect
@@ -14,13 +15,13 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SchedulerState
 
 _FREELY_WALKED = 64
-"""Number of sequences that each report may look at, one by one."""
+"""Number of sequences up to which each report may iterate over all of them."""
 _WALKED_PER_S = 1000
-"""Sequences looked at for reports in a second where there are more: about 1 % of the time."""
+"""Sequences visited for reports per second if there are more. Takes about 1 % of the time."""
 
 
 class WalkLimiter:
-    """Decides when a figure that no counter gives may be computed from all sequences again."""
+    """Decides when a statistic without a counter may be recomputed from all sequences."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""
@@ -29,11 +30,11 @@ class WalkLimiter:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last walk."""
+        """Return the seconds since the last pass over all sequences."""
         return self._clock() - self._walked_at
 
     def is_due(self, num_sequences: int) -> bool:
-        """Whether to walk over this many sequences now, which then counts as a walk."""
+        """Return whether to iterate over this many sequences now. If so, record the pass."""
         now = self._clock()
         interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
         if now - self._walked_at < interval_s:
@@ -43,12 +44,12 @@ class WalkLimiter:
 
 
 class SchedulerStatistics:
-    """Counts the scheduler's work, and reports it together with the memory that is held."""
+    """Counts the scheduler's work, and reports the counts together with the memory in use."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self.figures = Figures()
         self.num_steps = 0
-        """Steps with work that were committed."""
+        """Number of committed steps that computed anything."""
         self.num_preemptions = 0
         self.prefix_lookup_tokens = 0
         self.prefix_hit_tokens = 0
@@ -58,12 +59,13 @@ class SchedulerStatistics:
         self._state = state
         self._walks = WalkLimiter(state.clock)
         self._num_tail_tokens = 0
-        """Tokens in blocks outside the prefix cache, when they were last counted."""
+        """Number of tokens in blocks outside the prefix cache, as of the last count."""
 
     def collect(self) -> SchedulerStats:
         """Collect the statistics.
 
-        With many sequences `kv_used_bytes` may be a moment old. The other figures are current.
+        With many sequences, `kv_used_bytes` may be slightly out of date. The other statistics are
+        current.
         """
         cache = self._state.cache
         sequences = self._state.sequences
@@ -111,14 +113,15 @@ def stored_tokens(
     is_cached: Callable[[int], bool],
     is_private: Callable[[int], bool],
 ) -> int:
-    """Count tokens in blocks outside the prefix cache, those of a shared block once.
+    """Count the tokens in blocks outside the prefix cache. A shared block counts once.
 
     Args:
         sequences: the sequences whose blocks are counted.
-        block_tokens: tokens of a block.
-        is_cached: whether the prefix cache has the block.
-        is_private: whether one sequence holds the block, and not the cache. That sequence then
-            holds all blocks behind it alone, too, so a binary search finds where they begin.
+        block_tokens: tokens per block.
+        is_cached: returns whether the prefix cache has a block.
+        is_private: returns whether exactly one sequence holds a block and the cache does not. All
+            later blocks of that sequence are then private, too, so a binary search finds the first
+            private block.
     """
     num_tokens = 0
     shared: dict[int, int] = {}
@@ -144,10 +147,10 @@ def stored_tokens(
 
 
 def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> float:
-    """Count a sequence's blocks, each divided by the number of sequences that hold it.
+    """Count a sequence's blocks, where a block shared by n sequences counts as 1/n.
 
-    A sequence that holds a block holds all before it, so reference counts never rise along a table.
-    Binary searches find the few runs of equal counts.
+    A sequence that holds a block also holds all blocks before it, so reference counts never
+    increase along a table. Binary searches find the few runs of equal counts.
     """
     shares = 0.0
     start = 0

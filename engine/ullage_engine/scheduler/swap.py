@@ -1,4 +1,4 @@
-"""Swapping: the KV of preempted sequences in host memory.
+"""Swapping of preempted sequences' KV to host memory.
 
 The KV of a preempted sequence is copied to host memory or computed again, whichever is cheaper.
 Host memory is counted in slots of one block each. The copies themselves are moves of a `StepPlan`.
@@ -13,19 +13,21 @@ from ullage_engine.scheduler.sequence import Sequence, Swapped
 
 
 def is_swap_cheaper(num_bytes: int, recompute_s: float, bytes_per_second: float) -> bool:
-    """Whether copying KV out and back takes less time than computing it again."""
+    """Return whether copying KV out and back takes less time than recomputing it."""
     return 2 * num_bytes / bytes_per_second < recompute_s
 
 
 class SwapManager:
     """Collects the block copies of the next plan and owns the host slots.
 
-    A plan does swap_out before swap_in before copy, in any order of the requests. So no
-    block or slot may be read after a later request has overwritten it.
+    A plan does all `swap_out` moves, then all `swap_in` moves, then all `copy` moves, regardless of
+    the order in which they were requested. So no move may read a block or slot that a later request
+    overwrites.
 
-    KV is copied in during the step before the one that needs it, if that step computes anything
-    else. Until then the sequence is arriving. The slots that a swap_in reads are therefore not
-    reused before the plan is drained, and a sequence preempted before that stays swapped.
+    If the step before the one that needs the KV computes anything else, the KV is copied in during
+    that earlier step. Until then the sequence is called arriving. The slots that a `swap_in` reads
+    are therefore not reused before the plan is drained, and a sequence preempted before that stays
+    swapped.
     """
 
     def __init__(
@@ -37,9 +39,9 @@ class SwapManager:
     ) -> None:
         self.num_swaps = 0
         self.num_blocks_out = 0
-        """Blocks copied to the host so far."""
+        """Number of blocks copied to host memory so far."""
         self.num_blocks_in = 0
-        """Blocks copied back so far."""
+        """Number of blocks copied back to the device so far."""
 
         self._bytes_per_second = policy.swap_bytes_per_second
         self._cache = cache
@@ -60,9 +62,9 @@ class SwapManager:
         return [*table[:index], block, *table[index + 1 :]]
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Save a running sequence's KV to the host if that is possible and worth it.
+        """Copy a running sequence's KV to host memory if possible and cheaper than recomputing.
 
-        Its blocks may be freed at once, because all writes to them come later.
+        The sequence's blocks may be freed at once, because any writes to them come after the copy.
         """
         if sequence in self._swapping_in:
             # Its KV is still on the host. Cancel the copy in rather than copy it out again.
@@ -93,7 +95,7 @@ class SwapManager:
         self.num_swaps += 1
 
     def swap_in(self, sequence: Sequence, reservations: BlockReservations) -> None:
-        """Copy back the KV of a starting sequence that is on the host and not in its blocks."""
+        """Copy back a starting sequence's KV that is in host memory and not in its blocks."""
         swapped = sequence.swapped
         if swapped is None:
             return
@@ -126,11 +128,11 @@ class SwapManager:
 
     @property
     def has_arriving(self) -> bool:
-        """Whether KV of any sequence is still to be copied in."""
+        """Whether any sequence's KV must still be copied to the device."""
         return bool(self._swapping_in)
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Whether the sequence's KV is still to be copied in."""
+        """Return whether the sequence's KV must still be copied to the device."""
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
@@ -164,7 +166,7 @@ class SwapManager:
         self._slots.check_integrity(each.swapped.all_slots for each in sequences if each.swapped)
 
     def _num_shared_blocks(self, sequence: Sequence) -> int:
-        """Count the leading blocks that stay in the cache because other sequences use them."""
+        """Count the leading blocks that stay on the device because other sequences use them."""
         if not self._cache.has_cache:
             return 0
         count = 0

@@ -1,17 +1,17 @@
-"""The scheduler's side of KV in tiers outside the device: offers, queries and copies.
+"""The scheduler's side of KV tiers outside the device: offers, queries and copies.
 
-A block is offered to the host tier as soon as the prefix cache has it, so that evicting it later
-costs nothing. The answer grants slots. Blocks that are still cached then are copied before the next
-step.
+A block is offered to the host tier as soon as it is in the prefix cache, so that a later eviction
+of the block costs nothing. The answer grants slots. Blocks that are still cached when the answer
+arrives are copied before the next step.
 
-A starting sequence asks for the blocks that tiers have beyond the prefix cache. It waits for the
-answer while others are computed, and continues behind the loaded blocks. Where the last of them are
-still being loaded, it computes the blocks before them meanwhile. It then waits for the late blocks
-only for a small share of the time that computing them takes.
+A starting sequence asks for the blocks that tiers have beyond the prefix cache. The sequence waits
+for the answer while other sequences are computed, and continues after the loaded blocks. If the
+last blocks are still being loaded, the sequence computes the blocks before them in the meantime. It
+then waits for the late blocks only for a small share of the time that computing them would take.
 
-The tiers themselves belong to the server. `kv_exchange.py` has the messages to and from it, and
-this module decides about them and plans the copies between slots and blocks. Slots of the host tier
-are numbered behind those of swapped sequences.
+The tiers themselves belong to the server. `kv_exchange.py` has the messages between worker and
+server. This module decides which messages to send and plans the copies between slots and blocks.
+Slots of the host tier are numbered after the slots of swapped sequences.
 """
 
 from collections.abc import Callable, Container
@@ -36,31 +36,34 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
 _WAIT_SHARE = 0.04
-"""Longest wait for late loads, as a share of the time to compute all blocks that were asked for."""
+"""Maximum wait for late loads, as a share of the time to compute all requested blocks."""
 _LEAST_WAIT_S = 0.02
-"""Seconds that a sequence waits for late loads at least."""
+"""Minimum time in seconds that a sequence waits for late loads."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A sequence's wait for the answer to its query, and for the answer's place on the device.
+    """A sequence's wait for the answer to its query, and for device blocks to load the answer into.
 
-    The blocks before the first wanted one are computed meanwhile.
+    The blocks before the first requested block are computed during the wait.
     """
 
     query: KvQuery
     sequence: Sequence
     longest_s: float
-    """Seconds that the sequence waits once it has computed the blocks before."""
+    """Seconds that the sequence waits after it has computed the blocks before the requested ones.
+    """
     rest_s: float
-    """Seconds that it then waits for blocks that are still being loaded."""
+    """Seconds that the sequence then waits for blocks that are still being loaded."""
     since: float | None = None
     is_late: bool = False
-    """Whether the sequence stopped waiting. A late answer still serves blocks not computed yet."""
+    """Whether the sequence stopped waiting. A late answer is still used for blocks not computed
+    yet.
+    """
 
 
 class _Place(NamedTuple):
-    """Where an offered block is in the cache."""
+    """Where an offered block is in the prefix cache."""
 
     block: int
     content_key: bytes
@@ -68,7 +71,7 @@ class _Place(NamedTuple):
 
 
 class TierTransfers:
-    """Exchanges queries and answers about KV outside the device, and plans the copies."""
+    """Exchanges queries and answers about KV outside the device, and plans the block copies."""
 
     def __init__(
         self,
@@ -92,13 +95,13 @@ class TierTransfers:
         self._ins: list[tuple[int, int]] = []
         """Pairs (host slot, block) that the next plan copies in."""
         self._arriving: dict[Sequence, KvRead] = {}
-        """Sequences that these copies are for, each with the report that follows."""
+        """Sequences that these copies are for, each with the report to send afterwards."""
         self._kept = Transfers()
         """Copies of plans without chunks, to report with a later plan."""
 
     @property
     def has_moves(self) -> bool:
-        """Whether a plan without chunks would still copy or report anything."""
+        """Return whether a plan without chunks would still copy or report anything."""
         return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
@@ -137,7 +140,7 @@ class TierTransfers:
         """Discard the stored KV of all texts that begin with a sequence's first block.
 
         Args:
-            sequence: the sequence. None discards all texts.
+            sequence: the sequence, or None to discard the KV of all texts.
             path: the sequence's cached blocks.
         """
         self._cache.take_keys(None if sequence is None else path)
@@ -151,7 +154,7 @@ class TierTransfers:
     # from all tiers ------------------------------------------------------------------------------
 
     def ask(self, sequence: Sequence) -> None:
-        """Ask for the blocks that a starting sequence can begin with, if tiers likely have any."""
+        """Query the blocks that a starting sequence can begin with, if tiers likely have any."""
         size = self._cache.block_tokens
         held = len(sequence.blocks.ids)
         # Without the last token, which is computed because its logits are needed.
@@ -187,7 +190,7 @@ class TierTransfers:
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
-        """Whether the sequence is not computed because an answer is still to come."""
+        """Return whether the sequence is not computed because it still waits for an answer."""
         wait = self._waiting.get(sequence)
         if wait is None or wait.is_late or sequence.num_computed < self._position(wait.query):
             return False
@@ -199,9 +202,10 @@ class TierTransfers:
         return not wait.is_late
 
     def end(self, sequence: Sequence) -> int:
-        """Return the position that steps may compute the sequence up to.
+        """Return the position up to which steps may compute the sequence.
 
-        That is the beginning of KV that is being loaded, or else the end of its tokens.
+        The position is the beginning of KV that is being loaded, or else the end of the sequence's
+        tokens.
         """
         wait = self._waiting.get(sequence)
         end = len(sequence.token_ids)
@@ -212,7 +216,7 @@ class TierTransfers:
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Give blocks to the sequences whose answers have come, other than those in flight."""
+        """Allocate blocks for sequences that are not in flight and whose answers have arrived."""
         for wait in list(self._waiting.values()):
             query = wait.query
             answer = query.answer
@@ -236,7 +240,7 @@ class TierTransfers:
         """Drop the query and the copies of a sequence that is preempted or ends.
 
         Returns:
-            Whether its last blocks are without their KV, which was still to be copied in.
+            Whether the sequence's last blocks lack their KV, because it had not been copied in yet.
         """
         wait = self._waiting.pop(sequence, None)
         if wait is not None:
@@ -255,7 +259,7 @@ class TierTransfers:
         """Return the copies of the plan that computes these chunks, each copy once.
 
         Returns:
-            The moves, and the transfers to report when the plan is computed.
+            The moves, and the transfers to report once the plan is computed.
         """
         arriving = {sequence.request_id for sequence in self._arriving}
         # KV goes in before the step if the step computes it, or has nothing else to do.
@@ -276,7 +280,7 @@ class TierTransfers:
         return moves, Transfers(tuple(slot for slot, _ in stored), read)
 
     def keep(self, transfers: Transfers) -> None:
-        """Keep the copies of a plan that computes nothing, to be reported with later ones."""
+        """Keep the copies of a plan that computes nothing, to report them with later copies."""
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
@@ -286,7 +290,7 @@ class TierTransfers:
         return kept
 
     def finish(self, transfers: Transfers) -> None:
-        """Report copies that are done on all ranks."""
+        """Report the copies that all ranks have completed."""
         self._exchange.report(transfers.stored, transfers.read)
 
     def _is_there(self, place: _Place) -> bool:
@@ -327,7 +331,7 @@ class TierTransfers:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Return the sequence's content keys, at least those of its first `end` blocks."""
+        """Return the sequence's content keys, for at least its first `end` blocks."""
         keys = sequence.prefix.content_keys
         if len(keys) < end:
             size = self._cache.block_tokens
