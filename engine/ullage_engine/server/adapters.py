@@ -1,13 +1,13 @@
 """LoRA adapters, which are loaded and removed while the engine serves.
 
-The wanted adapters are listed in the configuration, or in a file that is read again when it
-changes. A thread of the server finds the files of each adapter and downloads them if necessary.
+The configuration lists the wanted adapters, or names a file that lists them and is read again when
+it changes. A thread of the server finds the files of each adapter and downloads them if necessary.
 Then the worker loads the adapter, and from then on requests may name it. An adapter that is not
 available is reported by its name, and does not affect the others.
 
-The worker knows an adapter by a key of its name and content. So KV of one version is never used
-for another. Running requests keep the version that they began with, and new requests get the next
-version.
+The worker identifies an adapter by a key derived from its name and content. So KV of one version is
+never used for another version. Running requests keep the version that they began with, and new
+requests get the next version.
 """
 
 import asyncio
@@ -40,24 +40,24 @@ log = logging.getLogger("ullage.engine.adapters")
 
 FIRST_RETRY_S = 30.0
 MAX_RETRY_S = 300.0
-"""Longest pause before another try, in seconds.
+"""Maximum delay between retries, in seconds.
 
-The first pause is `FIRST_RETRY_S`, and it doubles with each try.
+The first delay is `FIRST_RETRY_S`, and the delay doubles with each retry.
 """
 FIRST_ADAPTERS_S = 30.0
 """Seconds from the worker's start after which missing adapters no longer delay readiness.
 
 A slow download must not hold up requests that need no adapter."""
 _MAX_WORKERS_LOST = 2
-"""Workers that may end while they load an adapter.
+"""Maximum number of workers that may end while they load an adapter.
 
-Then the adapter is given up until its next edit.
+After that, the adapter is not loaded again until its configuration is edited.
 """
 _FILES = (".json", ".safetensors", ".bin")
 
 
 class WorkerEndedError(Exception):
-    """The worker ended before it answered."""
+    """The worker ended before it answered the command."""
 
 
 class AdapterWorker(Protocol):
@@ -100,10 +100,10 @@ class _Attempt:
 
 
 def find_adapter(section: AdapterSection, max_rank: int, digests: Digests) -> AdapterVersion:
-    """Find or download an adapter's files, and make the checks that need no model.
+    """Find or download an adapter's files, and run the checks that do not need the model.
 
     Raises:
-        WeightsError: the files are missing or damaged, or do not fit the slots.
+        WeightsError: the files are missing or corrupt, or do not fit the slots.
     """
     folder = resolve_adapter(section.source)
     rank = _rank_of(folder / ADAPTER_CONFIG)
@@ -147,12 +147,12 @@ class AdapterSet:
         self._attempts: dict[str, _Attempt] = {}
         """Adapters that are being fetched and loaded, or were given up, by name."""
         self._offered: dict[str, AdapterVersion] = {}
-        """Versions that new requests get, by name."""
+        """Current versions, which new requests use, by adapter name."""
         self._retired: list[AdapterVersion] = []
         """Retired versions that open requests still use."""
         self._errors: dict[str, str] = {}
         self._loading = asyncio.Lock()
-        """Held while the worker loads an adapter, so that a death is blamed on that adapter."""
+        """Held while the worker loads an adapter, so that its death is blamed on that adapter."""
 
     # requests ------------------------------------------------------------------------------------
 
@@ -186,14 +186,14 @@ class AdapterSet:
     # workers -------------------------------------------------------------------------------------
 
     def additions(self) -> list[AddAdapter]:
-        """Return the commands that a new worker needs before its first request."""
+        """Return the commands that load the adapter versions in use into a new worker."""
         versions = [*self._offered.values(), *self._retired]
         return [AddAdapter(name=each.key, folder=each.folder, is_checked=True) for each in versions]
 
     # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Hold back readiness until the adapters that are configured at the start are loaded."""
+        """Delay readiness until the adapters configured at the start are loaded."""
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:
@@ -252,7 +252,7 @@ class AdapterSet:
         self._publish()
 
     async def _bring(self, section: AdapterSection) -> None:
-        """Find and load one adapter. Retry as long as another try may help."""
+        """Find and load one adapter. Retry as long as a retry may help."""
         retry_s = FIRST_RETRY_S
         while True:
             error, may_retry = await self._try(section)
@@ -267,7 +267,7 @@ class AdapterSet:
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _try(self, section: AdapterSection) -> tuple[str, bool]:
-        """Try to offer an adapter. Return the error and whether another try may help.
+        """Try to make an adapter available. Return the error and whether a retry may help.
 
         The error is empty on success.
         """
@@ -294,7 +294,7 @@ class AdapterSet:
         return "", False
 
     async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
-        """Make a worker load a version. Return the same pair as `_try`."""
+        """Make a worker load an adapter version. Return the error and whether a retry may help."""
         message = AddAdapter(name=version.key, folder=version.folder)
         async with self._loading:
             for _ in range(_MAX_WORKERS_LOST):
@@ -353,7 +353,7 @@ class AdapterSet:
             self._engine_status.set_preparing(False)
 
     async def _end_preparing(self) -> None:
-        """Let the engine become ready without adapters that take too long."""
+        """Let the engine become ready without the adapters that take too long to load."""
         while not self._engine_status.serving:
             await self._engine_status.changed(within_s=60.0)
         await asyncio.sleep(FIRST_ADAPTERS_S)

@@ -18,15 +18,15 @@ from ullage_engine.server.journal import Journal
 from ullage_engine.server.supervisor import WorkerSupervisor
 
 PROFILE_STEPS = 50
-"""Steps of a profile if the client names no number."""
+"""Default number of steps in a profile."""
 MAX_PROFILE_STEPS = 1000
 PROFILE_MS = 60_000
-"""Longest time of a profile if the client names none, in milliseconds."""
+"""Default maximum duration of a profile, in milliseconds."""
 MAX_PROFILE_MS = 300_000
 PROFILE_CHUNK_BYTES = 1 << 20
-"""Bytes of a profile that one message carries."""
+"""Maximum number of bytes of a profile in one message."""
 PROGRESS_S = 1.0
-"""Seconds between two progress messages."""
+"""Interval between progress messages, in seconds."""
 
 _PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
     admin_pb.PROFILE_KIND_UNSPECIFIED: "operations",
@@ -36,9 +36,9 @@ _PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
 
 
 class AdminService(admin_rpc.AdminServiceServicer):
-    """Drains this engine, injects faults and profiles it.
+    """Drains this engine, injects faults into it and profiles it.
 
-    The service checks no rights, so it is not served where clients reach the port
+    The service does not check permissions, so it is not served on a port that clients can reach
     (`tickets.required`).
     """
 

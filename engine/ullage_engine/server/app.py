@@ -73,9 +73,9 @@ _FOR_EVERYBODY = frozenset(
         reflection.SERVICE_NAME,
     }
 )
-"""Services that everybody may call. Probes and people use them, with small requests."""
+"""Services that anyone may call. Probes and operators use them, with small requests."""
 _LAST_MESSAGES_S = 1.0
-"""Seconds in which ended requests may send their last message."""
+"""Time in seconds that ended requests have to send their last message."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
 """Returns how to start workers for a model's files.
@@ -86,7 +86,7 @@ _Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
 
 class AppError(Exception):
-    """The server cannot start with this configuration or model; the message is one line."""
+    """The server cannot start with this configuration or model. The message is one line."""
 
 
 class EngineApp:
@@ -145,12 +145,12 @@ class EngineApp:
         return self._supervisor.serving_pids()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain; `hurry` cuts the draining short.
+        """Serve until `stop` is set, then drain. Setting `hurry` ends the draining early.
 
         Raises:
             AppError: the configuration or the model cannot be served.
             EndpointError: the socket of a worker cannot be created.
-            GaveUpError: workers keep dying, or cannot be started.
+            GaveUpError: workers die repeatedly, or cannot be started.
         """
         async with self._listening():
             loaded = await self._load(stop)
@@ -249,7 +249,7 @@ class EngineApp:
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Wait until every open request has its last message, so that sockets may close."""
+        """Wait until every open request has sent its last message, so that sockets may close."""
         try:
             await supervising
         except StartError as error:
@@ -270,7 +270,7 @@ class EngineApp:
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests and wait for the open ones, up to the longest request time."""
+        """Refuse new requests and wait for open ones to finish, up to the maximum request time."""
         await self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
@@ -306,7 +306,7 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:
-        """Yield the TLS credentials of the gRPC server; None without TLS.
+        """Yield the TLS credentials of the gRPC server, or None without TLS.
 
         Raises:
             ConfigError: the certificate cannot be used.
@@ -326,9 +326,10 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
-        """Serve health and headroom on a port of their own, without TLS.
+        """Serve the health and headroom services on a separate port, without TLS.
 
-        The kubelet's probes do not speak TLS. The operator may observe engines but not use them.
+        The kubelet's probes do not speak TLS. On this port the operator can observe engines but not
+        send requests.
         """
         server = self._config.server
         if server.probe_port is None:
@@ -347,7 +348,7 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the owner of a call: "" for nobody, None for services that everybody may call.
+        """Return the owner of a call: "" for no owner, None for services that anyone may call.
 
         Raises:
             ServiceError: a Generate call lacks the ticket that it needs.
@@ -432,7 +433,7 @@ class EngineApp:
             await self._engine_status.changed(within_s=60.0)
 
     async def _keep_adapters(self) -> None:
-        """Load and unload LoRA adapters when their configuration is edited."""
+        """Load and unload LoRA adapters whenever their configuration is edited."""
         if self._adapters is not None:
             await self._adapters.run()
 
@@ -522,7 +523,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Wait for the first of the awaitables. Other tasks go on, bare coroutines are cancelled."""
+    """Wait for the first awaitable. Other tasks keep running, but bare coroutines are cancelled."""
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

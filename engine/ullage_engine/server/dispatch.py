@@ -1,8 +1,9 @@
 """Dispatch of requests to the worker, and their recovery when the worker dies.
 
-The journal holds every open request. The dispatcher sends requests to the ready worker and takes
+The journal holds every open request. The dispatcher sends requests to the ready worker and receives
 the answers. When a worker dies, the dispatcher finds the requests that may be the cause (suspects).
-The oldest suspect runs alone until a worker has survived a decode of it, while all others wait.
+The oldest suspect runs alone, while all other requests wait, until a worker has survived one of its
+decode steps.
 """
 
 import logging
@@ -29,13 +30,13 @@ from ullage_engine.server.worker_process import WorkerHandle
 log = logging.getLogger("ullage.engine.supervisor")
 
 _SHORT_RETRY_S = 10.0
-"""Seconds after which other processes may have freed the memory that they took."""
+"""Retry delay in seconds when other processes hold the memory, by when they may have freed it."""
 _SERVER_FAULT = 0.9
-"""Factor of the health after an error of the server while it handled one request."""
+"""Factor applied to the health score when the server itself fails while it handles one request."""
 
 
 class Dispatcher:
-    """Sends requests to workers, takes answers, and resumes requests with the next worker."""
+    """Sends requests to workers, receives answers, and resumes requests on the next worker."""
 
     def __init__(
         self,
@@ -45,13 +46,13 @@ class Dispatcher:
         policy: RestartPolicy,
     ) -> None:
         self.kv: KvTiers | None = None
-        """KV tiers that all workers use, if there are any."""
+        """KV tiers that all workers use, or None if there are none."""
         self._journal = journal
         self._engine_status = engine_status
         self._metrics = metrics
         self._policy = policy
         self._suspect: Submission | None = None
-        """The request that runs alone until a worker has decoded it. All others wait."""
+        """The request that runs alone until a worker has decoded it. All other requests wait."""
 
     @property
     def num_open(self) -> int:
@@ -67,7 +68,7 @@ class Dispatcher:
                 self._send(worker, submission)
 
     def cancel(self, worker: WorkerHandle | None, entry: JournalEntry) -> None:
-        """Cancel an entry in the worker, since its client has gone or has its answer."""
+        """Cancel an entry in the worker, because its client has disconnected or has its answer."""
         if worker is not None and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
             worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
@@ -92,7 +93,7 @@ class Dispatcher:
         return self._policy.runs_alone(deaths, time.monotonic() - worker.ready_at)
 
     def _send(self, worker: WorkerHandle, submission: Submission) -> None:
-        """Send requests to the worker. If the server fails to build them, they end."""
+        """Send requests to the worker. Fail requests that the server cannot build."""
         for entry in submission.entries:
             entry.submitted = True
 
@@ -115,7 +116,7 @@ class Dispatcher:
     def take_answers(
         self, worker: WorkerHandle | None, answers: list[TokenOutput | Embedding]
     ) -> None:
-        """Give the answers of a step to their requests."""
+        """Deliver the outputs of a step to their requests."""
         for answer in answers:
             # One by one, so that an error in one does not cost the others their tokens.
             try:
@@ -154,7 +155,7 @@ class Dispatcher:
             entry.fail(rejection_error(rejected))
 
     def request_failed(self, failed: RequestFailed) -> None:
-        """Fail a request that the worker gave up. An invalid request does not lower the health."""
+        """Fail a request that the worker gave up. Invalid requests do not lower the health."""
         entry = self._journal.get(failed.request_id)
         if entry is not None and failed.field:
             entry.fail(invalid(failed.field, f"{failed.field}: {failed.message}"))
@@ -172,12 +173,12 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Prepare requests for the next worker, and give up those that killed too many workers.
+        """Prepare requests for the next worker, and fail those that killed too many workers.
 
         Args:
             worker: the worker that has ended.
-            is_short: whether the worker ended because other processes had taken its memory. Then
-                no request is to blame.
+            is_short: whether the worker ended because other processes had taken its memory, in
+                which case no request is to blame.
         """
         self._suspect = None
         sent = [entry for entry in self._journal.unfinished() if entry.submitted]
@@ -196,12 +197,12 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Mark the open requests, since the next worker has another fingerprint."""
+        """Mark the open requests, because the next worker has a different fingerprint."""
         for entry in self._journal.unfinished():
             entry.on_other_fingerprint()
 
     def fail_all(self, reason: str) -> None:
-        """End all requests, since this engine no longer serves any."""
+        """Fail all requests, because this engine no longer serves any."""
         self._journal.end_all(lambda entry: entry.fail(_stays_out(reason)))
 
 

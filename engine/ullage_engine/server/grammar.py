@@ -1,7 +1,7 @@
-"""Conversion of a request's grammar to llguidance's form, and its check before a worker gets it.
+"""Converts a request's grammar to llguidance's form, and checks it before a worker receives it.
 
-Errors are ServiceError INVALID_ARGUMENT with the grammar's kind. For a JSON Schema they name the
-path of the invalid subschema.
+Errors are ServiceErrors with INVALID_ARGUMENT that name the kind of grammar. For a JSON Schema they
+name the path of the invalid subschema.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_VERDICTS = 64
-"""Most cached verdicts. Each belongs to a grammar of at most 64 KiB."""
+"""Maximum number of cached check results. Each belongs to a grammar of at most 64 KiB."""
 _MAX_COMPILATIONS = 2
 _COMPILE_TIMEOUT_S = 20.0
-"""Seconds that the compilation of one grammar may take. The limit of its CPU time is lower."""
+"""Wall-clock limit for compiling one grammar, in seconds. The limit on CPU time is lower."""
 _TOO_MUCH = "it takes too much time or memory to compile"
 _MAX_SUBSCHEMAS = 256
-"""Most subschemas that are compiled to find the invalid one."""
+"""Maximum number of subschemas that are compiled to find the invalid one."""
 
 _COMPACT: "JsonCompileOptions" = {
     # With flexible white space a model at a high temperature may write nothing else.
@@ -49,14 +49,14 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
-    """The compilation was killed from outside, so the grammar has no verdict."""
+    """The compilation was killed from outside, so it is unknown whether the grammar is valid."""
 
 
 async def compile_apart(text: str) -> str:
     """Compile a grammar in a separate process. Return the error, empty if there is none.
 
     Raises:
-        Interrupted: the machine lacked time or memory for that process.
+        Interrupted: the machine lacked time or memory for the process.
     """
     process = _compiler()
     try:
@@ -72,7 +72,7 @@ async def compile_apart(text: str) -> str:
 def _compiler() -> "subprocess.Popen[bytes]":
     """Start a process that compiles a grammar.
 
-    It is started by subprocess, since asyncio may fork: see `ChildProcess`.
+    The process is started with `subprocess`, because asyncio may fork. See `ChildProcess`.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "ullage_engine.protocol.grammar"],
@@ -83,7 +83,7 @@ def _compiler() -> "subprocess.Popen[bytes]":
 
 
 def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
-    """Send a grammar to the process and return its output.
+    """Send a grammar to the compiler process and return the output of the process.
 
     Raises:
         Interrupted: the process took too long.
@@ -97,7 +97,7 @@ def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
 
 
 class GrammarCheck:
-    """Compiles grammars to find their errors, in separate processes, since they may kill them.
+    """Checks grammars by compiling them in separate processes, because compilation may crash.
 
     Args:
         compiled: compiles a grammar and returns the error, empty if there is none.
@@ -114,7 +114,7 @@ class GrammarCheck:
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
-        """Return a request's checked grammar in llguidance's form, empty if it has none.
+        """Return a request's checked grammar in llguidance's form, or "" if there is none.
 
         Raises:
             ServiceError: the grammar is malformed, not supported, or too large.
@@ -149,7 +149,7 @@ class GrammarCheck:
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
-    """Return the name of the set field, and the grammar in llguidance's form.
+    """Return the name of the set grammar field, and the grammar in llguidance's form.
 
     The grammar is not compiled.
     """
@@ -177,7 +177,7 @@ def _from_choice(field: str, choice: pb.Choice) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression that matches exactly the text."""
+    """Return a regular expression that matches exactly the given text."""
     return "".join("\\" + each if each in _SPECIAL else each for each in text)
 
 
@@ -207,7 +207,7 @@ def _parsed(field: str, text: str) -> object:
 
 
 def _depth(value: object) -> int:
-    """Count the nested levels of objects and arrays."""
+    """Count the levels of nested objects and arrays in a JSON value."""
     level: list[Any] = [value]
     depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
@@ -220,8 +220,8 @@ def _depth(value: object) -> int:
 async def _place(grammar: pb.Grammar, error: str) -> str:
     """Return the path of the error in a JSON Schema, like `.properties.name`.
 
-    It leads to the deepest subschema that has the same error by itself. It is empty if the error is
-    in the whole schema, or if its place is unknown.
+    The path leads to the deepest subschema that has the same error on its own. The path is empty if
+    the error concerns the whole schema, or if its location is unknown.
     """
     if not grammar.HasField("json_schema"):
         return ""

@@ -1,7 +1,7 @@
-"""Detection of hung workers, by their messages and by the kernel's figures in /proc.
+"""Detects hung workers from their messages and from the kernel's statistics in /proc.
 
-`HangDetector` is pure, so that tests need not wait for its deadlines. `ProcStats` has the kernel's
-figures of a worker and of the ranks that it started.
+`HangDetector` does no I/O and reads no clock, so that tests need not wait for its deadlines.
+`ProcStats` has the kernel's statistics of a worker and of the ranks that it started.
 """
 
 import os
@@ -13,40 +13,41 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Number of last steps whose slowest gives the order of magnitude of the next one."""
+"""Number of recent steps whose slowest gives the order of magnitude of the next step."""
 _REMEMBERED_STEPS = 1024
-"""Number of last steps whose longest bounds the next one.
+"""Number of recent steps whose longest is the upper bound for the next step.
 
-Among so many are some with prompts, some with a long context and some with busy neighbours."""
+Among this many steps, some have prompts, some a long context and some busy neighbours on the same
+cores."""
 
 MAX_TICK_S = 0.5
-"""Most seconds that are counted between two ticks.
+"""Maximum number of seconds that are counted between two ticks.
 
-A longer gap means that the detector itself could not run, since the server was stopped or its
-container frozen. The worker's messages are still unread then."""
+A longer gap means that the detector itself could not run, because the server was stopped or its
+container frozen. In that case the worker's messages are still unread."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcStats:
-    """The kernel's figures of one process with all its threads, or of several processes."""
+    """The kernel's statistics of one process with all its threads, or of several processes."""
 
     is_stopped: bool
     """Whether a signal has stopped the process, so that it waits for SIGCONT."""
     is_waiting: bool
-    """Whether all threads wait for events. None runs, and none waits for a core or a disk."""
+    """Whether all threads wait for events, so that none runs or waits for a core or a disk."""
     cpu_ticks: int
-    """CPU time so far, in kernel ticks of 10 ms, including that of ended children."""
+    """CPU time so far in kernel ticks of 10 ms, including the time of ended child processes."""
     thread_ticks: Mapping[int, int] = field(default_factory=dict)
     """CPU time so far of each thread in kernel ticks, by thread id."""
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
-    """Return the stats of a process together with its children, None if the process is gone.
+    """Return the combined stats of a process and its children, or None if the process is gone.
 
-    A rank often waits for the others, so one waiting rank means nothing. One stopped rank stops
-    them all.
+    A rank often waits for the other ranks, so the group only waits if all ranks wait. One stopped
+    rank stops the whole group.
     """
     own = _read(pid)
     if own is None:
@@ -89,9 +90,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _fields(path: Path) -> list[str]:
-    """Return the fields of a stat file after the second, which may contain blanks.
+    """Return the fields of a /proc stat file after the second field, which may contain spaces.
 
-    The first of them is the state.
+    The first returned field is the process state.
     """
     return path.read_text().rpartition(")")[2].split()
 
@@ -99,10 +100,11 @@ def _fields(path: Path) -> list[str]:
 class HangDetector:
     """Measures how long a worker has been silent, idle, busy and without progress, tick by tick.
 
-    The longest known step bounds the next one. It is the step that the worker measured at its
-    start, or the longest of the last `_REMEMBERED_STEPS` if that is longer. A worker hangs if its
-    busiest thread has computed for a multiple of that time. Time in which neighbours had its cores
-    does not count. A worker without a measured step only has the deadline.
+    The longest known step is the upper bound for the next step. It is the longer of two: the step
+    that the worker measured at its start, and the longest of the last `_REMEMBERED_STEPS` steps. A
+    worker hangs if its busiest thread has computed for a multiple of that time. Time in which other
+    processes used the worker's cores does not count. For a worker without a measured step, only the
+    deadline applies.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -116,18 +118,19 @@ class HangDetector:
         self._waiting_s = 0.0
         self._cpu_ticks: int | None = None
         self._thread_ticks: Mapping[int, int] | None = None
-        """CPU time of each thread at the first check of this silence, in kernel ticks."""
+        """CPU time of each thread at the first check of the current silence, in kernel ticks."""
         self._busy_s = 0.0
-        """CPU time of the busiest thread since then, in seconds."""
+        """CPU time of the busiest thread since the first check of the current silence, in seconds.
+        """
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the worker is silent for longer than a healthy one, so that /proc is read."""
+        """Return whether the worker has been silent for so long that /proc should be read."""
         return self._silent_s > MAX_TICK_S
 
     @property
     def longest_step_s(self) -> float:
-        """Seconds of the longest known step, 0 if the worker measured none at its start."""
+        """Return the longest known step in seconds, or 0 if none was measured at the start."""
         if self._measured_step_s <= 0.0:
             return 0.0
         return max(self._measured_step_s, max(self._steps, default=0.0))
@@ -135,7 +138,7 @@ class HangDetector:
     def on_ready(self, longest_step_s: float) -> None:
         """Record the longest step that the worker measured at its start, in seconds.
 
-        It is 0 if the worker measured none.
+        The value is 0 if the worker measured none.
         """
         self._measured_step_s = longest_step_s
         self.on_progress()
@@ -147,7 +150,7 @@ class HangDetector:
         self._thread_ticks = None
 
     def on_progress(self) -> None:
-        """Record a finished step or a stage of loading. A heartbeat is no progress."""
+        """Record a finished step or loading stage. A heartbeat does not count as progress."""
         self._waiting_s = 0.0
 
     def on_step(self, seconds: float) -> None:
@@ -164,7 +167,7 @@ class HangDetector:
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Count the time since the last tick as still or stopped, by the kernel's figures."""
+        """Count the time since the last tick as idle or stopped, by the kernel's statistics."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks
@@ -178,7 +181,7 @@ class HangDetector:
         self._busy_s = max(spent, default=0) / _TICKS_PER_S
 
     def reason(self, *, is_loading: bool) -> str:
-        """Return why the worker counts as hung, empty while it does not."""
+        """Return why the worker counts as hung, or "" if it does not."""
         policy = self._policy
         if self._stopped_s > policy.stopped_after_s:
             return "stopped by a signal"

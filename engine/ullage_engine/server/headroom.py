@@ -14,11 +14,11 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.health import EngineStatus
 
 HEARTBEAT_S = 1.0
-"""Longest time between two messages of a stream, in seconds."""
+"""Maximum time between two messages of a stream, in seconds."""
 DEFAULT_INTERVAL_S = 0.1
-"""Shortest time between two messages of a stream if the client names none, in seconds."""
+"""Default minimum time between two messages of a stream, in seconds."""
 MAX_RELEASES = 32
-"""Most predicted memory releases in one message. The soonest are kept."""
+"""Maximum number of predicted memory releases in one message. The soonest are kept."""
 
 
 class HeadroomService(headroom_rpc.HeadroomServiceServicer):

@@ -1,4 +1,4 @@
-"""The engine's current status, and the health score that its faults lower."""
+"""The engine's current status, and its health score, which faults lower."""
 
 import asyncio
 import bisect
@@ -14,7 +14,7 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_kv import TierStats
 
 _OOM_FACTOR = 0.8
-"""Factor of the health after a step ran out of memory and a retry computed it."""
+"""Factor applied to the health score when a step runs out of memory but its retry succeeds."""
 
 _NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
 
@@ -44,12 +44,12 @@ class StepTolerances:
 
     @property
     def shortest_s(self) -> float:
-        """The shortest limit of an open request in seconds, 0 if none has a limit."""
+        """Return the shortest limit of any open request in seconds, or 0 if none has a limit."""
         return self._ordered[0] if self._ordered else 0.0
 
     @contextlib.contextmanager
     def held(self, limit_s: float) -> Iterator[None]:
-        """Apply a limit while the context is open. 0 means no limit."""
+        """Apply a step limit while the context is open. 0 means no limit."""
         if limit_s <= 0.0:
             yield
             return
@@ -69,9 +69,9 @@ class AdapterState:
     is_served: bool
     """Whether requests may name the adapter."""
     digest: str
-    """Digest of the served files, empty if none are served."""
+    """Digest of the served files, or "" if none are served."""
     error: str
-    """Why the wanted files cannot be served, empty if they are served or being loaded."""
+    """Why the wanted files cannot be served, or "" if they are served or being loaded."""
 
 
 class EngineStatus:
@@ -80,26 +80,26 @@ class EngineStatus:
     def __init__(self) -> None:
         self.epoch = time.time_ns()
         self.ready: Ready | None = None
-        """Facts of the loaded model. They are kept while a worker is being replaced."""
+        """Description of the loaded model, which is kept while a worker is being replaced."""
         self.state: WorkerState | None = None
         self.serving = False
-        """Whether a worker is loaded and takes requests."""
+        """Whether a worker is loaded and accepts requests."""
         self.is_preparing = False
         """Whether adapters that are configured at the start are still loading."""
         self.adapters: tuple[AdapterState, ...] = ()
         self.draining = False
         self.worker_restarts = 0
-        """Number of workers that ended without being stopped."""
+        """Number of workers that ended unexpectedly."""
         self.live = True
-        """Whether another worker may help. If not, only a new pod can."""
+        """Whether starting another worker may help. If not, only a new pod can."""
         self.not_ready_reason = ""
-        """Why no worker serves and none will be started, empty otherwise."""
+        """Why no worker serves and none will be started, or "" otherwise."""
         self.created = int(time.time())
         self.step_limits = StepTolerances()
         self.throttle_reasons: frozenset[str] = frozenset()
-        """Reasons why boost is off, empty while it is on."""
+        """Reasons why boost is off. Empty while boost is on."""
         self.tiers: Callable[[], list[TierStats]] = list
-        """Returns the figures of KV tiers outside the device."""
+        """Returns the statistics of KV tiers outside the device."""
         self._health = HealthScore()
         self._changed = asyncio.Event()
 
@@ -118,7 +118,7 @@ class EngineStatus:
 
     @property
     def headroom_bytes(self) -> int:
-        """KV bytes that a new request may take, 0 while no worker serves."""
+        """Return the KV bytes that a new request may use, or 0 while no worker serves."""
         return self.state.headroom_bytes if self.state and self.serving else 0
 
     def worker_ready(self, ready: Ready) -> None:
@@ -143,7 +143,7 @@ class EngineStatus:
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:
-        """Record a worker's report. New steps that ran out of memory lower the health."""
+        """Record a worker's report. Newly reported out-of-memory steps lower the health score."""
         num_survived = state.num_oom_events - (self.state.num_oom_events if self.state else 0)
         self.state = state
         for _ in range(num_survived):
@@ -160,18 +160,18 @@ class EngineStatus:
         self.fault()
 
     def fault(self, factor: float = 0.5) -> None:
-        """Lower the health, which recovers with time."""
+        """Multiply the health score by a factor. The score recovers with time."""
         self._health.fault(time.monotonic(), factor)
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Serve no requests from now on. This is final."""
+        """Stop serving requests permanently."""
         self.serving = False
         self.not_ready_reason = reason
         self._wake()
 
     def drain(self) -> None:
-        """Refuse new requests from now on. This is final."""
+        """Refuse new requests permanently, and let open requests finish."""
         self.draining = True
         self._wake()
 

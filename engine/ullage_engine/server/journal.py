@@ -1,4 +1,4 @@
-"""The journal of open requests, from which a new worker continues them.
+"""The journal of open requests, which lets a new worker continue them.
 
 An entry holds the request as it was accepted, with its seed, all tokens received so far, and the
 part that was not sent to the client yet. The unsent part is bounded by the request's max_tokens.
@@ -43,10 +43,10 @@ class Update:
 
 
 class News:
-    """Wakes the sender of a request's samples, at once or when held tokens may be sent.
+    """Wakes the task that sends a request's samples, at once or when held tokens may be sent.
 
     `SendWindow` decides when tokens are sent. Entries predict that time by the call's `SendPace`,
-    so that the sender does not wake up to make a delta that would only wait.
+    so that the sender does not wake up only to hold the tokens back again.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class News:
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Wait for news, at most until a time on the event loop's clock. Return whether it came."""
+        """Wait for news until a time on the event loop's clock. Return whether news came."""
         if not self._has_come:
             await self._woken(until)
         has_come = self._has_come
@@ -103,10 +103,10 @@ class TierHit(NamedTuple):
     """Prompt tokens of one request whose KV was in one tier below the device."""
 
     tier: str
-    """host, remote or file."""
+    """Name of the tier: host, remote or file."""
     num_tokens: int
     seconds: float
-    """Seconds from the first query until their KV was on the device."""
+    """Seconds from the first query until the KV was on the device."""
 
 
 class JournalEntry:
@@ -138,29 +138,29 @@ class JournalEntry:
         self.num_restored = 0
         """Output tokens that came from another engine."""
         self.total_logprob = 0.0
-        """Sum of the tokens' log-probabilities, 0 unless they are reported."""
+        """Sum of the tokens' log-probabilities, or 0 if log-probabilities are not reported."""
         self.num_cached_tokens = 0
-        """Prompt tokens whose KV was on the device when the sample was first computed."""
+        """Number of prompt tokens whose KV was on the device when the sample was first computed."""
         self.tier_hits: list[TierHit] = []
-        """Prompt tokens whose KV was loaded from tiers below the device, at most one hit a tier.
+        """Prompt tokens whose KV was loaded from tiers below the device, one hit per tier at most.
 
         The list is complete before the first output.
         """
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False
-        """Whether the sample was sent to the present worker."""
+        """Whether the sample was sent to the current worker."""
         self.admitted = False
-        """Whether the present worker or an earlier one has admitted the sample."""
+        """Whether the current worker or an earlier one has admitted the sample."""
         self.is_taken = False
-        """Whether the present worker has admitted the sample."""
+        """Whether the current worker has admitted the sample."""
         self._num_tokens_here = 0
-        """Output tokens from the present worker."""
+        """Number of output tokens from the current worker."""
         self.resumes = 0
         self.deaths = 0
-        """Number of workers since the last decode that the sample may have killed."""
+        """Number of workers that the sample may have killed since its last decode."""
         self.lone_deaths = 0
-        """Number of those workers that had no other request."""
+        """Number of workers that the sample may have killed while they had no other request."""
         self.is_inexact = False
         """Whether workers with different fingerprints generated the sample's tokens."""
         self.accepted_at = time.monotonic()
@@ -172,9 +172,11 @@ class JournalEntry:
         self._news = news
         self._pace = pace
         self._due = 0.0
-        """Time on the event loop's clock at which held tokens are sent, however few."""
+        """Time on the event loop's clock at which held tokens are sent, regardless of their number.
+        """
         self._num_received = 0
-        """Characters of the coming text that the client already has from another engine."""
+        """Number of characters of the coming text that the client already has from another engine.
+        """
 
     @property
     def key(self) -> str:
@@ -192,14 +194,14 @@ class JournalEntry:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the present worker has generated a token of the sample."""
+        """Return whether the current worker has generated a token of the sample."""
         return self._num_tokens_here > 0 and len(self.output_ids) > self.num_restored
 
     @property
     def has_decoded(self) -> bool:
-        """Whether the present worker has survived a decode of the sample.
+        """Return whether the current worker has survived a decode of the sample.
 
-        The first token comes from the prefill of the prompt and all output so far. It does not
+        The first token comes from the prefill of the prompt and all output so far, so it does not
         prove that the worker survives a decode step.
         """
         return self._num_tokens_here > 1
@@ -209,10 +211,10 @@ class JournalEntry:
         return self._preemptions_before + self._preemptions_now
 
     def restore(self, answer: PartialAnswer) -> None:
-        """Begin with output that the client has from another engine.
+        """Restore output that the client has already received from another engine.
 
-        A sample that has ended there is over here, too. Any other sample is admitted or refused
-        like a new one.
+        A sample that has ended on the other engine is ended here, too. Any other sample is admitted
+        or refused like a new one.
         """
         prefix = self._update.text
         self._update = Update()
@@ -243,12 +245,12 @@ class JournalEntry:
                     served.loaded(hit.tier, hit.num_tokens, hit.seconds)
 
     def blame(self, *, was_alone: bool) -> None:
-        """Count the death of the present worker, which the sample may have killed."""
+        """Record that the sample may have killed the current worker."""
         self.deaths += 1
         self.lone_deaths += was_alone
 
     def resume(self) -> None:
-        """Prepare the sample for the next worker. It counts as new if no worker has admitted it."""
+        """Prepare the sample for the next worker. Without an admission, it counts as new."""
         self.submitted = False
         self.is_taken = False
         self._num_tokens_here = 0
@@ -260,7 +262,7 @@ class JournalEntry:
         self._preemptions_now = 0
 
     def take(self) -> None:
-        """Record that the present worker has admitted the sample."""
+        """Record that the current worker has admitted the sample."""
         self.admitted = True
         self.is_taken = True
 
@@ -293,7 +295,7 @@ class JournalEntry:
         self._finish(Finish("stop"))
 
     def end(self, reason: Reason) -> None:
-        """End the request with its text so far, unless it is over."""
+        """End the request with its text so far, unless it has already ended."""
         if self.is_over:
             return
         piece = self._detokenizer.flush()
@@ -304,13 +306,13 @@ class JournalEntry:
             self._finish(Finish(reason))
 
     def fail(self, error: ServiceError) -> None:
-        """End the request with an error, unless it is over."""
+        """End the request with an error, unless it has already ended."""
         if not self.is_over:
             self.failure = error
             self._news.tell()
 
     def pop_update(self) -> Update | None:
-        """Remove and return the update, None without news. It has the finish of an ended sample."""
+        """Remove and return the pending update, or None. The last update has the finish."""
         if not self._update.token_ids and self.finish is None:
             return None
         update = self._update
@@ -364,15 +366,15 @@ class Submission(NamedTuple):
 
     entries: list[JournalEntry]
     resumed: bool
-    """Whether an earlier worker had admitted them."""
+    """Whether an earlier worker had admitted the entries."""
 
 
 def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
-    """Yield the entries that need a worker and were not sent to the present worker.
+    """Yield the entries that need a worker and were not yet sent to the current worker.
 
-    Samples that no worker has admitted yet are sent together. So are the hypotheses of a beam
-    search, which have no output before its end. Other samples have diverged, so each is sent by
-    itself.
+    Samples that no worker has admitted yet are sent together. The hypotheses of a beam search are
+    also sent together, because they have no output before the search ends. Other samples have
+    diverged, so each is sent separately.
     """
     waiting = (entry for entry in entries if not (entry.submitted or entry.is_over))
     for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
@@ -388,9 +390,9 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     """Return the entries that may have killed a worker, oldest first.
 
     A worker admits requests in order, except that a request whose grammar is being compiled may be
-    overtaken. So the worker has not seen requests behind the first one without a grammar that it
-    did not admit. Entries that the worker decoded have been harmless so far. If one of them did
-    kill it, that entry kills the next worker at its first decode.
+    overtaken. So the worker has not seen any request after the first unadmitted request without a
+    grammar. Entries that the worker decoded have been harmless so far. If one of them did kill it,
+    that entry kills the next worker at its first decode.
     """
     suspects: list[JournalEntry] = []
     next_key = ""
@@ -429,14 +431,14 @@ class Journal:
             self._empty.set()
 
     def get(self, key: str) -> JournalEntry | None:
-        """Return an open entry, None if it is closed.
+        """Return an open entry, or None if the entry is closed.
 
         A worker may send tokens of a closed entry before it reads the cancel.
         """
         return self._entries.get(key)
 
     def submissions(self) -> Iterator[Submission]:
-        """Yield the entries that were not sent to the present worker, oldest first."""
+        """Yield the entries that were not yet sent to the current worker, oldest first."""
         return submissions(self._entries.values())
 
     def unfinished(self) -> list[JournalEntry]:

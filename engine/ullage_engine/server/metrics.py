@@ -1,7 +1,7 @@
 """Prometheus metrics of an engine: `ullage_*`, and the `vllm:` names that dashboards expect.
 
-The aliases are made from the same samples at every scrape, so nothing is counted twice. A worker
-counts from its own start. The exported counters continue across workers.
+The `vllm:` aliases are made from the same samples at every scrape, so nothing is counted twice. A
+worker's counts begin at zero when it starts, but the exported counters continue across workers.
 """
 
 import time
@@ -30,7 +30,7 @@ from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic
 
 _SUCCESS = ("stop", "length")
-"""Outcomes of requests whose latency is measured."""
+"""Request outcomes for which latency is measured."""
 
 
 class EngineMetrics:
@@ -64,14 +64,14 @@ class EngineMetrics:
         self._e2e = names.E2E.tallies(native, *self._values)
 
     def watch_certificates(self, certificates: Certificates) -> None:
-        """Export the state of the server's certificate from now on."""
+        """Start exporting the state of the server's certificate."""
         problems = names.CERTIFICATE_PROBLEMS
         expiry = names.CERTIFICATE_EXPIRY
         self._gauge(problems).set_function(lambda: bool(certificates.problem))
         self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
-        """Export the figures of a new worker, whose counters start at zero."""
+        """Export the metrics of a new worker, whose counters start at zero."""
         for place in ready.ranks:
             fields = msgspec.structs.asdict(place)
             own = (str(fields[name]) for name in names.RANK_LAYERS.labels[len(self._values) :])
@@ -88,7 +88,7 @@ class EngineMetrics:
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
 
     def workers_ran_out_of_memory(self, count: int) -> None:
-        """Count workers that ran out of memory and could not report it themselves."""
+        """Count workers that ran out of memory and died before they could report it."""
         self._worker.count(names.OOM_EVENTS, count)
 
     def watch_tiers(
@@ -96,10 +96,10 @@ class EngineMetrics:
         stats: Callable[[], list[TierStats]],
         not_loaded: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Export the figures of tiers outside the device, which each scrape reads.
+        """Export the statistics of tiers outside the device, which are read at each scrape.
 
         Args:
-            stats: returns the figures of each tier.
+            stats: returns the statistics of each tier.
             not_loaded: returns the number of blocks that were not loaded, by tier and reason.
         """
 
@@ -121,7 +121,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
-        """Export the blocks that other engines read and write here, which each scrape reads."""
+        """Export counts of the blocks that other engines read and write here, at each scrape."""
 
         def collect() -> Iterable[Metric]:
             return families(names.PEERS.items(), [(self._values, stats())])
@@ -129,7 +129,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_gpus(self, monitor: GpuMonitor) -> None:
-        """Export the driver's latest figures, which each scrape reads."""
+        """Export the GPU driver's latest statistics, which are read at each scrape."""
 
         def collect() -> Iterable[Metric]:
             gpus = [((*self._values, gpu.index, gpu.uuid), gpu) for gpu in monitor.samples]
@@ -180,7 +180,7 @@ class EngineMetrics:
         self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
 
     def ended(self, entry: JournalEntry, outcome: str) -> None:
-        """Count a request's end: stop, length, timeout, cancelled or an error's reason."""
+        """Count a request's end as stop, length, timeout, cancelled or an error's reason."""
         self.refused(outcome)
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return

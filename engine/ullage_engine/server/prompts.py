@@ -17,7 +17,7 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Characters from which a text is tokenised in a thread. 10 kB take about 1 ms."""
+"""Minimum length in characters of texts that are tokenised in a thread. 10 kB take about 1 ms."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class TokenizerBundle:
     tokenizer: ModelTokenizer
     token_bytes: TokenBytes
     chat: ChatTemplate | None
-    """The model's chat template, if it has one."""
+    """The model's chat template, or None if it has none."""
     guard: SpecialTokenGuard
-    """Prevents that clients' texts become special tokens."""
+    """Prevents text from clients from being tokenised as special tokens."""
     guarded: GuardedTokenizer
-    """The tokenizer for guarded texts."""
+    """The tokenizer for texts that the guard has processed."""
 
 
 async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:

@@ -1,12 +1,12 @@
 """Validation of a Generate call, and its conversion into an engine request.
 
 All fields are checked and the limits applied, but nothing is sent to a worker. Errors are
-ServiceError with INVALID_ARGUMENT (the field is named) or NOT_FOUND. A call may ask for several
-samples, each with its own seed.
+ServiceErrors with INVALID_ARGUMENT, which name the field, or with NOT_FOUND. A call may ask for
+several samples, each with its own seed.
 
-Under memory pressure a new request's limits are lowered once, when it is accepted. A request that
-is resumed with a new worker keeps its granted limits. The client reads the changes as the router
-writes them: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
+Under memory pressure, a new request's limits are lowered once, when the request is accepted. A
+request that is resumed on a new worker keeps its granted limits. The client sees the changes in the
+form that the router writes: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
 """
 
 import dataclasses
@@ -42,27 +42,27 @@ _SEEDS = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """Numbers of answers to one prompt that are generated and returned."""
+    """How many answers to one prompt are generated and how many are returned."""
 
     n: int = 1
     """Number of returned answers."""
     num_generated: int = 1
-    """Number of generated answers, or of a beam search's hypotheses."""
+    """Number of generated answers, or of hypotheses in a beam search."""
     beam: BeamParams | None = None
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that are computed at the same time."""
+        """Return the number of sequences that are computed at the same time."""
         return self.beam.width if self.beam else self.num_generated
 
     @property
     def is_ranked(self) -> bool:
-        """Whether only the best of the generated answers are returned."""
+        """Return whether only the best of the generated answers are returned."""
         return self.num_generated > self.n
 
     @property
     def is_streamed(self) -> bool:
-        """Whether text is sent while it grows. If not, the answers are known only at the end."""
+        """Return whether text is sent as it is generated, rather than all at the end."""
         return not self.is_ranked and self.beam is None
 
 
@@ -76,7 +76,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def sample_plan(samples: pb.Samples) -> SamplePlan:
-    """Return the plan of checked sample settings."""
+    """Return the sample plan for sampling settings that were already checked."""
     n = num_answers(samples)
     if not samples.HasField("beam"):
         return SamplePlan(n, samples.best_of if samples.HasField("best_of") else n)
@@ -100,18 +100,18 @@ class PartialAnswer:
 
     token_ids: list[int]
     text_length: int
-    """Characters of text."""
+    """Number of characters of text that the client has received."""
     reason: Reason | None
-    """Why the answer ended, None if the client has not seen its end."""
+    """Why the answer ended, or None if the client has not seen its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Facts of the loaded model that bound a request."""
+    """Properties of the loaded model that limit a request."""
 
     name: str
     adapters: Mapping[str, str]
-    """The worker's names of its LoRA adapters, by the names that clients use."""
+    """The worker's keys of its LoRA adapters, by the names that clients use."""
     task: pb.Task
     vocab_size: int
     max_model_len: int
@@ -129,7 +129,7 @@ class ValidatedRequest:
     request: EngineRequest
     stop_strings: tuple[str, ...]
     return_token_ids: bool
-    """Whether Accepted has the prompt's token ids."""
+    """Whether the Accepted message includes the prompt's token ids."""
     echo: bool
     special_tokens: bool = False
     """Whether special tokens appear in the text."""
@@ -137,11 +137,11 @@ class ValidatedRequest:
     degraded: tuple[str, ...] = ()
     """Limits that were lowered because memory is short, as `name=value`."""
     delta_token_ids: bool = False
-    """Whether deltas have token ids."""
+    """Whether deltas include token ids."""
     served: ServedRequest | None = None
-    """The request's log lines and trace span, None if it is not logged."""
+    """The request's log lines and trace span, or None if the request is not logged."""
     received: tuple[PartialAnswer, ...] = ()
-    """The received part of each answer, empty if the request begins here."""
+    """The part of each answer that the client has already received, empty for a new request."""
 
     @property
     def num_received_tokens(self) -> int:
@@ -162,7 +162,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
 
 
 def check_model(asked: str, served: str, adapters: Collection[str]) -> None:
-    """Check that a request names the served model, which is the default, or one of its adapters.
+    """Check that a request names the served model (the default) or one of its adapters.
 
     Raises:
         ServiceError: NOT_FOUND, for any other model.
@@ -184,9 +184,9 @@ def validated_request(
     limits: LimitsSection,
     grammar: str = "",
 ) -> ValidatedRequest:
-    """Build the request of a checked call.
+    """Build the validated request of a call whose fields were checked.
 
-    The output limit is capped by the tokens that the prompt leaves of the model's length.
+    The output limit is capped at the model's maximum length minus the prompt's length.
 
     Args:
         grammar: the request's grammar in the form that workers compile, empty without one.
@@ -273,7 +273,7 @@ def _too_long(num_prompt: int, max_model_len: int, least_output: int) -> Service
 def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Convert sampling parameters, and choose the seed if the request has none.
 
-    Unset fields take the model's defaults, or else those of the API.
+    Unset fields get the model's defaults, or else the API's defaults.
     """
     given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
     # 53 bits, so that a JSON number can carry the seed back to the client.
@@ -315,10 +315,10 @@ def degrade(
 
 
 def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedRequest:
-    """Lower limits as the engine that first accepted the request did.
+    """Lower the limits in the same way as the engine that first accepted the request.
 
     Raises:
-        ServiceError: a change is not one that engines make.
+        ServiceError: a listed change is not one that engines make.
     """
     request = job.request
     sampling = job.request.sampling
@@ -345,7 +345,7 @@ def _unknown_change(change: str) -> ServiceError:
 
 
 def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: bool) -> EngineRequest:
-    """Return the request within a level's limits. No limit is ever raised."""
+    """Return the request with limits lowered to a pressure level's limits. None is raised."""
     sampling = request.sampling
     if change_sampling and request.beam is None:
         sampling = _lowered_sampling(sampling, level)
@@ -372,7 +372,7 @@ def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> Sampling
 
 
 def _capped(value: float, limit: float | None) -> float:
-    """Return the value capped at `limit`, compared as float32.
+    """Return the value capped at `limit`, comparing both as float32.
 
     Values arrive as float32, so 0.8 is slightly above 0.8 but within its limit.
     """

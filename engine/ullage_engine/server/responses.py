@@ -62,7 +62,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
 
 
 def sample_finished(update: Update) -> pb.GenerateResponse:
-    """Build the message that ends one sample of several."""
+    """Build the message that ends one of several samples."""
     assert update.finish is not None, "a sample that goes on"
     message = pb.SampleFinished(
         sample=update.sample,
@@ -91,7 +91,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Write in which tiers the KV of the prompt was found. All samples share the prompt."""
+    """Write into a message in which tiers the samples' common prompt had cached KV."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)

@@ -10,7 +10,7 @@ class RestartPolicy:
     first_backoff_s: float = 0.5
     """Seconds before the second restart in a row.
 
-    The first restart is immediate, and each later one doubles the pause.
+    The first restart is immediate, and each later restart doubles the delay.
     """
     max_backoff_s: float = 10.0
     max_failures: int = 8
@@ -18,17 +18,21 @@ class RestartPolicy:
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
     max_unproven: int = 3
-    """Number of starts in a row whose proof may fail. Then the engine serves no more requests."""
-    max_deaths: int = 3
-    """Deaths of workers since a request's last decode after which the request is given up.
+    """Number of unverified starts in a row that are tolerated.
 
-    In all deaths but one, no other request can have been the cause.
+    A start is unverified if its results differ from those of a verified start. At this number, the
+    engine stops serving requests.
+    """
+    max_deaths: int = 3
+    """Number of worker deaths since a request's last decode after which the request is given up.
+
+    In all of these deaths but one, no other request can have been the cause.
     """
     trial_s: float = 5.0
     """Seconds from a worker's start in which suspects run alone.
 
-    A suspect is a request that may have killed the last worker. A suspect of two deaths runs alone
-    at any time.
+    A suspect is a request that may have killed the last worker. A suspect in two deaths always runs
+    alone.
     """
     step_deadline_s: float = 30.0
     """Seconds without a finished step after which a worker with work always counts as hung."""
@@ -39,27 +43,27 @@ class RestartPolicy:
     slow_steps: float = 20.0
     """Multiple of its slowest step after which a worker without CPU time counts as hung."""
     min_suspect_s: float = 2.0
-    """Seconds without CPU time that every worker may take, however short its steps."""
+    """Seconds without CPU time that every worker may take, even if its steps are short."""
     long_steps: float = 3.0
     """Multiple of its longest step after which a worker counts as hung.
 
-    It is measured in CPU time of the worker's busiest thread, so that neighbours on the same cores
+    The time is CPU time of the worker's busiest thread, so that other processes on the same cores
     do not count.
     """
     min_busy_s: float = 8.0
-    """Seconds of this CPU time that every worker may take, however short its steps."""
+    """Seconds of CPU time in one step that every worker may take, even if its steps are short."""
     slow_start_steps: int = 16
-    """Steps after which a worker has its full speed. Before that it may take twice as long."""
+    """Number of steps until a worker runs at full speed. Earlier ones may take twice as long."""
     stopped_after_s: float = 1.0
     """Seconds after which a worker that a signal has stopped counts as hung, even without work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to stop and killing it."""
 
     def backoff(self, num_failures: int) -> float | None:
-        """Return the seconds before the next start, None if the engine gives up.
+        """Return the delay in seconds before the next start, or None if the engine gives up.
 
         Args:
-            num_failures: failures in a row, at least 1.
+            num_failures: number of failures in a row, at least 1.
         """
         if num_failures > self.max_failures:
             return None
@@ -71,8 +75,8 @@ class RestartPolicy:
         """Return whether a request runs alone until a worker has survived a decode of it.
 
         Args:
-            deaths: workers that the request may have killed since its last decode.
-            serving_s: seconds for which the present worker has been ready.
+            deaths: number of workers that the request may have killed since its last decode.
+            serving_s: seconds for which the current worker has been ready.
         """
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
 
@@ -88,16 +92,16 @@ class RestartPolicy:
         return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
-        """Return whether one more failure in a row ends the engine, since a new pod may help."""
+        """Return whether one more failure in a row ends the engine, because a new pod may help."""
         return num_failures >= self.max_failures
 
     def busy_after_s(self, longest_step_s: float, num_steps: int) -> float:
         """Return the CPU seconds in one step after which a worker counts as hung.
 
         Args:
-            longest_step_s: the worker's longest step, 0 if it is unknown. Then only the deadline
-                holds.
-            num_steps: steps that the worker has done.
+            longest_step_s: the worker's longest step, or 0 if unknown, in which case only the
+                deadline applies.
+            num_steps: number of steps that the worker has done.
         """
         if longest_step_s <= 0.0:
             return self.step_deadline_s
@@ -110,7 +114,7 @@ class RestartPolicy:
     ) -> float:
         """Return the seconds without CPU time after which a worker with work counts as hung.
 
-        They are clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s), or
+        The value is clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s), or
         busy_after_s before the first step.
         """
         busy_after_s = self.busy_after_s(longest_step_s, num_steps)

@@ -11,14 +11,14 @@ from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
 _WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
-"""Finish reasons, most important first. A request has the first one that any sample has."""
+"""Finish reasons, most important first. A request has the first reason that any sample has."""
 
 
 class SampleGroup:
     """The samples of one request, from its acceptance to its last message.
 
-    If all samples are returned, they are sent as they grow. With best_of above n and in a beam
-    search, they are sent when all have ended, the likeliest first.
+    If all samples are returned, their text is sent as it is generated. With `best_of` above `n` and
+    in a beam search, the samples are sent when all have ended, likeliest first.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SampleGroup:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether samples are sent while they grow."""
+        """Return whether samples are sent as they are generated."""
         return self.job.samples.is_streamed
 
     @property
@@ -68,12 +68,12 @@ class SampleGroup:
 
     @property
     def all_finishes_sent(self) -> bool:
-        """Whether updates have carried the finish of every returned sample."""
+        """Return whether the finish of every returned sample has been sent in an update."""
         return not self._unfinished
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all samples, including those that are not returned."""
+        """Return the number of output tokens of all samples, including those not returned."""
         return sum(len(entry.output_ids) for entry in self.entries)
 
     @property
@@ -82,7 +82,7 @@ class SampleGroup:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether workers with different fingerprints generated parts of a sample."""
+        """Return whether workers with different fingerprints generated parts of any sample."""
         return any(entry.is_inexact for entry in self.entries)
 
     @property
@@ -91,7 +91,7 @@ class SampleGroup:
 
     @property
     def finish(self) -> Finish:
-        """The end of the only sample, or the most important reason of several samples."""
+        """Return the finish of the only sample, or the most important reason of several samples."""
         ends = [entry.finish for entry in self._returned if entry.finish]
         if len(ends) == 1:
             return ends[0]
@@ -99,7 +99,7 @@ class SampleGroup:
 
     @property
     def latest(self) -> JournalEntry:
-        """The sample whose last token is the newest."""
+        """Return the sample whose last token is the newest."""
         return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
 
     def end(self, reason: Reason) -> list[JournalEntry]:
@@ -114,7 +114,7 @@ class SampleGroup:
 
         Returns:
             The updates, or None if no news came in time. The list may be empty. Each sample's
-            finish comes once.
+            finish is returned only once.
 
         Raises:
             ServiceError: a sample failed, so the request fails.
@@ -150,7 +150,7 @@ class SampleGroup:
 
 
 def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
-    """Return the request of one sample, with its own key and seed."""
+    """Return the request of one sample, with the sample's own key and seed."""
     request = job.request
     sampling = job.request.sampling
     if job.samples.is_ranked and sampling.top_logprobs is None:
@@ -164,6 +164,6 @@ def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
 
 
 def _mean_logprob(entry: JournalEntry) -> float:
-    """Return the mean log-probability of a sample's tokens, minus infinity without tokens."""
+    """Return the mean log-probability of a sample's tokens, or minus infinity without tokens."""
     count = len(entry.output_ids)
     return entry.total_logprob / count if count else -math.inf

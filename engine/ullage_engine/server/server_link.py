@@ -14,7 +14,7 @@ from ullage_engine.protocol.frames import READ_BYTES, SEND_BUFFER_BYTES, Frames,
 from ullage_engine.protocol.messages import ToServer, ToWorker
 
 MAX_PATH_BYTES = 107
-"""Longest path of a Unix socket, without the terminating zero."""
+"""Maximum length of a Unix socket path in bytes, without the terminating zero."""
 _PREFIX = "worker-"
 
 
@@ -40,8 +40,8 @@ def clear_endpoints(run_dir: Path) -> None:
 class ServerLink:
     """The connection to one worker.
 
-    Each worker has its own link, so no message of an old worker arrives. Messages to the worker
-    never block. They are queued without limit, since there are only a few for each open request.
+    Each worker has its own link, so messages from an old worker never arrive. Sending to the worker
+    never blocks. Messages are queued without limit, because each open request has only a few.
     """
 
     def __init__(self, path: str) -> None:
@@ -49,7 +49,7 @@ class ServerLink:
         self._listener = _listener(path)
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
-        """The connection, once the worker has connected."""
+        """The connection, or None until the worker has connected."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._unsent = bytearray()
@@ -57,11 +57,11 @@ class ServerLink:
         self._messages: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        """Has an exception once messages no longer reach a living worker."""
+        """Future that gets an exception when messages no longer reach a living worker."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def post(self, message: ToWorker) -> None:
-        """Send or queue a message. It is lost if the worker dies before reading it."""
+        """Send or queue a message, which is lost if the worker dies before reading it."""
         try:
             data = framed(self._encoder.encode(message))
         except Exception as error:
@@ -130,7 +130,7 @@ class ServerLink:
                 reader.set_result(None)
 
     def _write(self, connected: socket.socket) -> None:
-        """Send as much as the socket's buffer takes now, and the rest when it has room."""
+        """Send as much as fits the socket's buffer now, and the rest when the buffer has room."""
         try:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:

@@ -47,7 +47,8 @@ log = logging.getLogger("ullage.engine")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 DEADLINE_MARGIN_S = 0.1
-"""Seconds before the client's deadline at which an answer ends, so that its end still arrives."""
+"""Seconds before the client's deadline at which an answer ends, so that its last message arrives.
+"""
 SLOW_CLIENT_GRACE_S = 5.0
 """Seconds after the deadline in which a client may still read messages that were sent."""
 RETRY_AFTER_LOADING_S = 2.0
@@ -56,7 +57,7 @@ MAX_OPEN_REQUESTS = 1024
 
 
 class InferenceService(rpc.InferenceServiceServicer):
-    """Accepts requests into the journal and streams the worker's answers."""
+    """Records accepted requests in the journal and streams the worker's answers."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         """Create the service.
 
         Args:
-            tracer: traces requests, if tracing is on.
-            adapters: the engine's LoRA adapters, if it serves any.
+            tracer: traces requests, or None if tracing is off.
+            adapters: the engine's LoRA adapters, or None if it serves none.
         """
         self._tracer = tracer
         self._adapters = adapters
@@ -88,12 +89,12 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def unservable(self, ready: Ready) -> str:
-        """Return why the loaded tokenizer cannot serve the worker's model, empty if it can."""
+        """Return why the loaded tokenizer does not fit the worker's model, or "" if it does."""
         bundle = self._tokenizer_bundle
         return bundle.token_bytes.problem if bundle and ready.task == "generate" else ""
 
     def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
-        """Set the loaded tokenizer. Requests are refused until then."""
+        """Set the loaded tokenizer. Requests are refused until it is set."""
         self._tokenizer_bundle = tokenizer_bundle
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -248,7 +249,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _stream(
         self, group: SampleGroup, tokenizer_bundle: TokenizerBundle, context: Context
     ) -> Finish:
-        """Send the whole answer. Accepted waits for the first news, when admission is certain."""
+        """Send the whole answer. The Accepted message waits until admission is certain."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
         if (
@@ -282,9 +283,9 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
-        """Wait for news of the samples, and end them when they take too long.
+        """Wait for updates of the samples, and end samples that take too long.
 
-        They end at the deadline, or when a streamed answer had no news for
+        Samples end at the deadline, or when a streamed answer had no update for
         `limits.request_timeout`.
         """
         now = asyncio.get_running_loop().time()
@@ -300,7 +301,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         return updates
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
-        """Limit a call whose client does not read, so that the call frees its entries."""
+        """Limit how long a call waits for a client that does not read, to free its entries."""
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
@@ -330,12 +331,12 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return the pace of a multiplexed call. Calls with their own stream send tokens at once."""
+    """Return the send pace of a multiplexed call. Other calls send tokens at once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Return the log fields for a prompt's KV by tier, empty if no tier had any."""
+    """Return log fields for the prompt's KV found in each tier. Empty if no tier had any."""
     if not accepted.cached_by_tier:
         return {}
     return {

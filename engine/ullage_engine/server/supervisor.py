@@ -1,7 +1,6 @@
 """The supervisor: restarts workers, and keeps accepted requests alive across their deaths.
 
-SupervisorError
-    StartError    the worker reports that it cannot serve: a configuration or model error
+SupervisorError StartError the worker reports that it cannot serve: a configuration or model error
     GaveUpError   workers keep dying without serving
 """
 
@@ -68,11 +67,11 @@ RANK_MODULE = "ullage_engine.worker.rank_process"
 """Module that the command lines of native ranks contain."""
 
 _CHECK_S = 0.25
-"""Seconds between two checks of a worker."""
+"""Interval between checks of a worker, in seconds."""
 _LAST_WORDS_S = 0.05
 """Seconds of silence after which a dead worker's socket has no more messages."""
 _SERVER_FAULT = 0.9
-"""Factor of the health after an error of this server while it handled a message."""
+"""Factor applied to the health score when this server fails while it handles a message."""
 
 WorkerCommand = Callable[[str], Sequence[str]]
 """Returns the command line of a worker that connects to the given endpoint."""
@@ -119,7 +118,7 @@ class WorkerSupervisor:
 
         Args:
             run_dir: folder of the workers' sockets.
-            unservable: returns why the server cannot serve a worker's model, empty if it can.
+            unservable: returns why the server cannot serve a worker's model, or "" if it can.
             adapters: returns the LoRA adapters that every worker loads before it gets requests.
             has_standby: whether a standby worker waits while another serves.
         """
@@ -147,7 +146,7 @@ class WorkerSupervisor:
 
     @property
     def worker_pid(self) -> int | None:
-        """Process id of the present worker, None while there is none."""
+        """Process id of the current worker, or None if there is none."""
         return self._worker.process.pid if self._worker else None
 
     def serving_pids(self) -> list[int]:
@@ -162,42 +161,42 @@ class WorkerSupervisor:
         return [worker.process.pid]
 
     def submit(self, entries: list[JournalEntry]) -> None:
-        """Send a request's open entries to the worker, now or when the next one is ready."""
+        """Send a request's open entries to the worker, now or when the next worker is ready."""
         self._dispatcher.submit(self._worker, entries)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Cancel an entry in the worker, since its client has gone or has its answer."""
+        """Cancel an entry in the worker, because its client has disconnected or has its answer."""
         self._dispatcher.cancel(self._worker, entry)
 
     def limit_batch(self, share: float) -> None:
-        """Limit the batch of this worker and of later ones to a share of the largest batch."""
+        """Limit the batch of this and later workers to a share of the maximum batch size."""
         self._batch_limit = share
         if self._worker and self._worker.ready_at is not None:
             self._worker.link.post(LimitBatch(share=share))
 
     def inject_oom(self, after_steps: int) -> int | None:
-        """Make a coming step of the worker run out of memory. Return its process id, if any."""
+        """Make an upcoming worker step run out of memory. Return the worker's process id."""
         if self._worker is None or self._worker.ready_at is None:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
         return self._worker.process.pid
 
     def start_profile(self, start: StartProfile) -> "asyncio.Future[ProfileDone]":
-        """Make the worker profile its coming steps, and return a future of its answer.
+        """Make the worker profile its next steps, and return a future for the worker's answer.
 
         The future has a ServiceError if the worker ends before it answers.
 
         Raises:
-            ServiceError: no worker is ready, or a profile is under way.
+            ServiceError: no worker is ready, or a profile is already running.
         """
         return self._profile.start(self._worker, start)
 
     def stop_profile(self) -> None:
-        """End the profile early. The worker still answers."""
+        """End the running profile early. The worker still sends its answer."""
         self._profile.stop(self._worker)
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Make the worker load a LoRA adapter, and return its error, empty on success.
+        """Make the worker load a LoRA adapter. Return the error, or "" on success.
 
         Raises:
             WorkerEndedError: the worker ended before it answered.
@@ -210,7 +209,7 @@ class WorkerSupervisor:
             self._worker.link.post(RemoveAdapter(name=name))
 
     def kill_worker(self) -> int | None:
-        """Send SIGKILL to the worker. Return its process id, None without a worker."""
+        """Send SIGKILL to the worker. Return its process id, or None without a worker."""
         if self._worker is None:
             return None
         self._worker.process.kill()
@@ -221,7 +220,7 @@ class WorkerSupervisor:
 
         Args:
             launch: how each worker is started.
-            kv: KV tiers that all workers use, if there are any.
+            kv: KV tiers that all workers use, or None.
 
         Raises:
             SupervisorError: no worker can serve.
@@ -237,7 +236,7 @@ class WorkerSupervisor:
                 await self._standby.close()
 
     async def stop(self) -> None:
-        """Ask the worker to end, kill it if it does not, and wait for its process to exit."""
+        """Ask the worker to exit, kill it if it does not, and wait until its process has exited."""
         self._stopping.set()
         worker = self._worker
         if worker is None:
@@ -321,7 +320,7 @@ class WorkerSupervisor:
                 self._on_own_failure(worker, message, error)
 
     def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
-        """Limit the damage of this server's error to the request that the message is about."""
+        """Limit the effect of a server error to the request that the handled message is about."""
         self._engine_status.fault(_SERVER_FAULT)
         match message:
             case Admitted() | Rejected() | RequestFailed():
@@ -442,7 +441,7 @@ class WorkerSupervisor:
         return True
 
     async def _recover(self, worker: WorkerHandle) -> None:
-        """Classify a worker's end, and wait as long as the policy asks before the next start.
+        """Classify a worker's end, and wait before the next start as the restart policy requires.
 
         Raises:
             StartError: the first worker cannot serve.
@@ -477,9 +476,9 @@ class WorkerSupervisor:
                 await self._stopping.wait()
 
     def _count_oom(self, worker: WorkerHandle, status: int) -> bool:
-        """Count a worker that ran out of memory and could not report it.
+        """Count a worker that ran out of memory and died before it could report this.
 
-        Return whether the kernel killed the worker for its memory.
+        Return whether the kernel's OOM killer ended the worker.
         """
         is_killed = status in (-signal.SIGKILL, GROUP_LOST) and worker.oom_kills.recent() > 0
         if is_killed:
@@ -491,7 +490,7 @@ class WorkerSupervisor:
     async def _take_unproven(self, reason: str) -> bool:
         """Count a start whose results differ from those of a verified start.
 
-        After too many in a row, serve no requests until `stop`, and return True.
+        After too many such starts in a row, serve no requests until `stop`, and return True.
 
         Raises:
             GaveUpError: too many starts failed before any worker served.

@@ -22,11 +22,11 @@ from ullage_common.tickets.tickets import (
 from ullage_common.wire.errors import ServiceError
 
 MAX_REMEMBERED = 200_000
-"""Most used tickets that are remembered until they expire."""
+"""Maximum number of used tickets that are remembered until they expire."""
 
 
 class TicketVerifier:
-    """Admits requests by their tickets, each for as many uses as it grants.
+    """Admits requests by their tickets. Each ticket is valid for the number of uses it grants.
 
     Args:
         section: the configured keys. Without keys all requests are admitted, and tickets are
@@ -52,7 +52,7 @@ class TicketVerifier:
         self._model = model
         self._clock = clock
         self._uses = TicketUses(MAX_REMEMBERED)
-        """Uses of each ticket. Nothing is awaited between a check and a use."""
+        """Number of uses of each ticket. Nothing is awaited between checking and counting a use."""
 
     def start(self) -> None:
         if self._keys:

@@ -10,11 +10,11 @@ from ullage_common.process.metrics import GaugeName
 from ullage_engine import metric_names as names
 
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "timeout": "abort", "cancelled": "abort"}
-"""vLLM's finish reasons by Ullage's outcomes."""
+"""Maps Ullage's request outcomes to vLLM's finish reasons."""
 
 
 class VllmAliases(Collector):
-    """Collects a registry's metric families, and some of them again under vLLM's names."""
+    """Collects a registry's metric families, and repeats some of them under vLLM's names."""
 
     def __init__(self, native: CollectorRegistry) -> None:
         self._native = native

@@ -20,7 +20,7 @@ from ullage_engine.server.worker_process import WorkerHandle
 
 
 class ProfileCall:
-    """The profile of the worker's steps that is under way, if any."""
+    """The running profile of the worker's steps, if any."""
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[ProfileDone] | None = None
@@ -28,12 +28,12 @@ class ProfileCall:
     def start(
         self, worker: WorkerHandle | None, message: StartProfile
     ) -> "asyncio.Future[ProfileDone]":
-        """Make the worker profile its coming steps, and return a future of its answer.
+        """Make the worker profile its next steps, and return a future for the worker's answer.
 
         The future has a ServiceError if the worker ends before it answers.
 
         Raises:
-            ServiceError: no worker is ready, or a profile is under way.
+            ServiceError: no worker is ready, or a profile is already running.
         """
         if worker is None or worker.ready_at is None:
             raise ServiceError(
@@ -53,18 +53,18 @@ class ProfileCall:
         return self._answer
 
     def stop(self, worker: WorkerHandle | None) -> None:
-        """End the profile early. The worker still answers."""
+        """End the running profile early. The worker still sends its answer."""
         if worker is not None and self._answer is not None:
             worker.link.post(StopProfile())
 
     def finish(self, done: ProfileDone) -> None:
-        """Give the worker's answer to the caller."""
+        """Pass the worker's answer to the waiting caller."""
         answer = self._pop()
         if answer is not None:
             answer.set_result(done)
 
     def fail(self) -> None:
-        """End the profile without an answer, since the worker has ended."""
+        """Fail the running profile, because the worker has ended."""
         answer = self._pop()
         if answer is None:
             return
@@ -78,7 +78,7 @@ class ProfileCall:
         answer.exception()  # The caller may be gone, and asyncio would log the error.
 
     def _pop(self) -> "asyncio.Future[ProfileDone] | None":
-        """Return the future if it still waits for an answer. Then another profile may begin."""
+        """Remove the running profile and return its future if it still waits for an answer."""
         answer = self._answer
         self._answer = None
         return None if answer is None or answer.done() else answer
@@ -89,10 +89,10 @@ class AdapterCalls:
 
     def __init__(self) -> None:
         self._answers: dict[str, asyncio.Future[str]] = {}
-        """The future error of each load, by the worker's name of the adapter."""
+        """A future for the error of each load, by the worker's key of the adapter."""
 
     async def add(self, worker: WorkerHandle | None, message: AddAdapter) -> str:
-        """Make the worker load an adapter, and return its error, empty on success.
+        """Make the worker load an adapter. Return the error, or "" on success.
 
         Raises:
             WorkerEndedError: the worker ended before it answered.
@@ -108,7 +108,7 @@ class AdapterCalls:
             self._answers.pop(message.name, None)
 
     def finish(self, added: AdapterAdded) -> None:
-        """Give the worker's answer to the caller."""
+        """Pass the worker's answer to the waiting caller."""
         answer = self._answers.get(added.name)
         if answer is not None and not answer.done():
             answer.set_result(added.error)

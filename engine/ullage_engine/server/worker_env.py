@@ -29,7 +29,7 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         "THP_MEM_ALLOC_ENABLE": "1",
     }
 )
-"""Environment of every worker, in addition to the parent's."""
+"""Environment variables of every worker, in addition to those of the parent process."""
 
 
 SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
@@ -42,7 +42,7 @@ SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
         "GOMP_SPINCOUNT": "1000",
     }
 )
-"""Environment of workers that share their cores with other engines or ranks."""
+"""Environment variables of workers that share their cores with other engines or ranks."""
 
 TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
     {
@@ -56,7 +56,7 @@ TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
         "GLOO_SOCKET_IFNAME": "lo",
     }
 )
-"""Environment of transfers between ranks. `parallelism.nccl` overrides it."""
+"""Environment variables for transfers between ranks. `parallelism.nccl` overrides them."""
 _INTERFACES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
@@ -70,8 +70,8 @@ def worker_env(
     """Return the environment of a native worker. Its ranks inherit it from rank 0.
 
     Args:
-        threads: compute threads of a rank.
-        num_ranks: ranks of the engine.
+        threads: number of compute threads per rank.
+        num_ranks: number of ranks in the engine.
         nccl: settings of NCCL, which override the defaults.
         owns_cores: whether no other engine computes on this engine's cores. Several ranks share
             the cores with each other.
@@ -89,7 +89,7 @@ def vllm_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a worker with vLLM, which configures its own allocator."""
+    """Return the environment of a vLLM worker. vLLM configures its own allocator."""
     own = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",
@@ -104,7 +104,7 @@ def vllm_env(
 
 
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Return the environment of a configuration on this node, by `worker_env` or `vllm_env`."""
+    """Return the worker environment for a configuration on this node."""
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
     owns_cores = config.server.owns_cores
     nccl = config.parallelism.nccl

@@ -1,4 +1,4 @@
-"""Metrics from the reports of workers. Counts continue from one worker to the next."""
+"""Metrics from the reports of workers. Counters continue from one worker to the next."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
@@ -37,7 +37,7 @@ def families(
 
 
 class WorkerCollector(Collector):
-    """Collects the figures of workers. Counts continue across workers."""
+    """Collects metrics from worker reports. Counters continue across workers."""
 
     def __init__(self, values: tuple[str, ...]) -> None:
         self._values = values
@@ -52,7 +52,7 @@ class WorkerCollector(Collector):
 
     @property
     def state(self) -> WorkerState | None:
-        """The present worker's state, None before the first worker is ready."""
+        """The current worker's state, or None before the first worker is ready."""
         return self._seen[0]
 
     @state.setter
@@ -65,7 +65,7 @@ class WorkerCollector(Collector):
         self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 
     def replace(self) -> None:
-        """Keep the worker's counts, since the next worker counts from zero."""
+        """Keep the ended worker's counts, because the next worker counts from zero."""
         self._seen = (None, *_sums(self._seen))
 
     def describe(self) -> Iterable[Metric]:
@@ -89,7 +89,7 @@ class WorkerCollector(Collector):
 
 
 def _sums(seen: _Seen) -> _Sums:
-    """Return the sums over all workers so far."""
+    """Return the sum of each count over all workers so far."""
     state, counts, tallies, (grown, shrunk) = seen
     if state is None:
         return counts, tallies, (grown, shrunk)

@@ -1,4 +1,4 @@
-"""One worker process: its start, its standby, and the checks of its health."""
+"""One worker process: its start, its standby worker, and its health checks."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from ullage_engine.server.server_link import ServerLink
 log = logging.getLogger("ullage.engine.supervisor")
 
 _PROGRESS_S = 1.0
-"""Least seconds between two log lines of one stage of a start."""
+"""Minimum interval in seconds between log lines of one startup stage."""
 
 
 class ChildProcess:
-    """A child process, which inherits the standard streams of its parent.
+    """A child process that inherits the standard streams of its parent.
 
     Start it on the main thread. A worker asks the kernel to kill it when its parent ends, and the
     parent is the *thread* that started it. subprocess.Popen is used because it calls vfork. asyncio
@@ -40,7 +40,7 @@ class ChildProcess:
 
         Args:
             command: the command line.
-            environment: variables in addition to the parent's.
+            environment: environment variables in addition to those of the parent.
             stdin: file descriptor of the standard input, None for the parent's.
         """
         own = {**os.environ, **environment}
@@ -51,11 +51,11 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status, None while the process runs."""
+        """Return the exit status, or None while the process runs."""
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Wait for the exit status. It is the negative signal number if a signal killed it."""
+        """Return the exit status once the process ends, negative for the signal that killed it."""
         return await asyncio.to_thread(self._process.wait)
 
     def terminate(self) -> None:
@@ -83,8 +83,8 @@ class StandbyWorker:
 
         Args:
             command: the command line of a worker.
-            environment: variables in addition to the parent's.
-            import_s: seconds that the imports may take.
+            environment: environment variables in addition to those of the parent.
+            import_s: time limit for the imports, in seconds.
         """
         self._import_s = import_s
         self._started_at = time.monotonic()
@@ -100,7 +100,7 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Return why the worker cannot take over, empty if it can or will. Call this regularly."""
+        """Return why the worker cannot take over, or "" if it can or will. Call this regularly."""
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"
@@ -111,20 +111,20 @@ class StandbyWorker:
         return ""
 
     def begin(self) -> ChildProcess:
-        """Let the process continue as the worker."""
+        """Let the standby process continue as the worker."""
         with self._socket, contextlib.suppress(BrokenPipeError):
             self._socket.send(b"\n")
         return self._process
 
     async def close(self) -> None:
-        """Kill the process and wait for its end. The kernel may need time to free its memory."""
+        """Kill the process and wait for its exit. The kernel may need time to free its memory."""
         self._socket.close()
         self._process.kill()
         await self._process.wait()
 
 
 class Standby:
-    """Keeps a standby worker, which becomes the next worker, and replaces it when it is lost."""
+    """Keeps a standby worker that becomes the next worker, and replaces it if it is lost."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -133,7 +133,7 @@ class Standby:
         """Monotonic time from which the next standby worker may be started."""
 
     async def keep(self, command: Callable[[], Sequence[str]], env: Mapping[str, str]) -> None:
-        """Start a standby worker if there is none, and end one that cannot take over.
+        """Start a standby worker if there is none, and end a standby worker that cannot take over.
 
         Call this regularly.
 
@@ -189,24 +189,24 @@ class WorkerHandle:
         self.may_retry = True
         """Whether another start may succeed."""
         self.is_blameless = False
-        """Whether the server killed the worker for an error of its own, which no request caused."""
+        """Whether the server killed the worker for a server error that no request caused."""
         self.is_unproven = False
         """Whether the start failed because its results differ from those of a verified start."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
         self._has_work = False
-        """Whether the worker had work at the last check, or has got a request since."""
+        """Whether the worker had work at the last check, or has received a request since."""
         self._submitted_at = self.started_at
-        """Monotonic time at which the worker last got work after having none."""
+        """Monotonic time at which the worker last received work after having none."""
         self._step_at = self.started_at
         """Monotonic time of the last message about a step."""
         self._is_step_known = False
-        """Whether a step of the next report has already had a message of its own."""
+        """Whether a step in the next report was already announced by a separate message."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
-        """Record that the worker is alive. Some messages show that it makes progress, too."""
+        """Record that the worker is alive. Some messages also show that it makes progress."""
         now = time.monotonic()
         match message:
             case StepDone():
@@ -234,13 +234,13 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that the worker got a request. Its idle time before is not part of a step."""
+        """Record that the worker received a request. Earlier idle time is not part of a step."""
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()
 
     def check_health(self, has_work: bool) -> str:
-        """Return why the worker counts as hung, empty if it does not. Call this regularly."""
+        """Return why the worker counts as hung, or "" if it does not. Call this regularly."""
         now = time.monotonic()
         elapsed = now - self._checked_at
         self._checked_at = now
