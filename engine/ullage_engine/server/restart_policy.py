@@ -18,10 +18,9 @@ class RestartPolicy:
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
     max_unproven: int = 3
-    """Number of unverified starts in a row that are tolerated.
+    """Number of unverified starts in a row after which the engine stops serving requests.
 
-    A start is unverified if its results differ from those of a verified start. At this number, the
-    engine stops serving requests.
+    A start is unverified if its results differ from those of a verified start.
     """
     max_deaths: int = 3
     """Number of worker deaths since a request's last decode after which the request is given up.

@@ -1,6 +1,7 @@
 """The supervisor: restarts workers, and keeps accepted requests alive across their deaths.
 
-SupervisorError StartError the worker reports that it cannot serve: a configuration or model error
+SupervisorError
+    StartError    the worker reports that it cannot serve: a configuration or model error
     GaveUpError   workers keep dying without serving
 """
 
