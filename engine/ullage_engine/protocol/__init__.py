@@ -1,4 +1,5 @@
 """Plain data that the server and worker processes share: requests, messages, step plans, errors.
 
-It is the lowest room. It knows neither torch nor gRPC, and has no behaviour of either process.
+All other packages of the engine may import this package. It imports neither torch nor gRPC, and
+contains no logic of either process.
 """

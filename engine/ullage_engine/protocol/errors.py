@@ -1,4 +1,4 @@
-"""Errors that cross rooms of the engine, and the exit statuses of its processes.
+"""Errors that packages of the engine share, and the exit statuses of its processes.
 
 WeightsError      the model cannot be loaded
 WorkerStartError  the worker cannot serve with this configuration
@@ -10,24 +10,24 @@ MemoryShortError  other processes hold memory that this worker needs
 """
 
 GROUP_LOST = 3
-"""Exit status of a rank that ends because another one did, or because a collective failed."""
+"""Exit status of a rank that ends because another rank ended or a collective failed."""
 
 MEMORY_SHORT = 5
-"""Exit status of a worker that ends with a MemoryShortError. 4 is a rank's."""
+"""Exit status of a worker that ends with a MemoryShortError. A rank's status is 4."""
 
 OUT_OF_MEMORY = 6
 """Exit status of a worker or rank whose step ran out of device memory.
 
-The worker of such a rank's group has it, too.
+If a rank has this status, the worker of its group has the same status.
 """
 
 UNPROVEN = 7
 """Exit status of a worker whose start ends with a ProofError."""
 
 HOST_SHORT = 8
-"""Exit status of a worker that, or whose rank, got no more host memory.
+"""Exit status of a worker that could not allocate host memory, or had a rank that could not.
 
-The memory that is set aside for steps does not count.
+Running out of the host memory reserved for steps does not count.
 """
 
 
@@ -62,20 +62,20 @@ class RankFailedError(Exception):
 
 
 class ProofError(Exception):
-    """The results of this start differ from those of the verified one.
+    """The results of this start differ from the results of the verified start.
 
-    Another start may succeed. The message is one line.
+    Another start attempt may succeed. The message is one line.
     """
 
 
 class GroupLostError(RuntimeError):
-    """Another rank is gone, or out of step with this one. Only a new group helps."""
+    """Another rank is gone, or out of step with this rank. Only a new group of ranks helps."""
 
 
 class MemoryShortError(Exception):
-    """Steps cannot be computed, because other processes hold memory of the device.
+    """Steps cannot be computed, because other processes hold device memory.
 
-    A new worker takes a KV pool that fits the rest. The message is one line.
+    A new worker allocates a KV pool that fits the remaining memory. The message is one line.
     """
 
 

@@ -1,6 +1,7 @@
 """Histograms of steps and waits, which the worker counts and the server exports.
 
-Both know the buckets, so a report has the same few numbers after a million steps.
+Worker and server use the same fixed buckets, so the size of a report does not grow with the number
+of steps.
 """
 
 import time
@@ -30,16 +31,17 @@ class Figures(msgspec.Struct, array_like=True):
     step_tokens: Tally = msgspec.field(default_factory=Tally)
     step_sequences: Tally = msgspec.field(default_factory=Tally)
     queue_seconds: Tally = msgspec.field(default_factory=Tally)
-    """Time from a request's acceptance by the server until its computation begins."""
+    """Histogram of seconds from a request's acceptance by the server until its computation begins.
+    """
     num_grown: int = 0
-    """Steps with more sequences than the step before."""
+    """Number of steps with more sequences than the step before."""
     num_shrunk: int = 0
-    """Steps with fewer sequences than the step before."""
+    """Number of steps with fewer sequences than the step before."""
     last_sequences: int = 0
-    """Sequences of the last step."""
+    """Number of sequences in the last step."""
 
     def observe_step(self, seconds: float, num_tokens: int, num_sequences: int) -> None:
-        """Count a step that was computed."""
+        """Record a step that was computed."""
         self.step_seconds.observe(STEP_SECONDS, seconds)
         self.step_tokens.observe(STEP_TOKENS, num_tokens)
         self.step_sequences.observe(STEP_SEQUENCES, num_sequences)
@@ -48,19 +50,19 @@ class Figures(msgspec.Struct, array_like=True):
         self.last_sequences = num_sequences
 
     def observe_start(self, accepted_at: float, ago_s: float = 0.0) -> None:
-        """Count a request that began to be computed `ago_s` seconds ago.
+        """Record a request whose computation began `ago_s` seconds ago.
 
         Args:
             accepted_at: time at which the server accepted it, by `time.monotonic`. A request with 0
                 is not counted.
-            ago_s: seconds since it began.
+            ago_s: seconds since its computation began.
         """
         if accepted_at:
             seconds = time.monotonic() - accepted_at - ago_s
             self.queue_seconds.observe(QUEUE_SECONDS, max(0.0, seconds))
 
     def copy(self) -> "Figures":
-        """Return figures that later observations do not change."""
+        """Return a copy that later observations do not change."""
         return Figures(
             self.step_seconds.copy(),
             self.step_tokens.copy(),

@@ -1,7 +1,8 @@
 """Frames of the Unix stream between an engine's two processes: a length, then the message.
 
-A message costs one system call to send. Receiving all waiting messages costs the worker two calls
-(poll, and a read for each 64 KiB) and the server's event loop one. Neither needs a thread.
+A message costs one system call to send. Receiving all waiting messages costs the worker two system
+calls (a poll, and a read for each 64 KiB) and costs the server's event loop one. Neither process
+needs a thread for this.
 """
 
 import math
@@ -11,11 +12,12 @@ import struct
 from collections import deque
 
 READ_BYTES = 64 << 10
-"""Most bytes of one read."""
+"""Maximum number of bytes in one read."""
 SEND_BUFFER_BYTES = 4 << 20
-"""Bytes that either end may send before the other one reads.
+"""Number of bytes that either end may send before the other end reads.
 
-A long prompt can so wait whole for a busy worker. The kernel gives at most `net.core.wmem_max`.
+So a whole long prompt can wait in the buffer for a busy worker. The kernel allows at most
+`net.core.wmem_max`.
 """
 
 _LENGTH = struct.Struct("<I")
@@ -23,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message with its length in front."""
+    """Return a message prefixed with its length."""
     return _LENGTH.pack(len(message)) + message
 
 
@@ -57,7 +59,7 @@ class BlockingLink:
 
     Args:
         connected: the socket, which is closed with the link.
-        send_timeout_s: longest time that a send waits for the other end to read, seconds.
+        send_timeout_s: maximum time in seconds that a send waits for the other end to read.
     """
 
     def __init__(self, connected: socket.socket, send_timeout_s: float) -> None:
@@ -80,7 +82,7 @@ class BlockingLink:
         self._socket.sendall(framed(message))
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next message, None if none came in time.
+        """Return the next message, or None if no message came in time.
 
         Raises:
             OSError: the other end is gone, and all of its messages were returned.

@@ -1,8 +1,9 @@
 """The limits of grammars, and a process that checks whether a grammar can be compiled.
 
 A malicious schema may exhaust the stack or the memory of the process that compiles it. So a new
-grammar is first compiled by a process of its own, `python -m ullage_engine.protocol.grammar`. It
-reads the grammar from its input and writes the reason why it cannot be used, or nothing.
+grammar is first compiled by a separate process, `python -m ullage_engine.protocol.grammar`. The
+process reads the grammar from its standard input and writes the reason why the grammar cannot be
+used, or nothing.
 """
 
 import resource
@@ -19,33 +20,33 @@ LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-"""Limits of one answer's grammar.
+"""Resource limits for the grammar of one answer.
 
 Lexer states take 1 to 2 kB each and are made while text is matched, so their number bounds the
 memory. Fuel and items bound the time to about 20 ms at first, then 15 ms a token.
 """
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack of a worker's compiling thread: many times that of the first compilation."""
+"""Stack size of a worker's compiler thread, many times that of the first compilation."""
 
 _FIRST_STACK_BYTES = 4 << 20
-"""Stack of the first compilation."""
+"""Stack size for the first compilation."""
 _MOST_BYTES = 24 << 20
-"""Most bytes that a grammar may take before it has matched anything."""
+"""Maximum memory in bytes that a grammar may use before it has matched anything."""
 _HARD_BYTES = 2 << 30
-"""Most bytes of address space. A process that needs more is killed."""
+"""Maximum bytes of address space. A process that needs more is killed."""
 _CPU_SECONDS = 3
-"""Most CPU time of the process."""
+"""Maximum CPU time of the process, in seconds."""
 
 
 def compile_error(text: str) -> str:
-    """Return why a grammar in llguidance's form cannot be used, empty if it can."""
+    """Return why a grammar in llguidance's form cannot be used, or "" if it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return " ".join(messages[0].split())[:300] if is_error else ""
 
 
 def _cost_error(text: str) -> str:
-    """Return why a grammar cannot be used with a vocabulary of bytes, empty if it can."""
+    """Return why a grammar cannot be used with a vocabulary of single bytes, or "" if it can."""
     before = _peak_bytes()
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()
@@ -62,9 +63,9 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Read a grammar and write its error.
+    """Read a grammar from standard input and write the error, if any.
 
-    If the grammar costs too much, the process ends by a signal other than SIGKILL.
+    If the grammar exceeds a resource limit, the process ends by a signal other than SIGKILL.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))

@@ -1,13 +1,14 @@
 """Messages between the server process and its worker, msgpack on a Unix stream (`frames.py`).
 
-The worker connects and sends any number of `Loading`, then one `Ready` or one `StartFailed`. From
-then on the server sends `Submit` and `Cancel`, and the worker sends `StepDone` after each step and
-`StateReport` when its memory changes. Every request of a `Submit` is answered by tokens ending with
-a finish, by one `Embedding`, by one `Rejected` or by one `RequestFailed`.
+The worker connects and sends any number of `Loading`, then one `Ready` or one `StartFailed`. After
+that, the server sends `Submit` and `Cancel`, and the worker sends `StepDone` after each step and
+`StateReport` when its memory changes. The worker answers every request of a `Submit` with tokens
+that end with a finish, with one `Embedding`, with one `Rejected` or with one `RequestFailed`.
 
 The tiers of KV outside the device belong to the server (see `ullage_kv`). The worker offers its
-complete blocks by `KvOffer`, gets slots by `KvGranted`, and reports the copies by `KvWritten`. It
-asks for blocks by `KvWanted`, gets slots to read by `KvFound`, and returns them by `KvRead`.
+complete blocks with `KvOffer`, receives slots with `KvGranted`, and reports the copies with
+`KvWritten`. The worker requests blocks with `KvWanted`, receives slots to read with `KvFound`, and
+returns the slots with `KvRead`.
 """
 
 from typing import Literal
@@ -32,9 +33,9 @@ class KvBlock(msgspec.Struct, frozen=True, array_like=True):
 
     key: bytes
     parent: bytes | None
-    """Key of the block before it."""
+    """Key of the preceding block."""
     is_kept: bool = False
-    """Whether it belongs to a session, whose next turn will want it."""
+    """Whether the block belongs to a session, whose next turn will need the block."""
 
 
 class KvSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -55,12 +56,12 @@ class Submit(Message, frozen=True, kw_only=True):
     """Samples of one prompt, or the hypotheses of a beam search.
 
     Samples are admitted together, or refused together by one `Rejected` that names the first.
-    Hypotheses are ordered from best to worst and answered when all are known.
+    Hypotheses are ordered from best to worst and returned when all are known.
     """
     resumed: bool = False
-    """Whether a former worker had admitted them.
+    """Whether an earlier worker had admitted the requests.
 
-    They wait for memory and are never rejected for lack of it.
+    Resumed requests wait for memory and are never rejected for lack of memory.
     """
 
 
@@ -69,11 +70,13 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     request_id: str
     is_answered: bool = False
-    """Whether a stop string ended it, which only the server sees. Otherwise its client has gone."""
+    """Whether a stop string, which only the server sees, ended the answer. If not, the client
+    disconnected.
+    """
 
 
 class Fault(Message, frozen=True, kw_only=True):
-    """Command: run out of memory inside a coming step."""
+    """Command: run out of memory during an upcoming step."""
 
     after_steps: int
 
@@ -86,21 +89,21 @@ class LimitBatch(Message, frozen=True, kw_only=True):
     """
 
     share: float
-    """From 0 to 1, which is no limit."""
+    """Share from 0 to 1, where 1 means no limit."""
 
 
 class StartProfile(Message, frozen=True, kw_only=True):
-    """Command: profile the coming steps and answer with `ProfileDone`.
+    """Command: profile the next steps and answer with `ProfileDone`.
 
-    There is only one profile at a time.
+    Only one profile runs at a time.
     """
 
     kind: Literal["operations", "timeline"]
     steps: int
     seconds: float
-    """Longest time after which it ends, with fewer steps or none."""
+    """Maximum duration, after which the profile ends even if it has fewer steps or none."""
     path: str
-    """File that gets the trace, compressed with gzip."""
+    """File to write the trace to, compressed with gzip."""
 
 
 class StopProfile(Message, frozen=True, kw_only=True):
@@ -108,7 +111,7 @@ class StopProfile(Message, frozen=True, kw_only=True):
 
 
 class KvGranted(Message, frozen=True, kw_only=True):
-    """Slots for offered blocks. Blocks without a slot are stored already, or not wanted."""
+    """Slots for offered blocks. Blocks without a slot are already stored, or not wanted."""
 
     slots: list[KvSlot]
 
@@ -118,13 +121,15 @@ class KvFound(Message, frozen=True, kw_only=True):
 
     number: int
     slots: list[int]
-    """Slots of the blocks from the first wanted one on, up to the first that is missing."""
+    """Slots of the blocks from the first wanted block up to the first missing block."""
     window_slots: list[int] = []
-    """Slots of the last window blocks up to there, where layers with windows have their own."""
+    """Slots of the last window blocks before that point, if layers with sliding windows have
+    separate blocks.
+    """
     more_from: int | None = None
-    """Index in the sequence of the first of more blocks, which are being loaded.
+    """Index in the sequence of the first block that is still being loaded, or None.
 
-    The worker asks for them with `is_rest`. None if there are no more.
+    The worker requests these blocks with `is_rest`. None means that there are no more blocks.
     """
 
 
@@ -132,14 +137,16 @@ class AddAdapter(Message, frozen=True, kw_only=True):
     """Command: serve requests with one more LoRA adapter. The answer is `AdapterAdded`."""
 
     name: str
-    """Name that requests have as `adapter`. A name always stands for the same files."""
+    """Name that requests give as `adapter`. A name always stands for the same files."""
     folder: str
     is_checked: bool = False
-    """Whether a former worker has loaded it. Then it is loaded when a request asks for it."""
+    """Whether an earlier worker has loaded the adapter. If so, the adapter is loaded when a request
+    needs it.
+    """
 
 
 class RemoveAdapter(Message, frozen=True, kw_only=True):
-    """Command: remove an adapter that no request uses any more."""
+    """Command: remove an adapter that is no longer used by any request."""
 
     name: str
 
@@ -152,42 +159,43 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Progress of the start."""
+    """Progress of the worker's start."""
 
     stage: str
-    """imports, followers, weights, arena, warm_up, kv_pool or adapters."""
+    """Current stage: imports, followers, weights, arena, warm_up, kv_pool or adapters."""
     done_bytes: int
     total_bytes: int
     rank: int = 0
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker serves."""
+    """The worker is ready to serve requests."""
 
     profile: MemoryProfile
     max_model_len: int
     vocab_size: int
     dtype: str
     ranks: list[RankPlace] = []
-    """The device map."""
+    """The device map: the layers and heads of each rank."""
     task: Literal["generate", "embed"] = "generate"
-    """The model's task. The worker serves no requests of the other one."""
+    """The model's task. The worker serves no requests of any other task."""
     fingerprint: Fingerprint = UNKNOWN
-    """Everything that decides the bits of its answers."""
+    """Fingerprint of everything that affects the exact bits of the worker's answers."""
     kv_space: bytes = b""
-    """Namespace of its KV blocks in tiers outside the device, empty if it uses none."""
+    """Namespace of the worker's KV blocks in tiers outside the device, or "" if it uses no tiers.
+    """
     computes_beside_loads: bool = True
-    """Whether it computes the first blocks of a sequence while tiers load the last ones.
+    """Whether the worker computes the first blocks of a sequence while tiers load the last ones.
 
     If not, every `KvWanted` is answered when all of its blocks are loaded.
     """
     longest_step_s: float = 0.0
-    """Seconds that a step takes at most, as measured at the start, 0 if not measured."""
+    """Longest step in seconds, as measured at the start, or 0 if not measured."""
     state: WorkerState
 
 
 class StartFailed(Message, frozen=True, kw_only=True):
-    """The worker cannot serve, nor can another one unless `may_retry`."""
+    """The worker cannot serve. Another start cannot succeed either, unless `may_retry` is set."""
 
     error: str
     """One line naming the field or file."""
@@ -202,30 +210,32 @@ class AdapterAdded(Message, frozen=True, kw_only=True):
 
     name: str
     error: str = ""
-    """Why its requests cannot be computed, as a line for the operator, empty if they can."""
+    """Why requests with the adapter cannot be computed, as one line for the operator, or "" if they
+    can.
+    """
 
 
 class StepDone(Message, frozen=True, kw_only=True):
-    """Output of one step, sent as soon as it is known."""
+    """Output of one step, sent as soon as the output is known."""
 
     outputs: list[TokenOutput]
     embeddings: list[Embedding] = []
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """The worker has admitted a request, and computes it or lets it wait for memory."""
+    """The worker has admitted a request, which is now computed or waits for memory."""
 
     request_id: str
 
 
 class Rejected(Message, frozen=True, kw_only=True):
-    """Admission has refused a request, of which the worker keeps nothing."""
+    """Admission control has refused a request. The worker keeps no state of it."""
 
     request_id: str
     needed_bytes: int
     available_bytes: int
     never: bool
-    """Whether the request is larger than the whole pool or the model's length."""
+    """Whether the request is larger than the whole KV pool or the model's maximum length."""
     retry_after_s: float
     message: str
 
@@ -239,7 +249,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     request_id: str
     message: str
     field: str = ""
-    """Field of the request that is at fault, empty if the engine is."""
+    """Request field that is at fault, or "" if the engine is at fault."""
 
 
 class ProfileDone(Message, frozen=True, kw_only=True):
@@ -277,13 +287,13 @@ class KvWanted(Message, frozen=True, kw_only=True):
     """Number of the query, unique in this worker."""
     request_id: str
     first: int
-    """Index in the sequence of the first block that is wanted."""
+    """Index in the sequence of the first wanted block."""
     keys: list[bytes]
-    """Keys of the sequence's blocks from the beginning on."""
+    """Keys of the sequence's blocks, from its beginning."""
     is_rest: bool = False
     """Whether the answer waits until the blocks are loaded.
 
-    Otherwise it comes at once with those that are there.
+    If not, the answer comes at once with the blocks that are available.
     """
 
 
@@ -292,18 +302,19 @@ class KvRead(Message, frozen=True, kw_only=True):
 
     number: int
     num_blocks: int
-    """Blocks that the sequence began with."""
+    """Number of blocks that the sequence began with."""
 
 
 class KvDamaged(Message, frozen=True, kw_only=True):
-    """Blocks whose bytes may be wrong, so that none of them is read again."""
+    """Blocks whose bytes may be corrupt, so that none of them is read again."""
 
     chains: list[bytes] | None
-    """Beginnings of their keys, `ullage_kv.keys.CHAIN_BYTES` each. None stands for all blocks."""
+    """Key prefixes of the blocks, `ullage_kv.keys.CHAIN_BYTES` bytes each. None means all blocks.
+    """
 
 
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged
-"""Messages of the worker on KV outside the device."""
+"""Messages from the worker about KV outside the device."""
 
 ToWorker = (
     Submit

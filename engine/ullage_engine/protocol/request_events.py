@@ -1,13 +1,13 @@
 """The events of each request in an engine's two processes, as log lines and spans.
 
 Both processes log the client's request id, so that their lines and the router's can be joined. The
-server has a span for each call of its service. The worker, which knows when tokens are computed,
+server has a span for each call to its service. The worker, which knows when tokens are computed,
 makes the spans inside: queue, prefill and decode, each when it is over. The span that is open when
-a worker is killed is lost, and the server's span says that the request was continued. Lines and
+a worker is killed is lost, and the server's span says that the request was continued. Log lines and
 spans never contain prompts or answers.
 
-A worker has a tracer of its own, which is one thread that sends spans. The alternative would be a
-message to the server for each span, also where nothing is traced.
+A worker has its own tracer, which sends spans from one thread. The alternative would be a message
+to the server for each span, even if nothing is traced.
 """
 
 import logging
@@ -23,7 +23,7 @@ from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.protocol.timeline import Timeline
 
 MAX_CHUNKS = 64
-"""Most chunks of a prompt that become events of its span: the first ones."""
+"""Maximum number of a prompt's chunks that become events of its span. Only the first are kept."""
 
 # Fields of log lines that are attributes of the call's span under OpenTelemetry's names.
 _NAMES = {
@@ -46,7 +46,7 @@ class ServedRequest:
     """One call of the engine's service, in the log and as a span.
 
     Args:
-        tracer: the server's tracer, None if nothing is traced.
+        tracer: the server's tracer, or None if nothing is traced.
         client_id: the request's name in the logs.
         metadata: the call's metadata, with the trace that it continues.
         attributes: attributes of the span.
@@ -74,7 +74,7 @@ class ServedRequest:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the call began, rounded for people."""
+        """Return the seconds since the call began, rounded for display."""
         return round(time.monotonic() - self._began, 4)
 
     def happened(self, event: str, **fields: object) -> None:
@@ -86,7 +86,7 @@ class ServedRequest:
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Add a span for KV whose load from a tier ends now, after so many seconds."""
+        """Add a span for a KV load from a tier that ends now, after the given seconds."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()
@@ -99,7 +99,7 @@ class ServedRequest:
         Args:
             event: name of the event.
             fields: fields of the log line.
-            error: kind of the failure, empty if there was none.
+            error: kind of the failure, or "" if there was none.
         """
         _log(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
         if self._span:
@@ -118,7 +118,7 @@ class _Computed:
     is_again: bool = False
     """Whether the phase repeats one after a preemption."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """Unix time and tokens of each chunk of the prompt."""
+    """Unix time and number of tokens of each chunk of the prompt."""
 
 
 class RequestEvents:
@@ -138,14 +138,14 @@ class RequestEvents:
         """Whether `on_step` must be called."""
 
     def trace_to(self, tracer: Tracer) -> None:
-        """Make spans from now on."""
+        """Start creating spans."""
         self._tracer = tracer
         self.wants_steps = True
 
     def record_to(self, timeline: Timeline | None) -> None:
-        """Add steps and phases to a timeline from now on.
+        """Start adding steps and phases to a timeline.
 
-        None ends the recording, and adds the phases that have begun up to now.
+        None ends the recording, and adds the phases that are still open.
         """
         if timeline is None:
             for request_id, computed in self.requests.items():
@@ -166,7 +166,7 @@ class RequestEvents:
 
         Args:
             request: the request.
-            num_cached: tokens whose KV was cached.
+            num_cached: number of tokens whose KV was cached.
             ago_s: seconds since the chunk began.
         """
         computed = self.requests.get(request.request_id)
@@ -184,8 +184,8 @@ class RequestEvents:
 
         Args:
             request: the request.
-            count: how often that has happened to it.
-            is_swapped: whether its KV was copied to the host. Otherwise it is computed again.
+            count: how often the request has been preempted.
+            is_swapped: whether its KV was copied to host memory. If not, the KV is recomputed.
         """
         self._num_preemptions += 1
         total = self._num_preemptions
@@ -237,7 +237,7 @@ class RequestEvents:
         self._enter(request_id, "decode")
 
     def on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
-        """Record the requests that end with a step's tokens."""
+        """Record the requests that end with the tokens of a step."""
         for output in outputs:
             if output.finish and (computed := self.requests.get(output.request_id)):
                 preemptions = output.num_preemptions
@@ -247,7 +247,7 @@ class RequestEvents:
                 self._drop(output.request_id, output.finish)
 
     def forget(self, request_id: str, ended: str = "cancelled") -> None:
-        """Drop a request that ended in another way, such as by its client."""
+        """Drop a request that ended in another way, such as when its client cancelled it."""
         if computed := self.requests.get(request_id):
             self._say(computed.request, "finished", finish=ended)
             self._drop(request_id, ended)
@@ -303,7 +303,7 @@ class RequestEvents:
     def _record(
         self, request_id: str, computed: _Computed, now: float, fields: dict[str, object]
     ) -> None:
-        """Add the present phase to the timeline, if there is one."""
+        """Add the request's current phase to the timeline, if there is a timeline."""
         if self._timeline:
             name = self._client_id(request_id)
             request = computed.request

@@ -1,4 +1,4 @@
-"""Requests as every room of the engine sees them, and their outputs."""
+"""Requests as every package of the engine sees them, and their outputs."""
 
 from typing import Literal
 
@@ -11,10 +11,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of sampling, already validated by the server."""
 
     temperature: float = 1.0
-    """Divisor of the logits, 0 for greedy sampling."""
+    """Divisor of the logits, or 0 for greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    """Number of likeliest tokens that are kept, 0 for all."""
+    """Number of likeliest tokens that are kept, or 0 for all."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -24,11 +24,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     """Biases added to the logits of these tokens, after penalties."""
     top_logprobs: int | None = None
-    """Alternatives reported for each token, None for no log-probabilities at all."""
+    """Number of alternatives reported for each token, or None for no log-probabilities at all."""
 
     @property
     def is_penalised(self) -> bool:
-        """Whether earlier tokens change the logits of the next."""
+        """Return whether penalties make the next token's logits depend on earlier tokens."""
         additive = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         return additive or self.repetition_penalty != 1.0
 
@@ -43,13 +43,13 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the worker gets it, for the first time or again after a restart."""
+    """One request as the worker receives it, for the first time or again after a restart."""
 
     request_id: str
     client_id: str = ""
     """The client's name of the request in logs, the same for all of its samples."""
     traceparent: str = ""
-    """Parent of the worker's spans for it, empty if it is not traced."""
+    """Trace parent of the worker's spans for the request, or "" if the request is not traced."""
     token_ids: list[int]
     """Prompt, followed by the output already sent when the request is resumed."""
     num_prompt_tokens: int
@@ -61,35 +61,39 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end the output. End-of-sequence tokens that the client ignores are not listed."""
     priority: int = 0
     session_id: str = ""
-    """Name of the session, whose KV is kept between its turns, empty for none."""
+    """Name of the session, whose KV is kept between turns, or "" for no session."""
     cache_salt: str = ""
     """Requests share cached KV only with requests of the same salt."""
     min_tokens: int = 0
-    """Tokens of output before which no stop token is chosen."""
+    """Minimum number of output tokens before a stop token may be sampled."""
     grammar: str = ""
-    """Grammar that the output must match, in llguidance's form, empty for any text."""
+    """Grammar that the output must match, in llguidance's form, or "" for any text."""
     beam: BeamParams | None = None
     """Parameters of a beam search that replaces sampling."""
     adapter: str = ""
-    """Name of its LoRA adapter, empty for none."""
+    """Name of the request's LoRA adapter, or "" for none."""
     embed: bool = False
     """Whether the answer is the prompt's embedding instead of output. Then `max_tokens` is 0."""
     accepted_at: float = 0.0
-    """Time at which the server accepted it, by `time.monotonic`, 0 if it has output already."""
+    """Time at which the server accepted the request, by `time.monotonic`, or 0 if it already has
+    output.
+    """
     num_stored_blocks: int = 0
-    """Leading blocks of `token_ids` whose KV tiers outside the device have, or are likely to."""
+    """Number of leading blocks of `token_ids` whose KV is, or probably is, in tiers outside the
+    device.
+    """
 
     @property
     def session_key(self) -> str:
-        """The session's name among those of all salts, empty without a session."""
+        """Return the session's unique name over all cache salts, or "" without a session."""
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
-        """Return whether a request that was admitted before has nothing left to produce.
+        """Return whether a previously admitted request has nothing left to generate.
 
         Args:
-            longest: tokens that its sequence may have.
-            resumed: whether a former worker had admitted it.
+            longest: maximum number of tokens in its sequence.
+            resumed: whether an earlier worker had admitted the request.
         """
         num_produced = len(self.token_ids) - self.num_prompt_tokens
         if self.embed or not (resumed or num_produced > 0):
@@ -99,11 +103,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     def charged_tokens(self, expected_output: int, limit: int) -> int:
         """Return the tokens to reserve KV for: the prompt and the expected output.
 
-        The output counts at least one token more than produced so far, and at most `max_tokens`.
+        The expected output is at least one token more than generated so far, and at most
+        `max_tokens`.
 
         Args:
-            expected_output: usual output length, tokens.
-            limit: longest sequence that this engine can hold, tokens. The result is never above it.
+            expected_output: typical output length in tokens.
+            limit: maximum sequence length of this engine in tokens, which the result never exceeds.
         """
         produced = len(self.token_ids) - self.num_prompt_tokens
         output = charged_output(self.max_tokens, expected_output, produced)
@@ -124,11 +129,11 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     token_ids: list[int]
     finish: Literal["", "stop", "length"]
-    """Reason why the request ended, empty if more is to come."""
+    """Reason why the request ended, or "" if more output follows."""
     logprobs: list[TokenLogprobs] | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV the prefix cache had when the request first started."""
+    """Number of prompt tokens whose KV the prefix cache had when the request first started."""
 
 
 class Embedding(msgspec.Struct, frozen=True, array_like=True):
@@ -136,6 +141,6 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     vector: bytes
-    """float32 numbers, little-endian."""
+    """The vector's elements as little-endian float32."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV the prefix cache had."""
+    """Number of prompt tokens whose KV the prefix cache had."""

@@ -17,7 +17,7 @@ NOTHING_ALLOWED = -3
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one sequence to compute in one step.
 
-    A decode is a chunk of one token, or of one token and the draft tokens behind it.
+    A decode is a chunk of one token, or of one token and the draft tokens after it.
     """
 
     request_id: str
@@ -26,52 +26,53 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """Block table of positions 0 to end - 1, in order, and perhaps of some behind them.
+    """Block table for positions 0 to end - 1, in order. May include blocks for later positions.
 
-    A sequence's steps have the same list object until an entry changes. It may grow between them.
+    All steps of a sequence share the same list object until an entry changes. The list may grow
+    between steps.
     """
     sampling: SamplingParams | None
-    """Parameters of sampling behind the last of `token_ids`.
+    """Sampling parameters for the token after the last of `token_ids`.
 
-    None if nothing is sampled, because more of the prompt is to come.
+    None if nothing is sampled, because more of the prompt follows.
     """
     history: list[int]
     """Prompt and output so far, including `token_ids`, a list that only grows.
 
-    Only penalties read it, so other ranks get it only for these.
+    Only penalties read the history, so other ranks receive it only for requests with penalties.
     """
     num_prompt_tokens: int
     num_replayed: int = 0
-    """Number of leading `token_ids` whose KV is stored already.
+    """Number of leading `token_ids` whose KV is already stored.
 
-    They are computed again to rebuild the convolution state, and their new KV is dropped.
+    These tokens are computed again to rebuild the convolution state, and their new KV is dropped.
     """
     state_slot: int | None = None
-    """Slot of the convolution state before `start`, None if the chunk begins from zeros."""
+    """Slot of the convolution state before `start`, or None if the chunk begins from zeros."""
     next_state_slot: int = 0
     """Slot for the state after the last token, unused by models without convolutions.
 
-    No chunk of the same step reads it, so that a plan can be computed again.
+    No chunk of the same step reads this slot, so that a plan can be computed again.
     """
     allowed: bytes | None = None
-    """Mask of the tokens that may be sampled, None for any token.
+    """Mask of the tokens that may be sampled, or None for any token.
 
     Each token has one bit, and the lowest bit of a byte comes first.
     """
     banned: list[int] = msgspec.field(default_factory=list)
-    """Tokens that may not be sampled."""
+    """Tokens that must not be sampled."""
     window_block_ids: list[int] = msgspec.field(default_factory=list)
-    """Block table of the layers with sliding windows, if these have blocks of their own.
+    """Block table of the layers with sliding windows, if they have separate blocks.
 
-    It is as long as `block_ids`. The first held block fills the entries that every window has
-    passed.
+    The table is as long as `block_ids`. Entries that every window has moved past repeat the first
+    block that is still held.
     """
     history_start: int = 0
     """In messages between ranks, the number of tokens before `history`, which the receiver has."""
     num_sampled: int = 1
-    """With `sampling`, the number of last `token_ids` behind which a token is sampled.
+    """With `sampling`, the number of last `token_ids` after each of which a token is sampled.
 
-    It is more than 1 for a decode with a draft.
+    The number is greater than 1 for a decode with a draft.
     """
 
     @property
@@ -81,14 +82,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """Whether a token is sampled behind each of `token_ids`.
+        """Return whether a token is sampled after each of `token_ids`.
 
-        That includes the last token of a prompt in a chunk of its own.
+        A chunk with only the last token of a prompt is a decode, too.
         """
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":
-        """Return, for each token to sample, the chunk cut off behind the token before it."""
+        """Return, for each token to sample, the chunk truncated after the preceding token."""
         if self.num_sampled == 1:
             return [self]
 
@@ -105,19 +106,19 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def state_slots(max_sequences: int) -> int:
     """Return the number of convolution state slots for a batch of `max_sequences`.
 
-    A sequence's step reads one slot and writes another. There are never more, so the ledger
-    reserves them all before serving starts.
+    Each step of a sequence reads one slot and writes another. The number never grows, so the ledger
+    reserves all slots before serving starts.
     """
     return 2 * max_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Copies of whole blocks over all layers, done once before the step, in the fields' order.
+    """Copies of whole blocks over all layers, done once before the step, in field order.
 
-    They allocate nothing and cannot run out of memory. Destinations of one kind are distinct. A
-    source of `copy` may be the destination of a later one. So these copies must be done in order,
-    or all sources read before any destination is written.
+    The copies allocate nothing and cannot run out of memory. Destinations of one kind are distinct.
+    The source of one `copy` may be the destination of a later `copy`. So these copies must be done
+    in order, or all sources must be read before any destination is written.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -129,7 +130,7 @@ class Moves:
     prefetch: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (host slot, block) to copy while the step runs.
 
-    The step neither reads nor writes these blocks. The copies are done when the step is.
+    The step neither reads nor writes these blocks. The copies are complete when the step is.
     """
 
     def __add__(self, other: "Moves") -> "Moves":
@@ -146,7 +147,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, with at most one chunk a sequence, decodes first."""
+    """One step, with at most one chunk per sequence, decodes first."""
 
     chunks: list[Chunk]
     moves: Moves = field(default_factory=Moves)

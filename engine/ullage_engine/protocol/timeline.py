@@ -1,7 +1,7 @@
-"""The forming of batches, as a trace that Perfetto and chrome://tracing open.
+"""Batch formation over time, as a trace that Perfetto and chrome://tracing can open.
 
-Steps have one lane. Each request has a lane of its own with its phases: queue, prefill, decode.
-The format is the Trace Event Format, with times in microseconds.
+Steps share one lane. Each request has its own lane with its phases: queue, prefill, decode. The
+format is the Trace Event Format, with times in microseconds.
 """
 
 import gzip
@@ -11,7 +11,7 @@ from pathlib import Path
 _PROCESS = 1
 _STEPS = 0
 _MORE_STEPS = 1 << 20
-"""First of the lanes for overlapping steps, as pipelines have them."""
+"""First of the lanes for overlapping steps, which occur with pipeline parallelism."""
 
 
 class Timeline:
@@ -32,9 +32,9 @@ class Timeline:
         """Add a step.
 
         Args:
-            ended: Unix time at which it ended.
+            ended: Unix time at which the step ended.
             seconds: its duration.
-            fields: its contents, such as the number of tokens.
+            fields: details of the step, such as the number of tokens.
         """
         since = ended - seconds
         free = (lane for lane, until in self._steps_until.items() if until <= since)
@@ -54,14 +54,14 @@ class Timeline:
         until: float,
         fields: dict[str, object],
     ) -> None:
-        """Add a phase of a request, without its time before the trace's beginning.
+        """Add a phase of a request, without any time before the beginning of the trace.
 
         Args:
-            key: the request's key, which has a lane of its own.
+            key: the request's key, which identifies its lane.
             name: the lane's name.
             phase: name of the phase.
-            since: Unix time at which it began.
-            until: Unix time at which it ended.
+            since: Unix time at which the phase began.
+            until: Unix time at which the phase ended.
             fields: further details.
         """
         lane = self._lanes.get(key)
@@ -85,7 +85,7 @@ class Timeline:
             )
 
     def write(self, path: Path) -> None:
-        """Write the trace, compressed."""
+        """Write the trace, compressed with gzip."""
         document = {"displayTimeUnit": "ms", "traceEvents": self._events}
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
             json.dump(document, file)

@@ -1,4 +1,4 @@
-"""A worker's report of itself: its ranks, its memory, its load and its counts."""
+"""A worker's report about itself: its ranks, memory, load and counters."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from ullage_engine.protocol.figures import Figures
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the device map: the layers and heads of one rank."""
+    """One entry of the device map: the layers and heads of one rank."""
 
     rank: int
     stage: int
@@ -28,13 +28,14 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the ledger, bytes."""
+    """One entry of the memory ledger, in bytes."""
 
     name: str
     reserved_bytes: int
     allocated_bytes: int
     on_host: bool = False
-    """Whether it is pinned host memory, which does not count to the device's budget."""
+    """Whether the memory is pinned host memory, which does not count towards the device's budget.
+    """
 
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's memory at one moment, and its counts since the worker started."""
+    """The scheduler's memory at one moment, and its counters since the worker started."""
 
     kv_pool_bytes: int
     kv_free_bytes: int
@@ -55,23 +56,23 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_committed_bytes: int
     """KV bytes that are reserved and not yet allocated, or withheld from new requests."""
     kv_used_bytes: int = 0
-    """Bytes of tokens in the allocated blocks. The rest of these blocks is waste."""
+    """KV bytes of the tokens in allocated blocks. The rest of these blocks is wasted."""
     num_running: int
     num_waiting: int
     num_steps: int
-    """Steps with work that were committed since the worker started."""
+    """Number of steps with work that were committed since the worker started."""
     expected_output_tokens: int
     """Output length that blocks are reserved for when a request is admitted."""
     prefill_backlog_tokens: int
-    """Prompt tokens admitted and not computed."""
+    """Number of admitted prompt tokens that are not computed yet."""
     num_preemptions: int
     """Preemptions since the worker started."""
     num_swaps: int = 0
     """Preemptions by swapping since the worker started."""
     swap_out_bytes: int = 0
-    """KV copied to host memory since the worker started."""
+    """KV bytes copied to host memory since the worker started."""
     swap_in_bytes: int = 0
-    """KV copied back since the worker started."""
+    """KV bytes copied back to the device since the worker started."""
     prefix_lookup_tokens: int = 0
     """Tokens looked up in the prefix cache when requests first started."""
     prefix_hit_tokens: int = 0
@@ -79,39 +80,39 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_merged_tokens: int = 0
     """Tokens whose KV was computed twice and is now stored once."""
     num_draft_tokens: int = 0
-    """Draft tokens of speculation checked since the worker started."""
+    """Draft tokens verified since the worker started."""
     num_accepted_tokens: int = 0
-    """Draft tokens that were right and became part of answers."""
+    """Draft tokens that were accepted and became part of answers."""
     num_sessions: int = 0
     session_bytes: int = 0
     """KV bytes that sessions keep between their requests."""
     num_adapter_loads: int = 0
     """LoRA adapters loaded since the worker started."""
     num_adapter_unloads: int = 0
-    """Loaded adapters that gave their slot to another one."""
+    """Loaded adapters that were evicted to free their slot for another adapter."""
     figures: Figures = msgspec.field(default_factory=Figures)
     """Times and sizes of steps, and how long requests waited, since the worker started."""
 
     @property
     def headroom_bytes(self) -> int:
-        """KV that a new request may take: free + reclaimable - committed."""
+        """Return the KV bytes that a new request may use: free + reclaimable - committed."""
         available = self.kv_free_bytes + self.kv_reclaimable_bytes - self.kv_committed_bytes
         return max(0, available)
 
     @property
     def kv_held_bytes(self) -> int:
-        """KV in block tables: neither free nor kept by caches alone."""
+        """Return the KV bytes in block tables, which are neither free nor held only by caches."""
         return max(0, self.kv_pool_bytes - self.kv_free_bytes - self.kv_reclaimable_bytes)
 
     @property
     def kv_waste_ratio(self) -> float:
-        """Share of the KV in block tables that holds no tokens, 0 to 1."""
+        """Return the share of the KV in block tables that holds no tokens, 0 to 1."""
         held = self.kv_held_bytes
         return max(0.0, 1.0 - self.kv_used_bytes / held) if held else 0.0
 
 
 class WorkerState(SchedulerStats, frozen=True, kw_only=True):
-    """The worker's memory and load at one moment, see ullage.headroom.v1.Headroom."""
+    """The worker's memory and load at one moment. See `ullage.headroom.v1.Headroom`."""
 
     total_bytes: int
     threshold: float
@@ -123,24 +124,25 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     Empty until measured.
     """
     pressure_level: int = 0
-    """Current degrade level, from 1, the mildest, or 0 for none."""
+    """Current degrade level, where 1 is the mildest and 0 is none."""
     batch_share: float = 1.0
-    """Share of `batching.max_sequences` that may run at once, 0 to 1."""
+    """Share of `batching.max_sequences` that may run concurrently, 0 to 1."""
     batch_limit: float = 1.0
-    """Last upper bound that the server set for `batch_share`, 1 for none."""
+    """Last upper bound that the server set for `batch_share`, where 1 means no bound."""
     num_oom_events: int
     """Steps that ran out of memory since the worker started."""
     num_nonfinite_logits: int = 0
     """Requests that failed since the worker started because their logits were NaN or infinite."""
     num_overlapped_steps: int = 0
-    """Steps that began while later pipeline stages computed an earlier one, since the start."""
+    """Steps since the start that began while later pipeline stages still computed an earlier step.
+    """
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int
-    """Resident bytes of the worker's ranks, or on CUDA rank 0's own bytes of its device."""
+    """Resident bytes of the worker's ranks. On CUDA, the device bytes that rank 0 itself uses."""
     swap_seconds: float = 0.0
-    """Seconds of copying to host memory and back since the worker started, on rank 0."""
+    """Seconds that rank 0 has spent copying KV to host memory and back since the worker started."""
     swap_bytes_per_second: float = 0.0
-    """Bandwidth of all ranks to host memory, measured at start, 0 without host memory for KV."""
+    """Bandwidth of all ranks to host memory, measured at start, or 0 without host memory for KV."""
     kv_withheld_bytes: int = 0
-    """KV bytes that new requests may not take, because other processes took device memory."""
+    """KV bytes withheld from new requests, because other processes took device memory."""
