@@ -1,5 +1,5 @@
-"""KV blocks as numbers: the block pool, the prefix cache with its radix tree, and sessions.
+"""Bookkeeping of KV blocks: the block pool, the prefix cache with its radix tree, and sessions.
 
-It counts blocks and never touches their bytes. It knows neither torch nor requests, scheduling or
-devices.
+The package tracks block ids and never touches the blocks' bytes. It does not depend on torch,
+requests, scheduling or devices.
 """

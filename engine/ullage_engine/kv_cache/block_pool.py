@@ -1,4 +1,4 @@
-"""The KV pool as numbers: which blocks are free, and how often each one is used."""
+"""Bookkeeping of the KV pool: which blocks are free, and each block's reference count."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,15 +7,16 @@ _END = -1
 
 
 class PoolExhaustedError(Exception):
-    """More blocks were requested than are free, since the caller did not check `num_free`."""
+    """More blocks were requested than are free, because the caller did not check `num_free`."""
 
 
 class BlockPool:
     """Hands out numbered blocks of `block_tokens` tokens, each with a reference count.
 
     Allocating and freeing a block is O(1). Free blocks form a doubly linked list threaded through
-    two arrays, so a block in its middle can be taken as cheaply as the first. That makes
-    consecutive runs cheap: the block after a sequence's last one is preferred whenever it is free.
+    two arrays, so taking a block from the middle of the list costs the same as taking the first.
+    That makes consecutive runs cheap: the block after a sequence's last block is preferred whenever
+    it is free.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
@@ -29,14 +30,14 @@ class BlockPool:
         self.num_free = num_blocks
 
     def ref_count(self, block: int) -> int:
-        """Return the number of holders of the block, 0 if it is free."""
+        """Return the number of holders of the block, or 0 if the block is free."""
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks, consecutive to `after` and to one another where they are free.
+        """Allocate `count` blocks, consecutive to `after` and to one another where possible.
 
         Raises:
-            PoolExhaustedError: if fewer are free. Nothing is taken then.
+            PoolExhaustedError: if fewer blocks are free. No block is allocated in this case.
         """
         if count > self.num_free:
             raise PoolExhaustedError(f"{count} KV blocks requested, {self.num_free} free")
@@ -55,7 +56,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each block. Blocks without any are free again."""
+        """Drop a reference to each block. Blocks without references become free."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free already"
             self._ref_counts[block] -= 1
@@ -63,7 +64,7 @@ class BlockPool:
                 self._put(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that `tables` hold exactly the allocated blocks, and the free list the others."""
+        """Assert that `tables` hold exactly the allocated blocks, and the free list all others."""
         held = Counter(block for table in tables for block in table)
         for block, ref_count in enumerate(self._ref_counts):
             assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"

@@ -2,7 +2,7 @@
 
 Sequences allocate blocks here and release them. A full block stays cached by content after its
 sequence has ended, and a session's blocks are pinned between its turns. `radix_tree` finds cached
-blocks by their tokens and chooses which is evicted next.
+blocks by their tokens and chooses which block to evict next.
 """
 
 import time
@@ -21,21 +21,21 @@ class _Session:
     """The pins of one session."""
 
     path: list[int]
-    """Pinned blocks, from the beginning of the conversation on."""
+    """Pinned blocks, starting at the beginning of the conversation."""
     used_at: float
     """Time of the last use, in seconds of the clock."""
     last_used: int
     """Tick of the session's last use of its blocks."""
     num_windows: int
-    """Number of last blocks of the path whose window blocks are pinned, too."""
+    """Number of blocks at the end of the path whose window blocks are also pinned."""
 
 
 class Sessions:
-    """Pins the cached prefix of each session until it is idle for long or memory is needed.
+    """Pins the cached prefix of each session until the session idles too long or memory is needed.
 
-    Either way the session used longest ago ends first. Pinned blocks count as reclaimable, because
-    ending their sessions frees them. Blocks that an idle session leaves are evicted before all that
-    were used since.
+    In both cases the least recently used session ends first. Pinned blocks count as reclaimable,
+    because ending their sessions frees them. Blocks of an ended idle session are evicted before all
+    blocks that were used since.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Sessions:
         return len(self._sessions)
 
     def keep(self, session_id: str, path: list[int], last_used: int) -> None:
-        """Pin the first blocks of a cached path in place of the session's earlier pins.
+        """Pin the first blocks of a cached path, replacing the session's earlier pins.
 
         `last_used` is the tick at which the session freed the path.
         """
@@ -69,13 +69,13 @@ class Sessions:
             self.end_oldest()
 
     def use(self, session_id: str) -> None:
-        """Record that the session's next turn has come."""
+        """Record that the session's next turn has begun."""
         session = self._sessions.pop(session_id, None)
         if session:
             self._sessions[session_id] = replace(session, used_at=self._clock())
 
     def end_idle(self) -> None:
-        """End sessions not used for the idle time."""
+        """End sessions that have been idle for longer than the idle time."""
         latest = self._clock() - self._idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at <= latest:
             self._end(next(iter(self._sessions)), is_idle=True)
@@ -86,7 +86,7 @@ class Sessions:
             self._end(session_id)
 
     def end_oldest(self) -> bool:
-        """End the session used longest ago, and return False if there is none."""
+        """End the least recently used session. Return False if there is no session."""
         if not self._sessions:
             return False
         self._end(next(iter(self._sessions)))
@@ -105,34 +105,34 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """Limits of the KV that is kept although no running sequence uses it."""
+    """Limits of the KV that is kept while no running sequence uses it."""
 
     prefix_cache: bool = True
-    """Whether full blocks are kept for requests that begin alike."""
+    """Whether full blocks are kept for requests with the same prefix."""
     session_blocks: int = 0
-    """Most blocks pinned for one session."""
+    """Maximum number of blocks pinned for one session."""
     session_idle: float = 300.0
-    """Seconds after which a session that is not used ends."""
+    """Seconds after which an unused session ends."""
     host_slots: int = 0
-    """Blocks of host memory for swapped sequences."""
+    """Number of blocks of host memory for swapped sequences."""
     swap_bytes_per_second: float = 4 << 30
     """Bandwidth between device and host, over all ranks."""
     kv_space: bytes = b""
-    """Namespace of KV in tiers outside the device, empty if there are none."""
+    """Namespace of KV in tiers outside the device, or "" if there are no such tiers."""
     prefetch: bool = True
-    """Whether KV of tiers may be copied in while a step runs.
+    """Whether KV from tiers may be copied to the device while a step runs.
 
-    It may not with several ranks. No rank knows when another has finished its copies, so slots
-    would be returned too soon.
+    This is not possible with several ranks. No rank can tell when another rank has finished its
+    copies, so slots would be returned too soon.
     """
 
 
 class PrefixCache:
-    """Allocates reference-counted KV blocks and keeps full ones for sequences that begin alike.
+    """Allocates reference-counted KV blocks and keeps full ones for reuse by common prefix.
 
-    The cache holds one reference to each block it stores. Blocks that only the cache holds are
-    reclaimable: `allocate` evicts them as it needs them, so they count as available. A cached block
-    is never written again.
+    The cache holds one reference to each block that it stores. Blocks that only the cache holds are
+    reclaimable: `allocate` evicts them when needed, so they count as available. A cached block is
+    never written again.
     """
 
     def __init__(
@@ -146,17 +146,17 @@ class PrefixCache:
         """Create a cache of free blocks.
 
         Args:
-            num_blocks: blocks of the pool.
-            block_tokens: tokens of a block.
+            num_blocks: number of blocks in the pool.
+            block_tokens: tokens per block.
             policy: limits of the KV that is kept for reuse.
-            clock: in seconds.
-            window_tokens: length of the sliding windows of layers that have blocks of their own, 0
-                if there are none.
+            clock: returns the time in seconds.
+            window_tokens: length of the sliding windows of layers that have separate blocks, or 0
+                if there are no such layers.
         """
         self._pool = BlockPool(num_blocks, block_tokens)
         self._tree = RadixTree(block_tokens, window_tokens)
         self._num_frees = 0
-        """Number of calls of `free`, the ticks by which eviction orders uses."""
+        """Number of calls to `free`. Eviction orders block uses by this tick count."""
         self.sessions = Sessions(self._tree, policy.session_blocks, policy.session_idle, clock)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -169,7 +169,7 @@ class PrefixCache:
 
     @property
     def num_reclaimable(self) -> int:
-        """Blocks that only the cache holds, which `allocate` evicts as it needs them."""
+        """Return the number of blocks that only the cache holds, which `allocate` may evict."""
         return self._tree.num_reclaimable
 
     @property
@@ -178,7 +178,7 @@ class PrefixCache:
 
     @property
     def num_cached_used(self) -> int:
-        """Cached blocks that sequences hold, all of them full."""
+        """Return the number of cached blocks that sequences hold. All of them are full."""
         return self._tree.num_blocks - self._tree.num_reclaimable
 
     @property
@@ -186,7 +186,7 @@ class PrefixCache:
         return self._tree.num_pinned
 
     def ref_count(self, block: int) -> int:
-        """Count the sequences that hold the block, without the cache's own reference."""
+        """Count the sequences that hold the block, excluding the cache's own reference."""
         return self._pool.ref_count(block) - (block in self._tree)
 
     def is_cached(self, block: int) -> bool:
@@ -204,11 +204,11 @@ class PrefixCache:
         return self._pool.ref_count(block) > 1
 
     def is_shared_at(self, table: list[int], index: int) -> bool:
-        """Return whether a table has a block at an index, and it is shared."""
+        """Return whether a table has a block at an index, and the block is shared."""
         return 0 <= index < len(table) and self.is_shared(table[index])
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
-        """Find the cached blocks of the longest prefix of `token_ids`, its last token excluded.
+        """Find the cached blocks of the longest prefix of `token_ids`, excluding the last token.
 
         Only requests with the same cache salt find one another's blocks. See `RadixTree.match` for
         `path`.
@@ -265,7 +265,7 @@ class PrefixCache:
     def insert(
         self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
     ) -> list[int]:
-        """Cache the full blocks `first` to `end` - 1 of a block table. Those before are cached.
+        """Cache the full blocks `first` to `end` - 1 of a block table. Earlier blocks are cached.
 
         Returns:
             The same table, or a new one if the cache stores the same tokens in another block. The
@@ -319,14 +319,14 @@ class PrefixCache:
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Remove the content keys of the subtree under a path's first block, all for None."""
+        """Remove the content keys in the subtree of a path's first block, or all keys if None."""
         if path is None:
             self._tree.take_keys(None)
         elif path and path[0] in self._tree:
             self._tree.take_keys(path[0])
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block of a cached block, None if there is none."""
+        """Return the window block of a cached block, or None if there is none."""
         return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
@@ -356,7 +356,7 @@ class PrefixCache:
             assert self._tree.is_reclaimable(block) == is_unused, f"block {block}: wrong state"
 
     def _evict(self) -> int:
-        """Evict one block. If all are pinned, end sessions, the one used longest ago first."""
+        """Evict one block. If all are pinned, end sessions, least recently used first."""
         while (block := self._tree.evict()) is None:
             was_ended = self.sessions.end_oldest()
             assert was_ended, "reclaimable blocks, and none of them evictable"

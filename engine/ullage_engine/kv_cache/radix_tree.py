@@ -3,9 +3,9 @@
 The path from the root to a block spells the tokens up to the block's end, and begins with the cache
 salt of the requests that may read it.
 
-Layers with sliding windows have blocks of their own. A cached block may have one of them for the
-same tokens, its window block. Window blocks that every window has slid past are reclaimable while
-their sequence continues. So a match ends where the last window is still cached.
+Layers with sliding windows have separate blocks. A cached block may have one of these blocks for
+the same tokens, called its window block. Window blocks that every window has moved past are
+reclaimable while their sequence continues. So a match ends where the last window is still cached.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One cached block, valid only behind all blocks above it."""
+    """One cached block, valid only after all blocks above it in the tree."""
 
     parent: "_Node | None"
     key: _Key
@@ -30,17 +30,17 @@ class _Node:
     is_idle: bool = False
     """Whether the session that last used the block has ended because it was idle."""
     last_used: int = 0
-    """Tick of the block's last use. Ticks only grow."""
+    """Tick of the block's last use. Ticks only increase."""
     window_block: int | None = None
     num_window_pins: int = 0
     is_window_reclaimable: bool = False
     window_last_used: int = 0
     content_key: bytes | None = None
-    """Content key of the block's copies in other tiers, None if it was not set."""
+    """Content key of the block's copies in other tiers, or None if no key was set."""
 
 
 Path = list[_Node]
-"""Nodes from the root's child on, which may leave the tree."""
+"""Nodes of a path, starting below the root. The nodes may be evicted from the tree."""
 
 
 class RadixTree:
@@ -56,8 +56,8 @@ class RadixTree:
         """Create an empty tree.
 
         Args:
-            block_tokens: tokens of a block.
-            window_tokens: length of the sliding windows, 0 if blocks have no window blocks.
+            block_tokens: tokens per block.
+            window_tokens: length of the sliding windows, or 0 if blocks have no window blocks.
         """
         self._block_tokens = block_tokens
         self._window_tokens = window_tokens
@@ -70,7 +70,9 @@ class RadixTree:
         self._evictable: OrderedDict[int, _Node] = OrderedDict()
         """Reclaimable, unpinned blocks without children, except those of `_idle`."""
         self._idle: OrderedDict[int, _Node] = OrderedDict()
-        """The same of idle sessions, which are evicted before the others."""
+        """Reclaimable, unpinned blocks without children that idle sessions left. Evicted before all
+        others.
+        """
         self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
         """Reclaimable and unpinned window blocks."""
 
@@ -102,11 +104,11 @@ class RadixTree:
         return [block for block in window_blocks if block is not None]
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block of a cached block, None if there is none."""
+        """Return the window block of a cached block, or None if there is none."""
         return self._by_block[block].window_block
 
     def add_window(self, block: int, window_block: int) -> None:
-        """Cache a window block, which is in use, with the block of the same tokens."""
+        """Cache a window block, which is in use, together with the block of the same tokens."""
         node = self._by_block[block]
         assert node.window_block is None, "cached already"
         assert window_block not in self, "cached already"
@@ -125,22 +127,22 @@ class RadixTree:
         return is_new
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the content key of a cached block or window block, None if it has none.
+        """Return the content key of a cached block or window block, or None if it has none.
 
-        A block that is not cached, or not as that kind, has none.
+        A block that is not cached, or not cached as that kind, has no key.
         """
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Remove the content keys of the subtree under a first block, all for None."""
+        """Remove the content keys in the subtree of a first block, or all keys if None."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
             node.content_key = None
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
-        """Find the longest run of blocks that store a beginning of `token_ids` under a salt.
+        """Find the longest run of blocks that store a prefix of `token_ids` under a cache salt.
 
         The run ends before the last token, which is always computed because its logits are needed,
         and where the window blocks that are read next are cached.
@@ -148,8 +150,8 @@ class RadixTree:
         Args:
             token_ids: tokens of a text.
             salt: cache salt of the request.
-            path: result of the last match of this text and salt, which is updated. Its tokens are
-                not compared again.
+            path: result of the last match of this text and salt, which is updated. The tokens of
+                the path are not compared again.
 
         Returns:
             The blocks, the first one first.
@@ -167,7 +169,7 @@ class RadixTree:
         return blocks[: self._readable(nodes)] if self._window_tokens else blocks
 
     def _extend(self, nodes: Path, token_ids: list[int], salt: str) -> None:
-        """Append the nodes of the tokens behind a path."""
+        """Extend a path by the nodes of the tokens that follow it."""
         size = self._block_tokens
         node = nodes[-1] if nodes else self._root
         for start in range(len(nodes) * size, (len(token_ids) - 1) // size * size, size):
@@ -179,7 +181,7 @@ class RadixTree:
             node = child
 
     def _readable(self, nodes: Path) -> int:
-        """Return the length of the longest prefix whose last window is cached, blocks."""
+        """Return the length in blocks of the longest prefix whose last window is cached."""
         num_windows = length = 0
         for count, node in enumerate(nodes, start=1):
             num_windows = 0 if node.window_block is None else num_windows + 1
@@ -193,7 +195,7 @@ class RadixTree:
         """Cache `block`, which stores `tokens`, below `parent`.
 
         Args:
-            parent: block of the tokens before, None at the beginning of a text.
+            parent: block of the preceding tokens, or None at the beginning of a text.
             tokens: the block's tokens.
             block: the block.
             salt: cache salt, used at the beginning of a text only.
@@ -264,7 +266,7 @@ class RadixTree:
     def unpin(
         self, block: int, idle_since: int | None = None, *, with_window: bool = False
     ) -> None:
-        """Undo one `pin`.
+        """Undo one call of `pin`.
 
         Args:
             block: the pinned block.
@@ -289,10 +291,10 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def evict(self) -> int | None:
-        """Drop the leaf or window block that is next to be evicted.
+        """Evict the next leaf or window block in eviction order.
 
         Returns:
-            Its block, None if none is evictable.
+            The evicted block, or None if no block is evictable.
         """
         queue = self._idle or self._evictable
         leaf = next(iter(queue.values()), None)
@@ -357,7 +359,7 @@ class RadixTree:
         return node.block
 
     def check_integrity(self) -> None:
-        """Assert that links and counts agree with one another."""
+        """Assert that the tree's links and counts are consistent."""
         nodes = list(self._by_block.values())
         num_reclaimable = sum(node.is_reclaimable + node.is_window_reclaimable for node in nodes)
         assert num_reclaimable == self.num_reclaimable, "reclaimable blocks miscounted"
