@@ -1,4 +1,4 @@
-"""Arithmetic of memory: the ledger of reservations, shared devices, and pressure levels.
+"""Memory accounting: the ledger of reservations, shared devices, and pressure levels.
 
-It counts bytes and blocks. It knows neither torch nor gRPC, and asks no device.
+The package counts bytes and blocks. It imports neither torch nor gRPC, and queries no device.
 """

@@ -1,4 +1,4 @@
-"""The ledger of one device: every byte is reserved under a name before it is allocated."""
+"""The memory ledger of one device. Every byte is reserved under a name before it is allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from ullage_engine.protocol.worker_state import ReservationState
 
 PRICE_TOLERANCE = 0.05
-"""Share by which an allocation may differ from its price.
+"""Fraction by which an allocation may differ from its predicted size.
 
-With a larger error admission would compute with wrong figures.
+With a larger error, admission control would calculate with wrong sizes.
 """
 
 _OTHERS = "others"
-"""Name of the reservation for memory of other processes."""
+"""Name of the reservation for memory that other processes hold."""
 
 _MIB = 1 << 20
 
@@ -30,7 +30,7 @@ class _Reservation:
 class Ledger:
     """Reservations of one device, whose sum never exceeds `threshold * total_bytes`.
 
-    The ledger counts and refuses. It touches no memory, and its caller measures the device.
+    The ledger only does the accounting. It allocates no memory, and its caller measures the device.
     """
 
     def __init__(self, total_bytes: int, threshold: float, *, configurable: bool) -> None:
@@ -38,7 +38,7 @@ class Ledger:
 
         Args:
             total_bytes: memory of the device.
-            threshold: share of it that is the budget, 0 to 1.
+            threshold: fraction of the device's memory that is the budget, 0 to 1.
             configurable: whether the total is `memory.deviceBytes` and not a real device's size.
         """
         self.total_bytes = total_bytes
@@ -59,12 +59,12 @@ class Ledger:
 
     @property
     def others_bytes(self) -> int:
-        """Bytes of the budget that other processes hold."""
+        """Return the bytes of the budget that other processes hold."""
         return self._reservations[_OTHERS].reserved if self._others else 0
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes that are reserved for this process."""
+        """Return the bytes that are reserved for this process."""
         return self.reserved_bytes - self.others_bytes
 
     @property
@@ -73,7 +73,7 @@ class Ledger:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of the budget that are not reserved."""
+        """Return the bytes of the budget that are not reserved."""
         return self.budget_bytes - self.reserved_bytes
 
     def reserve(self, name: str, num_bytes: int) -> None:
@@ -88,13 +88,13 @@ class Ledger:
         self._reservations[name] = _Reservation(num_bytes)
 
     def allocated(self, name: str, num_bytes: int) -> None:
-        """Record the bytes that were allocated under a name, at most those reserved."""
+        """Record the bytes allocated under a name, at most the reserved bytes."""
         entry = self._reservations[name]
         assert num_bytes <= entry.reserved, f"{name}: {num_bytes} allocated, {entry.reserved} set"
         entry.allocated = num_bytes
 
     def record(self, name: str, num_bytes: int) -> None:
-        """Reserve memory that is allocated already, such as that of libraries.
+        """Reserve memory that is already allocated, such as the memory of libraries.
 
         Raises:
             LedgerError: if fewer bytes are available.
@@ -105,13 +105,13 @@ class Ledger:
     def reserve_for_others(self, num_bytes: int, names: str) -> None:
         """Reserve the bytes of the budget that other processes hold.
 
-        `names` are these processes, for error messages.
+        `names`: names of these processes, for error messages.
         """
         self.reserve(_OTHERS, num_bytes)
         self._others = names
 
     def record_on_host(self, name: str, num_bytes: int) -> None:
-        """Record pinned host memory, which does not count to the device's budget."""
+        """Record pinned host memory, which does not count towards the device's budget."""
         assert name not in self._on_host, f"{name} is recorded already"
         self._on_host[name] = num_bytes
 
@@ -136,7 +136,7 @@ class Ledger:
         )
 
     def states(self) -> list[ReservationState]:
-        """List all entries for a report, those of the host last."""
+        """List all entries for a report, with host memory last."""
         on_device = [
             ReservationState(
                 name=name, reserved_bytes=entry.reserved, allocated_bytes=entry.allocated
@@ -177,7 +177,7 @@ def mib(num_bytes: int) -> str:
 
 
 def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
-    """Return one line on the first reservation whose allocation differs from its price.
+    """Return an error line for the first allocation that differs from its predicted size.
 
     Args:
         priced: bytes by the memory formula, by name.

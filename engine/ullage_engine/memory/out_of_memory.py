@@ -1,4 +1,4 @@
-"""Which errors mean that memory ran out, and which that the device is lost.
+"""Classifies errors: which mean that memory ran out, and which that the device is lost.
 
 torch raises a class of its own only where its allocator runs out. Other libraries (cuBLAS, cuDNN,
 NCCL, Triton's loader, the driver) report it in the text of a RuntimeError. So the texts decide, and
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ullage_engine.protocol.errors import HOST_SHORT, OUT_OF_MEMORY, GroupLostError
 
 _CLASSES = frozenset({"OutOfMemoryError", "OutOfMemoryFault", "MemoryError"})
-"""Names of the classes of torch, vLLM and Python that mean it, whatever their text."""
+"""Names of torch, vLLM and Python error classes that always mean out of memory."""
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch, CUDA, HIP, Triton, NCCL
@@ -49,13 +49,13 @@ _STICKY = (
 """Errors after which every later call of the process fails, too."""
 
 _DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
-"""Texts of errors that come from the device, of any kind."""
+"""Texts of any errors that come from the device."""
 
 
 def is_device_lost(error: BaseException) -> bool:
     """Return whether the device or another rank failed, rather than the computation.
 
-    Then later calls would fail as well.
+    If so, later calls would fail as well.
     """
     chain = list(_chain(error))
 
@@ -75,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def shortage_status(error: BaseException | None) -> int | None:
     """Return the exit status of a process that ends with an error because memory ran out.
 
-    None if memory is not the reason.
+    Return None if memory is not the reason.
     """
     if error is None or not is_out_of_memory(error):
         return None

@@ -15,7 +15,7 @@ _MEASURE_INTERVAL_S = 1.0
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Return the share of the KV pool that a new request may take, 0 to 1, and 1 without KV."""
+    """Return the share of the KV pool that a new request may use, 0 to 1, or 1 without KV."""
     return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 1.0
 
 
@@ -30,11 +30,11 @@ def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
 
 
 class FreeMemoryMonitor:
-    """Follows the free memory of a device that other processes may use, too.
+    """Monitors the free memory of a device that other processes may also use.
 
-    The safety reserve is free when serving starts. Bytes of it that are missing later were taken by
-    other processes. As many bytes of the KV pool are withheld from new requests, because these
-    could make this process or the others run out of memory.
+    The safety reserve is free when serving starts. If bytes of this reserve are missing later,
+    other processes have taken them. The same number of bytes of the KV pool is withheld from new
+    requests, because using them could make this process or the others run out of memory.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FreeMemoryMonitor:
         Args:
             measure: returns the free bytes, and is called now and later at most once a second.
             safety_reserve: bytes that should be free.
-            clock: in seconds.
+            clock: returns the time in seconds.
             own: bytes that this process's allocator has, which may grow into the reserve.
         """
         self._measure = measure
@@ -93,7 +93,7 @@ class PressureController:
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Bound the share of the largest batch at every level. 1 is no bound."""
+        """Limit the share of the maximum batch size at every level. 1 means no limit."""
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:

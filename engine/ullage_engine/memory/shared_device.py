@@ -1,8 +1,8 @@
-"""Which process holds which memory of a shared GPU, decided purely.
+"""Pure functions that decide which process holds which memory of a shared GPU.
 
 A GPU reports its free memory, which changes with every process that uses it: another engine, or a
-killed worker whose memory is still being returned. The ledger counts the bytes of this process.
-Those of others only bound the KV pool.
+killed worker whose memory is still being returned. The ledger counts the bytes of this process. The
+bytes of other processes only limit the KV pool.
 """
 
 import time
@@ -11,19 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 _MIB = 1 << 20
 
 POLL_S = 0.1
-"""Seconds between two readings of the free memory."""
+"""Interval between readings of the free memory, in seconds."""
 STABLE_S = 0.5
 """Seconds without more free memory after which no more is expected to be returned."""
 MAX_WAIT_S = 10.0
-"""Longest wait for memory, seconds."""
+"""Maximum time to wait for memory, in seconds."""
 
 _RISE_BYTES = 16 * _MIB
 """Rise of free memory that still counts as stable."""
 
 _LEAST_OUTSIDE = 128 * _MIB
-"""Least bytes that CUDA's context, modules and libraries take outside torch's allocator."""
+"""Minimum bytes that CUDA's context, modules and libraries use outside torch's allocator."""
 _MOST_OUTSIDE = 2048 * _MIB
-"""Most bytes of the same. What is measured beyond belongs to other processes."""
+"""Maximum bytes that this process uses outside torch's allocator. Excess belongs to other
+processes.
+"""
 
 _PAGE_BYTES = 2 * _MIB
 """Granularity of the driver's allocations."""
@@ -35,7 +37,7 @@ _SEGMENT_ROOM = 2 * 20 * _MIB
 """Room for torch's allocator to round up. The segments of its large pool are 20 MiB."""
 
 DIFFERENCE_TOLERANCE = 0.02
-"""Share by which the ledger may differ from the driver's figures."""
+"""Fraction by which the ledger may differ from the driver's values."""
 
 
 def wait_for_memory(
@@ -50,10 +52,10 @@ def wait_for_memory(
     after `MAX_WAIT_S`. Memory that others take meanwhile does not prolong it.
 
     Args:
-        read_free: free bytes of the device.
+        read_free: returns the free bytes of the device.
         enough: free bytes with which the wait ends at once.
-        clock: in seconds.
-        sleep: wait for some seconds.
+        clock: returns the time in seconds.
+        sleep: waits for a number of seconds.
 
     Returns:
         The free bytes.
