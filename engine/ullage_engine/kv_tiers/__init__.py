@@ -1,5 +1,5 @@
 """KV outside the device, in the server's process: the tiers, and answers to the worker's queries.
 
-This room owns the KV store and decides which blocks are loaded and which are computed. It may know
-messages and the KV store. It must not know the scheduler or the engine's services.
+This package owns the KV store and decides which blocks are loaded and which are computed. It may
+depend on messages and the KV store, but not on the scheduler or the engine's services.
 """

@@ -38,7 +38,7 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _PREFETCH_SHARE = 0.5
-"""Largest share of host memory for prefetched blocks.
+"""Maximum share of host memory for prefetched blocks.
 
 With more, waiting requests would evict each other's blocks, which would be loaded again."""
 
@@ -118,7 +118,7 @@ class KvBroker:
             post: sends a message to the worker.
             on_hits: called with a request's id and the blocks that it began with.
             call_soon: runs a function in this object's thread, from any thread.
-            compute: returns the present speed of prefill.
+            compute: returns the current prefill speed.
             computes_beside_loads: whether the worker computes the first blocks of a request while
                 the last ones are loaded. If not, its requests wait for loads, and each gets only
                 one answer.
@@ -157,7 +157,7 @@ class KvBroker:
         self._pinned: dict[int, _Pinned] = {}
         self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
         self._num_prefetched = 0
-        """Number of prefetched blocks of all beginnings."""
+        """Number of prefetched blocks of all requests' stored prefixes."""
 
     def arrived(self, request: EngineRequest) -> int:
         """Begin to prefetch the stored prefix of a request, if that is faster than computing it.
@@ -455,7 +455,7 @@ class KvBroker:
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
     def _pin(self, keys: list[bytes]) -> list[SlotRef]:
-        """Pin the leading blocks in shared memory, up to the first that is missing."""
+        """Pin the leading blocks in shared memory, up to the first missing block."""
         refs: list[SlotRef] = []
         for key in keys:
             ref = self._lease.pin(key)

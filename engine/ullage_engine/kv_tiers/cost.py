@@ -18,7 +18,7 @@ PROBE_S = 30.0
 """Seconds without a load after which the speed of a tier is measured again."""
 
 _UNMEASURED_S = 1e9
-"""Seconds of a computation whose speed is unknown. Any load is faster."""
+"""Assumed seconds of a computation whose speed is unknown. Any load is faster."""
 _WEIGHT = 0.5
 """Weight of the newest load in the estimates, on a logarithmic scale.
 
@@ -91,7 +91,7 @@ class LoadSpeed:
     def predict(self) -> LoadTime:
         """Predict the time of a load that begins now, after the running loads.
 
-        A load that is late is predicted to take as much longer as it is late by now.
+        A late load is predicted to take as much additional time as it is late by now.
         """
         return LoadTime(self._queue_s() + self.latency_s, self._byte_s)
 
@@ -141,7 +141,7 @@ class LoadSpeed:
 
 
 class ComputeSpeed(NamedTuple):
-    """The speed of prefill, and its backlog."""
+    """The prefill speed and the prefill backlog."""
 
     tokens_per_s: float = 0.0
     """Tokens per second, 0 before the first measurement."""
@@ -204,8 +204,8 @@ def seconds_to_load(
 def split(load_s: Sequence[float], compute_s: float, start_s: float = 0.0) -> int:
     """Return the number of leading blocks to compute while the rest is loaded.
 
-    They are the fewest leading blocks whose computation hides the load of the rest. The request is
-    never later than if it computed all blocks, and it waits for no load.
+    The result is the smallest number of leading blocks whose computation hides the load of the
+    rest. The request is never later than if it computed all blocks, and it waits for no load.
 
     Args:
         load_s: the result of `seconds_to_load`.

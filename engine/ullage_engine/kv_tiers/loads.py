@@ -15,7 +15,7 @@ from ullage_kv.futures import Steps, run
 from ullage_kv.results import HOST
 
 _FIRST_PART = 8
-"""Divisor of a load's first part.
+"""Divisor that gives the size of a load's first part.
 
 The first part is loaded before the rest, in order to measure loads of different sizes. Loads of
 fewer blocks are not divided."""
@@ -40,9 +40,10 @@ class Loads:
         Args:
             store: the store with the lower tiers.
             call_soon: runs a function in this object's thread, from any thread.
-            compute: returns the present speed of prefill.
-            block_tokens: tokens of a block.
-            are_waited_for: whether requests wait for their loads instead of computing meanwhile.
+            compute: returns the current prefill speed.
+            block_tokens: tokens per block.
+            are_waited_for: whether requests wait for their loads instead of computing in the
+                meantime.
             deadline_s: seconds that a load may take.
             clock: returns the time in seconds.
         """

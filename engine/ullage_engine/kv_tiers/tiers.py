@@ -52,7 +52,7 @@ class KvTiers:
             section: the configured tiers.
             on_hits: called with a request's id and the blocks that it began with.
             material: returns the newest certificate for connections to peers, None for plaintext.
-            compute: returns the present speed of prefill.
+            compute: returns the current prefill speed.
             deadline_s: seconds that a load from lower tiers may take, at most.
             has_begun: returns whether a request, by its id, has a token of this worker, or has
                 ended.
@@ -61,7 +61,7 @@ class KvTiers:
         self._deadline_s = min(deadline_s, DEADLINE_S)
         self._material = material
         self.service = KVStoreService(self._served) if section.remote else None
-        """The service for peers, if peers are configured."""
+        """The service for peer engines, or None if no peers are configured."""
         self._on_hits = on_hits
         self._compute = compute
         self._has_begun = has_begun
@@ -73,7 +73,7 @@ class KvTiers:
         self._broker: KvBroker | None = None
         """The broker of the store, for one worker after another."""
         self._post: Callable[[KvGranted | KvFound], None] | None = None
-        """Sends messages to the worker, None without a worker."""
+        """Sends messages to the worker, or None without a worker."""
         self.store: Store | None = None
         """The store, None before the first worker is ready."""
 
@@ -94,7 +94,7 @@ class KvTiers:
 
     @property
     def worker_options(self) -> list[str]:
-        """Command line options with which a worker finds the memory."""
+        """Return the command line options with which a worker finds the host tier's memory."""
         assert self._arena is not None, "open comes first"
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
@@ -214,7 +214,7 @@ class KvTiers:
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
         """Open the file tier, or return None if its folder does not answer, is full or broken.
 
-        This is no error, just as a later failure of the folder is not.
+        A failed open is not an error, just as a later failure of the folder is not.
 
         Raises:
             FileTierError: this engine may not use the folder.
