@@ -220,7 +220,7 @@ class PrefixCache:
         return self._tree.window_blocks(hits)
 
     def first_window_block(self, position: int) -> int:
-        """Return the index of the first block that a window ending at this position reaches."""
+        """Return the index of the first block that a window ending at this position covers."""
         return self._tree.first_window_block(position)
 
     def count_reclaimable(self, cached: Iterable[int]) -> int:

@@ -92,7 +92,7 @@ class RadixTree:
         return self._by_block[block].is_reclaimable if node is None else node.is_window_reclaimable
 
     def first_window_block(self, position: int) -> int:
-        """Return the index of the first block that a window ending at this position reaches."""
+        """Return the index of the first block that a window ending at this position covers."""
         return max(0, position - self._window_tokens + 1) // self._block_tokens
 
     def window_blocks(self, path: list[int]) -> list[int]:
