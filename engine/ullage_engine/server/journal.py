@@ -250,7 +250,7 @@ class JournalEntry:
         self.lone_deaths += was_alone
 
     def resume(self) -> None:
-        """Prepare the sample for the next worker. Without an admission, it counts as new."""
+        """Prepare the sample for the next worker. It counts as new if it was never admitted."""
         self.submitted = False
         self.is_taken = False
         self._num_tokens_here = 0
