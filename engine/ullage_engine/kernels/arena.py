@@ -5,10 +5,10 @@ oneDNN prepares a kernel for every new shape of a matrix product. That takes abo
 up to buckets, so that this cache seldom misses.
 
 The ledger reserves the arena's bytes and the runner allocates them, so both follow one layout.
-Buffers that never live at the same time share bytes: those of attention, of the MLP and of the
-experts overlap. Two more buffers are bounded. A layer of experts computes a long step slice by
-slice. Decode attention cuts the context into splits (split-KV), and the result of a split is one
-float32 vector of a head and the logarithm of its softmax sum.
+Buffers that are never in use at the same time share memory: the buffers of attention, of the MLP
+and of the experts overlap. Two other kinds of buffers have bounded sizes. A mixture-of-experts
+layer processes a long step in slices. Decode attention divides the context into splits (split-KV).
+The partial result of a split is one float32 vector per head and the logarithm of the softmax sum.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ from ullage_engine.native.library import VECTOR
 from ullage_engine.quantization.formats import TILE_GROUPS
 
 MAX_TILE_ROWS = 128
-"""Most prompt tokens whose scores are computed at once. It was the fastest of 32 to 256."""
+"""Maximum number of prompt tokens whose scores are computed at once. Of 32 to 256, it was
+fastest."""
 
 MIN_TILE_ROWS = 32
 
 SCORE_TOKENS = 1 << 19
-"""Scores of one head, rows times context, above which prefill tiles get fewer rows."""
+"""Number of scores per head (rows times context) above which prefill tiles get fewer rows."""
 
 MIN_BLOCKS = 8
 
@@ -33,31 +34,31 @@ MAX_ROW_WASTE = 0.25
 
 
 UNIT_ROWS = 8
-"""Rows of the smallest matrix product of a deterministic step. All products have a multiple of it.
+"""Number of rows in the smallest matrix product (matmul) of a deterministic step.
 
-MKL and oneDNN give a row the same bits in every product of at least 4 rows. With 8 rows, each of
-two threads has 4."""
+Every product has a multiple of this number of rows. MKL and oneDNN compute a row to the same bits
+in every product of at least 4 rows. With 8 rows, two threads compute 4 rows each."""
 
 SERIAL_ELEMENTS = 32_767
-"""Most elements that torch computes on one thread (ATen/Parallel.h, GRAIN_SIZE).
+"""Maximum number of elements that torch computes on one thread (ATen/Parallel.h, GRAIN_SIZE).
 
-Torch splits larger tensors between threads in the middle of rows. Other instructions compute the
-last elements of each thread's part, so a sigmoid may differ in the last bit
+Torch splits larger tensors between threads, even in the middle of a row. Different instructions
+compute the last elements of each thread's part, so a sigmoid may differ in its last bit
 (docs/reasons/decisions/0007-determinism.md)."""
 
 SPAN_TOKENS = 256
-"""Tokens in a span: deterministic attention computes each span of the context separately.
+"""Tokens per span. Deterministic attention computes each span of the context separately.
 
 Spans are counted from the sequence's first token."""
 
 
 def pad_rows(rows: int) -> int:
-    """Round rows up to a multiple of `UNIT_ROWS`, as deterministic products need."""
+    """Round a number of rows up to a multiple of `UNIT_ROWS`, as deterministic matmuls require."""
     return -(-rows // UNIT_ROWS) * UNIT_ROWS
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Round the tokens of a step up to the rows that the layers' products compute."""
+    """Round a step's number of tokens up to the number of rows that the layers' matmuls compute."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512
@@ -65,12 +66,13 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round the blocks of the longest sequence up to the number of blocks to gather for each."""
+    """Round the longest sequence's number of blocks up to the number to gather for each
+    sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return how many of `rows` decodes form the next group, and its rows including padding.
+    """Return how many of `rows` decodes form the next group, and the group's padded number of rows.
 
     The padded number is a power of two and at most `max_rows`.
     """
@@ -82,18 +84,18 @@ def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
 
 
 def tile_rows(blocks: int, block_tokens: int) -> int:
-    """Return the prompt tokens of a tile whose context has `blocks` blocks."""
+    """Return the number of prompt tokens in a tile whose context has `blocks` blocks."""
     affordable = SCORE_TOKENS // (blocks * block_tokens)
     return next((r for r in (128, 64) if r <= affordable), MIN_TILE_ROWS)
 
 
 def tile_bucket(rows: int) -> int:
-    """Round the rows of a prefill tile up to its padded size."""
+    """Round a prefill tile's number of rows up to the tile's padded size."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
 def _round_up(size: int, smallest: int) -> int:
-    """Round up to smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
+    """Round up to the next of smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
     bucket = smallest
     while bucket < size:
         half_steps = bucket + bucket // 2
@@ -104,52 +106,54 @@ def _round_up(size: int, smallest: int) -> int:
 
 
 SLICE_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Most tokens whose experts are computed in one slice, by kind of device.
+"""Maximum number of tokens whose experts are computed in one slice, by device type.
 
 Every slice reads the weights of all experts again, so slices on a GPU are large. If 2,048 tokens
-choose 4 of 32 experts each, an expert has 256 rows on average. A float32 product of 256 rows has
-too few tiles for all SMs of a large GPU."""
+choose 4 of 32 experts each, an expert has 256 rows on average. A float32 matmul of 256 rows has too
+few tiles to occupy all SMs of a large GPU."""
 
 INT64_WORDS = 2
-"""Four-byte words of an int64 index."""
+"""Number of four-byte words in an int64 index."""
 
 INT32_BYTES = 4
 
 MXFP4_PANELS = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Packed expert weights that are decoded at once, by kind of device.
+"""Number of packed expert weights that are decoded at once, by device type.
 
-On a CPU the decoded weights fit into the cache. On a GPU there are enough of every expert to keep
-the device busy."""
+On a CPU, the decoded weights fit into the cache. On a GPU, enough weights of every expert are
+decoded to keep the device busy."""
 
 
 def mxfp4_panel(device: str) -> int:
-    """Return how many decoded MXFP4 weights a panel holds on this kind of device."""
+    """Return how many MXFP4 weights are decoded at once (a panel) on this type of device."""
     return MXFP4_PANELS[device]
 
 
 def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
-    """Return the bytes of the scratch memory for decoding MXFP4, which all layers share.
+    """Return the size in bytes of the scratch memory in which all layers decode MXFP4 weights.
 
-    It holds one panel of decoded numbers of `itemsize` bytes, and an int32 index for each pair of
-    4-bit codes.
+    The scratch memory holds one panel of decoded weights, at `itemsize` bytes per weight, and an
+    int32 index for each pair of 4-bit codes.
     """
     return mxfp4_panel(device) * itemsize + mxfp4_panel(device) // 2 * INT32_BYTES
 
 
 @cache
 def padding_rows(pairs: int) -> int:
-    """Return the most rows that the last expert's product may write behind `pairs` rows.
+    """Return the maximum number of padding rows that the last expert's matmul writes after the
+    pairs.
 
-    Products have rounded sizes, see `ullage_engine.layers.moe.LoopedExperts`.
+    There are `pairs` rows without padding. Matmuls have rounded sizes, see
+    `ullage_engine.layers.moe.LoopedExperts`.
     """
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
 
 
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the elements of each expert buffer that has the activations' type, by name.
+    """Return the size in elements of each expert buffer of the activations' dtype, by name.
 
-    The buffers suffice for slices of up to `tokens` rows. A pair is a token and one of its experts.
-    The result is empty for a model without experts.
+    The buffers are large enough for slices of up to `tokens` rows. A pair is a token and one of its
+    experts. The result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -166,10 +170,10 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the four-byte words of each buffer that routes tokens to experts, by name.
+    """Return the size in four-byte words of each buffer for routing tokens to experts, by name.
 
-    The buffers suffice for slices of up to `tokens` rows. An int64 index takes two words. The
-    result is empty for a model without experts.
+    The buffers are large enough for slices of up to `tokens` rows. An int64 index takes two words.
+    The result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -187,33 +191,35 @@ def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 TARGET_PROGRAMS = 1024
-"""Programs that keep a large GPU busy: an H200 has 132 SMs, which run 4 to 8 programs each."""
+"""Number of programs that keep a large GPU busy: an H200 has 132 SMs with 4 to 8 programs each."""
 
 MAX_SPLITS = 64
-"""Most splits of one head's context, whose results are merged in registers."""
+"""Maximum number of splits of one head's context. Their results are merged in registers."""
 
 SPLIT_TOKENS = 128
-"""Tokens of context below which a split costs more time than it saves."""
+"""Context length in tokens below which a split costs more time than it saves."""
 
 
 def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
-    """Return into how many splits decode attention cuts each sequence's context, a power of two.
+    """Return the number of splits (a power of two) into which decode attention divides each
+    context.
 
-    The number depends on shapes alone, never on lengths, so a captured CUDA graph stays valid.
+    The number of splits depends on shapes alone, never on lengths, so a captured CUDA graph stays
+    valid.
 
     Args:
-        rows: sequences of the step.
-        num_kv_heads: KV heads of the model.
-        context: tokens for which each sequence's block table has room.
+        rows: number of sequences in the step.
+        num_kv_heads: number of KV heads in the model.
+        context: number of tokens for which each sequence's block table has space.
     """
     splits = min(MAX_SPLITS, TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS))
     return 1 << (max(1, splits).bit_length() - 1)
 
 
 def partial_elements(model_config: ModelConfig) -> int:
-    """Return the float32 numbers that the results of a step's splits need at most.
+    """Return the maximum number of float32 elements that the results of a step's splits need.
 
-    A step with splits has at most TARGET_PROGRAMS programs of `group_size` query heads each.
+    A step with splits has at most TARGET_PROGRAMS programs, each for `group_size` query heads.
     Without splits, decode attention writes its result directly.
     """
     return TARGET_PROGRAMS * model_config.group_size * (model_config.head_dim + 1)
@@ -222,8 +228,8 @@ def partial_elements(model_config: ModelConfig) -> int:
 ALIGNMENT = 64
 """Alignment of buffers, in bytes: a cache line, which suffices for every vector instruction.
 
-It is a multiple of 16, since Triton compiles a kernel once more for pointers that are not aligned
-to 16 bytes."""
+The alignment is a multiple of 16, because Triton compiles another variant of a kernel for pointers
+that are not aligned to 16 bytes."""
 
 
 def aligned(offset: int) -> int:
@@ -233,14 +239,14 @@ def aligned(offset: int) -> int:
 
 FLOAT32_BYTES = 4
 CODE_BYTES = 1
-"""Bytes of a float8 number."""
+"""Bytes per float8 element."""
 
 GATHER_TOKENS = 8192
-"""Tokens of context whose KV one pass of decode attention gathers. A longer batch takes several
-passes."""
+"""Number of context tokens whose KV is gathered in one pass of decode attention. A batch with more
+context takes several passes."""
 
 BLOCK_TOKENS = 16
-"""Tokens of a KV block."""
+"""Tokens per KV block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,41 +254,43 @@ class StepLimits:
     """The largest step that the buffers must hold, and the features that change their layout."""
 
     max_tokens: int
-    """Most tokens of a step, prompts and decodes together."""
+    """Maximum number of tokens in a step, prompts and decodes together."""
     max_rows: int
-    """Most sequences of a step, which is the number of rows of logits."""
+    """Maximum number of sequences in a step, which is also the number of rows of logits."""
     max_model_len: int
     """Length of the longest sequence, in tokens."""
     gather_tokens: int
-    """Tokens of context whose KV one pass of decode attention gathers."""
+    """Number of context tokens whose KV is gathered in one pass of decode attention."""
     itemsize: int
-    """Bytes of an activation."""
+    """Bytes per element of the activations."""
     block_tokens: int = BLOCK_TOKENS
     deterministic: bool = False
     """Whether results must be batch-invariant: a row's result does not depend on other rows."""
     fused: bool = False
-    """Whether GPU kernels read KV and convolution states in place, so that no workspace to gather
-    them is needed."""
+    """Whether GPU kernels read KV and convolution states in place. If so, the arena needs no
+    workspace in which to gather them."""
     fp8_kv: bool = False
-    """Whether KV is stored as float8. Its codes pass through buffers of their own unless
+    """Whether KV is stored as float8. The float8 codes pass through separate buffers unless
     `fused`."""
     windowed: bool = False
-    """Whether layers with sliding windows have KV blocks of their own."""
+    """Whether layers with sliding windows have separate KV blocks."""
     library_threads: int = 0
-    """Threads of the C++ library if it computes whole steps, otherwise 0."""
+    """Number of threads of the C++ library if this library computes whole steps, otherwise 0."""
     max_slice_tokens: int = SLICE_TOKENS["cpu"]
-    """Most tokens whose experts are computed in one slice, see `SLICE_TOKENS`."""
+    """Maximum number of tokens whose experts are computed in one slice, see `SLICE_TOKENS`."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the rows of the layers' products for a step of `tokens`, including padding."""
+        """Return the number of rows in the layers' matmuls for a step of `tokens`, including
+        padding."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Return the tokens of the largest expert slice in a step of `tokens`."""
+        """Return the number of tokens in the largest expert slice of a step with `tokens`
+        tokens."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
-        """Round the blocks of the longest sequence up to the blocks that attention reads.
+        """Round the longest sequence's number of blocks up to the number that attention reads.
 
         A deterministic step rounds up to whole spans, since its results must not depend on buckets.
         Other steps round up to a bucket.
@@ -292,7 +300,7 @@ class StepLimits:
 
     @property
     def max_gather_tokens(self) -> int:
-        """Size of the gather workspace in tokens: whole blocks, at least the longest sequence."""
+        """Size of the gather workspace in tokens: whole blocks, enough for the longest sequence."""
         longest = self.context_blocks(-(-self.max_model_len // self.block_tokens))
         blocks = max(longest, self.gather_tokens // self.block_tokens)
         return blocks * self.block_tokens
@@ -300,7 +308,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class ArenaBuffer:
-    """The place of one named buffer in the arena."""
+    """The position of one named buffer in the arena."""
 
     name: str
     offset: int
@@ -315,7 +323,7 @@ class ArenaBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The places of all buffers in one allocation. Buffers may share bytes."""
+    """The positions of all buffers in one allocation. Buffers may overlap."""
 
     buffers: tuple[ArenaBuffer, ...]
 
@@ -325,23 +333,24 @@ class ArenaLayout:
 
 
 def span_mask_width() -> int:
-    """Return the columns of deterministic attention's mask.
+    """Return the number of columns in the mask of deterministic attention.
 
-    They cover the span in which a tile begins, the tile itself, and the rest of the span in which
-    it ends.
+    The columns cover the span in which a tile begins, the tile itself, and the rest of the span in
+    which the tile ends.
     """
     return 2 * SPAN_TOKENS + MAX_TILE_ROWS
 
 
 def mask_width(max_model_len: int) -> int:
-    """Return the columns of the causal mask: any number of earlier tokens, then a tile."""
+    """Return the number of columns in the causal mask: all possible earlier tokens, then a tile."""
     return max_model_len + MAX_TILE_ROWS
 
 
 def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Lay out a step's activations, gather workspace, rotary tables and attention mask.
 
-    Activations are those of one layer, since all layers use the same buffers in turn.
+    The arena has space for the activations of one layer, because all layers use the same buffers in
+    turn.
     """
     if limits.library_threads:
         return native_arena(model_config, limits)
@@ -386,12 +395,13 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 ROWS_TOGETHER = 64
-"""Most queries of consecutive rows for which the C++ library computes attention together."""
+"""Maximum number of queries, in consecutive rows, whose attention the C++ library computes
+together."""
 
 MAX_PARTIALS = 4 << 20
-"""Most float32 numbers for the partial attention results of the C++ library.
+"""Maximum number of float32 elements for the C++ library's partial attention results.
 
-A step with many threads and a long context may need more. Its sequences' contexts are not
+A step with many threads and a long context may need more. In such a step, contexts are not
 split."""
 
 
@@ -435,9 +445,9 @@ def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
-    """Lay out the logits of all sampled rows, in the activations' type and in float32.
+    """Lay out the logits of all sampled rows, in the activations' dtype and in float32.
 
-    The C++ library computes them in float32 alone.
+    The C++ library computes logits in float32 only.
     """
     if limits.library_threads:
         return ArenaLayout(
@@ -478,9 +488,9 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 
 
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Return the bytes of the float8 codes that a step writes and gathers, by buffer.
+    """Return the size in bytes of each buffer of float8 codes that a step writes or gathers.
 
-    Keys and values are written one after the other, so their buffer holds either.
+    Keys and values are written one after the other, so they share one buffer.
     """
     width = model_config.num_kv_heads * model_config.head_dim
     return {
@@ -490,10 +500,10 @@ def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Return the four-byte words that the index arrays of any step need, each array aligned.
+    """Return the number of four-byte words for the index arrays of any step, each array aligned.
 
-    The arrays are those of `ullage_engine.kernels.batch.StepBatch`. If layers with sliding windows
-    have KV blocks of their own, each array that concerns blocks is counted twice.
+    The arrays are the fields of `ullage_engine.kernels.batch.StepBatch`. If layers with sliding
+    windows have separate KV blocks, each array that refers to blocks is counted twice.
     """
     rows = limits.product_rows(limits.max_tokens)
     chunks = limits.product_rows(limits.max_rows)
@@ -532,13 +542,14 @@ def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _query_elements(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Return the elements of the queries of a padded decode group or a tile, whichever has more."""
+    """Return the number of query elements in a padded decode group or a tile, whichever is
+    larger."""
     decodes = 2 * limits.max_rows * _decode_heads(model_config, limits)
     return max(decodes, MAX_TILE_ROWS * model_config.num_heads) * model_config.head_dim
 
 
 def _decode_heads(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Return the query heads of one decode, including padding."""
+    """Return the number of query heads per decode, including padding."""
     if not limits.deterministic:
         return model_config.num_heads
     return model_config.num_kv_heads * pad_rows(model_config.group_size)

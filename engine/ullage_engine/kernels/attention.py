@@ -1,9 +1,9 @@
-"""Attention over paged KV with torch operations, prepared once a step and run once a layer.
+"""Attention over paged KV with torch operations, prepared once per step and run once per layer.
 
 KV blocks are gathered into a workspace and multiplied there. The query heads of a KV head are
-folded into one matrix. On a CPU this is several times faster than `scaled_dot_product_attention`
-for decodes, and for prompts in bfloat16. Views are made once a step, so that each layer runs only
-tensor operations.
+combined into one matrix. On a CPU this is several times faster than `scaled_dot_product_attention`
+for decodes, and for prompts in bfloat16. Views are created once per step, so that each layer runs
+only tensor operations.
 """
 
 import math
@@ -29,7 +29,7 @@ class Workspace:
     scores: torch.Tensor
     mask: torch.Tensor  # [tile, earlier + tile], see fill_mask
     codes: torch.Tensor | None = None
-    """Buffer for gathered float8 codes. None: KV is not stored as float8."""
+    """Buffer for gathered float8 codes, or None if KV is not stored as float8."""
 
     def gather_view(self, num_blocks: int) -> torch.Tensor:
         """Return a view to gather blocks into: [2 * kv_heads, num_blocks, block_tokens * head_dim].
@@ -50,11 +50,11 @@ class Workspace:
 
 
 def fill_mask(mask: torch.Tensor) -> None:
-    """Write the causal mask [rows, columns] of a tile: 0 where a row may look, else -inf.
+    """Write the causal mask [rows, columns] of a tile: 0 for visible positions, else -inf.
 
     Row i sees column c if c <= i + earlier, where earlier = columns - rows is the number of tokens
-    before the tile. The mask of a tile with fewer earlier tokens is the same matrix from a later
-    column on.
+    before the tile. To get the mask of a tile with fewer earlier tokens, drop the first columns of
+    this matrix.
     """
     rows, columns = mask.shape
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=mask.device)
@@ -62,7 +62,7 @@ def fill_mask(mask: torch.Tensor) -> None:
 
 
 class DecodeAttention:
-    """Attention of a group of decodes: one token of each of several sequences."""
+    """Attention of a group of decodes, which are one token from each of several sequences."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DecodeAttention:
         self._out = out.transpose(0, 1)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
+        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         torch.mul(self._heads, self._scale, out=self._queries)
         torch.bmm(self._folded, self._keys, out=self._scores)
@@ -113,7 +113,7 @@ class DecodeAttention:
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
     """Compute the softmax of scores over the last dimension with attention sinks, in place.
 
-    A sink is a logit that takes part in the softmax and has no value, as in gpt-oss. `sinks`
+    A sink is a logit that takes part in the softmax but has no value vector, as in gpt-oss. `sinks`
     broadcasts to the shape of `scores` without its last dimension. If m is the largest score and p
     its weight in the plain softmax, log(sum(exp(scores))) is m - log(p). The scores' share of the
     softmax is therefore sigmoid(m - log(p) - sink).
@@ -125,7 +125,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
 
 
 def _length_mask(lengths: Ints, padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the mask [rows, 1, padded]: 0 where a row sees its context, else -inf."""
+    """Return the mask [rows, 1, padded]: 0 within each row's context, else -inf."""
     columns = torch.arange(padded, device=like.device)
     ends = torch.from_numpy(lengths).to(like.device)[:, None, None]
     outside = columns >= ends
@@ -164,7 +164,7 @@ class PrefillAttention:
         self._is_fused = fused and not window
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
+        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         if self._is_fused and sinks is None:
             self._fused()
@@ -212,9 +212,9 @@ class PrefillAttention:
 def _hidden_by_window(
     rows: int, earlier: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return which positions lie before each row's sliding window: bool [rows, earlier + rows].
+    """Return a mask of the positions before each row's sliding window: bool [rows, earlier + rows].
 
-    None: no position does, since every window reaches back to the first one.
+    Return None if every window reaches back to the first position, so that no position is hidden.
     """
     if not window or earlier + rows <= window:
         return None

@@ -1,7 +1,8 @@
-"""A step plan as index arrays: one flat batch of tokens, decodes first.
+"""Converts a step plan to index arrays: one flat batch of tokens, decodes first.
 
-This is pure arithmetic over whole arrays. Some attention code reads KV pages in place. Other code
-gathers groups of decodes and tiles of prompts, which are cut here, too, from the same arrays.
+This is pure arithmetic over whole arrays. Some attention code reads KV pages in place. Other
+attention code gathers the KV of groups of decodes and tiles of prompts. This module also divides a
+batch into these groups and tiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +25,19 @@ from ullage_engine.kernels.block_tables import BlockTables, Ints
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 GROUP_WASTE_TOKENS = 1024
-"""Most tokens of padding in a decode group.
+"""Maximum number of padding tokens in a decode group.
 
-A group has a fixed cost of about 60 µs a layer, in which about this many tokens of context could be
-gathered and scored."""
+A group has a fixed cost of about 60 µs per layer. In that time, about this many tokens of context
+could be gathered and scored."""
 
 NO_SLOT = -1
-"""Slot that means none: reading it gives zeros, and writing to it does nothing."""
+"""Placeholder for no slot: a read gives zeros, and a write does nothing."""
 
 Longs = npt.NDArray[np.int64]
-"""Indices for `index_copy_`, which torch accepts as int64 only."""
+"""Indices for `index_copy_`, for which torch accepts only int64."""
 
 Bucket = Callable[[int], int]
-"""Rounds a size up to a bucket."""
+"""A function that rounds a size up to a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Spans:
     """Row of each run's block table in `PagedRows.prompt_tables`."""
 
     def cut(self, size: int) -> "Spans":
-        """Return the same tokens, cut into runs of at most `size` tokens."""
+        """Return the same tokens, split into runs of at most `size` tokens."""
         if len(self.counts) == 0:
             return self
         pieces = -(-self.counts // size)
@@ -71,18 +72,19 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The slots to which a step writes its rows' KV, and the blocks that the rows attend to."""
+    """The slots to which a step writes the KV of its rows, and the blocks to which the rows
+    attend."""
 
     slots: Longs
-    """KV slot of each row, NO_SLOT for padding."""
+    """KV slot of each row, or NO_SLOT for a padding row."""
     lengths: Ints
-    """Context length of each decode, including its own token; 0 for padding.
+    """Context length of each decode, including the decode's own token, or 0 for a padding row.
 
     Decodes are the first rows of the batch, sorted from longest to shortest."""
     decode_tables: Ints
     """Block ids [decodes, width]. A shorter table is padded with its last block."""
     prompts: Spans
-    """The prompts' chunks, one run for each."""
+    """The prompts' chunks, one run per chunk."""
     tiles: Spans
     """The same tokens in runs of at most MAX_TILE_ROWS."""
     prompt_tables: Ints
@@ -93,9 +95,9 @@ class PagedRows:
 class ConvPlan:
     """The inputs of each row's convolution, as indices into a source of columns.
 
-    The source starts with the T input columns of a layer, one for each row. The states of the C
-    chunks follow, in the order of the chunks. A chunk's state is the kernel - 1 columns before its
-    first row, oldest first.
+    The source begins with the T input columns of a layer, one per row. After them come the states
+    of the C chunks, in the order of the chunks. A chunk's state is the kernel - 1 columns before
+    its first row, oldest first.
     """
 
     taps: Ints
@@ -104,33 +106,37 @@ class ConvPlan:
     tails: Ints
     """Indices [C, kernel - 1] of the columns that form the state after each chunk."""
     slots: Ints
-    """Slot of the state before each chunk. NO_SLOT: the chunk begins from a state of zeros."""
+    """Slot of the state before each chunk, or NO_SLOT if the chunk begins from a state of zeros."""
     next_slots: Longs
-    """Slot for the state after each chunk, NO_SLOT for padding. The step reads none of these."""
+    """Slot for the state after each chunk, or NO_SLOT for padding. The step reads none of these
+    slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step as the model computes it: one flat batch of rows."""
+    """A step in the form that the model computes: one flat batch of rows."""
 
     num_tokens: int
-    """Number of rows that are tokens of the plan. Rows behind them are padding."""
+    """Number of rows that are tokens of the plan. The rows after them are padding."""
     token_ids: Ints
     positions: Ints
     rows: PagedRows
     sampled: list[Chunk]
     """Chunks to sample from, in the plan's order.
 
-    A chunk that is sampled at several of its tokens appears once for each, cut off behind it."""
+    If a chunk is sampled at several of its tokens, it appears once per sampled token, truncated
+    after that token."""
     sampled_rows: Ints
     """Row of the last token of each sampled chunk."""
     conv: ConvPlan | None = None
-    """Plan of the convolutions. None: the model has none."""
+    """Plan of the convolutions, or None if the model has no convolutions."""
     windowed: PagedRows | None = None
-    """KV places in layers with sliding windows. None: they are those of `rows`."""
+    """Slots and blocks in layers with sliding windows, or None if they are the same as in
+    `rows`."""
 
     def paged(self, window: int) -> PagedRows:
-        """Return the rows' KV places in a layer with this sliding window (0: no window)."""
+        """Return the rows' KV slots and blocks in a layer with this sliding window (0: no
+        window)."""
         return self.rows if self.windowed is None or not window else self.windowed
 
 
@@ -145,7 +151,7 @@ PADDING = Chunk(
     num_prompt_tokens=0,
     next_state_slot=NO_SLOT,
 )
-"""A decode that pads a step: it stores no KV and attends to no token."""
+"""A decode for padding a step. It stores no KV and attends to no token."""
 
 
 def build_batch(
@@ -163,15 +169,15 @@ def build_batch(
 
     Args:
         plan: the step.
-        block_tokens: tokens of a KV block.
+        block_tokens: tokens per KV block.
         bucket: rounds a number of blocks up to the width of a block table.
         padded_decodes: rounds up the number of decodes in a step without prompts, so that all steps
-            of a bucket have arrays of the same shapes. None: no rows are padded.
-        conv_kernel: taps of the model's convolutions; 0: it has none.
-        scratch_block: block for the KV of replayed tokens, which is in no sequence's table. Only
-            models with convolutions need it.
-        windowed: whether layers with sliding windows have blocks of their own.
-        tables: block tables from earlier steps. None: there are none yet.
+            of a bucket have arrays of the same shapes. If None, no rows are added.
+        conv_kernel: number of taps in the model's convolutions, or 0 if it has no convolutions.
+        scratch_block: block for the KV of replayed tokens, not in any sequence's block table. Only
+            models with convolutions need this block.
+        windowed: whether layers with sliding windows have separate blocks.
+        tables: block tables from earlier steps, or None if there are none yet.
     """
     decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
     prompts = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
@@ -205,7 +211,7 @@ def build_batch(
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
-    """Yield the ids of blocks that the step begins to fill but does not fill completely."""
+    """Yield the ids of the blocks that the step starts but does not fill completely."""
     for chunk in plan.chunks:
         last = (chunk.end - 1) // block_tokens
         if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:
@@ -220,7 +226,7 @@ def _is_decode(chunk: Chunk) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The chunks in the order of their rows, and the place of every row in its chunk."""
+    """The chunks in the order of their rows, and the position of every row in its chunk."""
 
     chunks: list[Chunk]
     num_decodes: int
@@ -327,7 +333,8 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
     num_rows = len(layout.owners)
 
     def index(chunk: Ints, place: Ints) -> Ints:
-        """Return where the source holds a chunk's columns, counted from its state's first."""
+        """Return the source indices of a chunk's columns, counted from the first column of its
+        state."""
         in_state = num_rows + chunk * columns + place
         in_rows = layout.first_rows[chunk] + place - columns
         source: Ints = np.where(place < columns, in_state, in_rows)
@@ -347,7 +354,7 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes of similar length that are attended together, rows `start` to `end` of the batch."""
+    """Decodes of similar length whose attention is computed together, rows `start` to `end`."""
 
     start: int
     end: int
@@ -357,7 +364,7 @@ class DecodeGroup:
     block_ids: Ints
     """Block tables [padded_rows, num_blocks]. Padding rows repeat the last row's table."""
     lengths: Ints
-    """Context length of each row, including its own token and padding rows."""
+    """Context length of each row, including the row's own token. Padding rows are included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,13 +377,13 @@ class PrefillTile:
     earlier: int
     """Number of the sequence's tokens before the tile."""
     block_ids: Ints
-    """Block ids of the last row's context, including padding."""
+    """Block ids of the last row's context, with padding."""
 
 
 def decode_groups(
     rows: PagedRows, block_tokens: int, max_gather_tokens: int, bucket: Bucket = context_bucket
 ) -> list[DecodeGroup]:
-    """Cut decodes, longest first, into groups that fit the workspace and need little padding."""
+    """Split decodes, longest first, into groups that fit the workspace and need little padding."""
     buckets = [bucket(-(-length // block_tokens)) for length in rows.lengths.tolist()]
     max_blocks = max_gather_tokens // block_tokens
     groups = []
@@ -408,7 +415,7 @@ def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
 def prefill_tiles(
     rows: PagedRows, block_tokens: int, bucket: Bucket = context_bucket
 ) -> list[PrefillTile]:
-    """Cut prompts into tiles small enough to compute all of a tile's scores at once."""
+    """Split prompts into tiles that are small enough to compute all scores of a tile at once."""
     spans = rows.prompts
     tiles = []
     columns = (spans.first_rows, spans.counts, spans.earlier)

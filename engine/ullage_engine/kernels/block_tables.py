@@ -1,4 +1,4 @@
-"""The block tables of sequences as rows of one int32 array, kept from step to step."""
+"""Keeps the block tables of sequences from step to step, as rows of one int32 array."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ class BlockTables:
     """
 
     def __init__(self, num_kept: int) -> None:
-        """Allocate rows for `num_kept` sequences; a larger step gets more."""
+        """Allocate rows for `num_kept` sequences. A larger step allocates more rows."""
         self._table = np.zeros((num_kept, _FIRST_COLUMNS), np.int32)
         self._rows: OrderedDict[str, _Row] = OrderedDict()
-        """By request, the least recently used first."""
+        """The row of each request, least recently used first."""
 
     @property
     def table(self) -> Ints:

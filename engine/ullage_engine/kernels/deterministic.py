@@ -167,7 +167,7 @@ class SplitWorkspace:
     scaled: torch.Tensor  # float32
     mask: torch.Tensor  # [tile, span_mask_width()], see fill_span_mask
     codes: torch.Tensor | None = None
-    """Buffer for gathered float8 codes. None: KV is not stored as float8."""
+    """Buffer for gathered float8 codes, or None if KV is not stored as float8."""
 
 
 def hidden_score(dtype: torch.dtype) -> float:
@@ -254,7 +254,7 @@ class SplitAttention:
         self._mask = mask
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
+        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
         assert sinks is None, "refused at start"
         torch.mul(self._heads, self._heads.shape[-1] ** -0.5, out=self._placed)
         for block_ids, scores in zip(self._spans, self.scores, strict=True):

@@ -339,7 +339,7 @@ class PagedDecode:
         self._tables, self._lengths = put(rows.decode_tables), put(rows.lengths)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
+        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
         attend_decodes(
             self._queries,
             cache,
@@ -497,7 +497,7 @@ class PagedPrefill:
         self._earlier = put(rows.tiles.earlier)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache holds the tokens' own KV already."""
+        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
         attend_tiles(
             self._queries,
             cache,
