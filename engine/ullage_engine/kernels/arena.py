@@ -19,8 +19,9 @@ from ullage_engine.native.library import VECTOR
 from ullage_engine.quantization.formats import TILE_GROUPS
 
 MAX_TILE_ROWS = 128
-"""Maximum number of prompt tokens whose scores are computed at once. Of 32 to 256, it was
-fastest."""
+"""Maximum number of prompt tokens whose scores are computed at once.
+
+Of the values from 32 to 256, this one was the fastest."""
 
 MIN_TILE_ROWS = 32
 
@@ -66,8 +67,7 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round the longest sequence's number of blocks up to the number to gather for each
-    sequence."""
+    """Round the longest sequence's block count up to the number to gather per sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
@@ -140,10 +140,9 @@ def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
 
 @cache
 def padding_rows(pairs: int) -> int:
-    """Return the maximum number of padding rows that the last expert's matmul writes after the
-    pairs.
+    """Return the maximum number of padding rows that the last expert's matmul may write.
 
-    There are `pairs` rows without padding. Matmuls have rounded sizes, see
+    The padding rows follow `pairs` real rows. Matmuls have rounded sizes, see
     `ullage_engine.layers.moe.LoopedExperts`.
     """
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
@@ -201,8 +200,7 @@ SPLIT_TOKENS = 128
 
 
 def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
-    """Return the number of splits (a power of two) into which decode attention divides each
-    context.
+    """Return the number of splits of each context in decode attention, a power of two.
 
     The number of splits depends on shapes alone, never on lengths, so a captured CUDA graph stays
     valid.
@@ -280,13 +278,11 @@ class StepLimits:
     """Maximum number of tokens whose experts are computed in one slice, see `SLICE_TOKENS`."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the number of rows in the layers' matmuls for a step of `tokens`, including
-        padding."""
+        """Return the number of rows in the layers' matmuls for this many tokens, with padding."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Return the number of tokens in the largest expert slice of a step with `tokens`
-        tokens."""
+        """Return the number of tokens in the largest expert slice of a step of this size."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
@@ -395,8 +391,7 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 ROWS_TOGETHER = 64
-"""Maximum number of queries, in consecutive rows, whose attention the C++ library computes
-together."""
+"""Maximum number of queries in consecutive rows that the C++ library attends together."""
 
 MAX_PARTIALS = 4 << 20
 """Maximum number of float32 elements for the C++ library's partial attention results.
@@ -542,8 +537,7 @@ def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _query_elements(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Return the number of query elements in a padded decode group or a tile, whichever is
-    larger."""
+    """Return the number of query elements in a padded decode group or in a tile, as the maximum."""
     decodes = 2 * limits.max_rows * _decode_heads(model_config, limits)
     return max(decodes, MAX_TILE_ROWS * model_config.num_heads) * model_config.head_dim
 

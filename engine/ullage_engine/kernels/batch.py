@@ -72,8 +72,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The slots to which a step writes the KV of its rows, and the blocks to which the rows
-    attend."""
+    """The slots to which a step writes KV, and the blocks to which its rows attend."""
 
     slots: Longs
     """KV slot of each row, or NO_SLOT for a padding row."""
@@ -135,8 +134,7 @@ class StepBatch:
     `rows`."""
 
     def paged(self, window: int) -> PagedRows:
-        """Return the rows' KV slots and blocks in a layer with this sliding window (0: no
-        window)."""
+        """Return the rows' KV slots and blocks in layers with this window size (0: no window)."""
         return self.rows if self.windowed is None or not window else self.windowed
 
 
@@ -333,8 +331,7 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
     num_rows = len(layout.owners)
 
     def index(chunk: Ints, place: Ints) -> Ints:
-        """Return the source indices of a chunk's columns, counted from the first column of its
-        state."""
+        """Return the source indices of columns of a chunk. Column 0 is the first of its state."""
         in_state = num_rows + chunk * columns + place
         in_rows = layout.first_rows[chunk] + place - columns
         source: Ints = np.where(place < columns, in_state, in_rows)

@@ -1,15 +1,15 @@
 """Batch-invariant matrix products and attention: a row's result does not depend on other rows.
 
-Libraries choose the order of each sum by the shape of the whole product, and rounding depends on
-this order. The reference is therefore a product of `UNIT_ROWS` rows. Larger products are used if
-they were verified to give the same bits on this machine, with these shapes and threads. Otherwise a
+Libraries choose the summation order by the shape of the whole product, and rounding depends on this
+order. The reference is therefore a product of `UNIT_ROWS` rows. A larger product is used if a check
+on this machine has shown that it gives the same bits with these shapes and threads. Otherwise the
 product is computed in parts.
 
-Attention cuts the context into spans of `SPAN_TOKENS`, counted from the sequence's first token. The
-scores, the softmax and the weighted sum of a span have the same shape in every step. Spans are
+Attention divides the context into spans of `SPAN_TOKENS`, counted from the sequence's first token.
+The scores, the softmax and the weighted sum of a span have the same shape in every step. Spans are
 merged in order, each weighted by its share of the softmax (split-KV; Dao et al., "Flash-Decoding",
-2023). A span that a row must not see has a share of 0, so the lengths of other rows do not matter.
-Decodes and prompt rows run the same code.
+2023). If a row must not see a span, the span's share is 0, so the lengths of other rows do not
+matter. Decodes and prompt rows use the same code.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,14 +57,14 @@ class RowProducts:
             _multiply_each_unit(x, y, out)
 
     def verify_row_invariance(self, weight: torch.Tensor, sizes: Iterable[int]) -> bool:
-        """Find the numbers of rows that `multiply` may compute at once with this weight's shape.
+        """Find how many rows `multiply` may compute at once with a weight of this shape.
 
-        A number qualifies if its product gives each row the bits that it has in a product of
-        `UNIT_ROWS` rows.
+        A row count qualifies if a product of that many rows gives each row the same bits as a
+        product of `UNIT_ROWS` rows.
 
         Returns:
-            Whether `UNIT_ROWS` itself qualifies. If not, a row's result depends on its place among
-            the rows, and no product is batch-invariant.
+            Whether `UNIT_ROWS` itself qualifies. If not, a row's result depends on its position
+            among the rows, and no product is batch-invariant.
         """
         ordered = sorted({UNIT_ROWS, *sizes}, reverse=True)
         self._sizes[weight.shape] = [UNIT_ROWS]
@@ -73,7 +73,7 @@ class RowProducts:
         return UNIT_ROWS in equal
 
     def verify_batched(self, x: _Shape, y: torch.Tensor) -> bool:
-        """Verify that a batched product of these shapes gives the bits of separate products.
+        """Check whether a batched product of these shapes gives the same bits as separate products.
 
         If it does, `multiply_each` computes such batches at once from now on.
 
@@ -92,9 +92,9 @@ class RowProducts:
         return True
 
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
-        """Return whether a product of `size` rows gives each row the bits of a unit's product.
+        """Return whether a product of `size` rows gives the same bits as one of `UNIT_ROWS` rows.
 
-        Each row is in another place of the two products.
+        Each row is at different positions in the two products.
         """
         for seed in range(_probes(size * weight.shape[1], weight.dtype)):
             x = fill_random(weight.new_empty(size, weight.shape[0]), seed)
@@ -112,7 +112,7 @@ class RowProducts:
 
 
 def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
-    """Cut rows into slices of these sizes, largest first; the last size is `UNIT_ROWS`."""
+    """Split rows into slices of these sizes, largest first. The last size is `UNIT_ROWS`."""
     start = 0
     for size in sizes:
         while rows - start >= size:
@@ -121,16 +121,16 @@ def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
 
 
 def _probes(size: int, dtype: torch.dtype) -> int:
-    """Return how many random products must agree to prove that two have the same order of sums.
+    """Return how many random products must agree to prove that two methods sum in the same order.
 
-    Another order changes many float32 results, but only one bfloat16 result in ten thousand.
-    `size` is the number of results of one product.
+    A different order changes many float32 results, but only one bfloat16 result in ten thousand.
+    `size` is the number of results per product.
     """
     return 1 if dtype == torch.float32 else min(_MAX_PROBES, -(-_PROBED_NUMBERS // size))
 
 
 def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Fill a tensor with normal random numbers in place, the same for the same seed."""
+    """Fill a tensor in place with normally distributed random values, reproducible by seed."""
     generator = torch.Generator(x.device).manual_seed(_SEED + seed)
     return x.normal_(generator=generator)
 
@@ -138,7 +138,7 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Return `multiply` of x and weight, and `add` of it to `start`: [2, rows, out]."""
+    """Return the results of `multiply`, and of `add` to `start`, stacked: [2, rows, out]."""
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])
@@ -171,9 +171,9 @@ class SplitWorkspace:
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Return the number that masks a score, whose weight in the softmax is then 0.
+    """Return the value that masks a score, so that the score's softmax weight is 0.
 
-    It is not -inf, so that a row whose scores are all masked does not become NaN.
+    The value is not -inf, so that a row does not become NaN if all its scores are masked.
     """
     return torch.finfo(dtype).min / 2
 
@@ -182,14 +182,14 @@ def fill_span_mask(mask: torch.Tensor) -> None:
     """Write the causal mask of a tile that may begin anywhere in a span.
 
     Row i sees column c if c <= i + SPAN_TOKENS. A tile that begins at token t of its span uses the
-    columns from SPAN_TOKENS - t on.
+    columns starting at SPAN_TOKENS - t.
     """
     hidden = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
     mask.zero_().masked_fill_(hidden.triu_(SPAN_TOKENS + 1), hidden_score(mask.dtype))
 
 
 class SplitAttention:
-    """Attention over the context's spans, for decodes of several sequences or a tile of one."""
+    """Attention over the spans of the context, for several decodes or for a tile of one prompt."""
 
     def __init__(
         self,
@@ -201,9 +201,9 @@ class SplitAttention:
         """Prepare views of the workspace.
 
         Args:
-            workspace: buffers shared with the step's other attentions.
-            tables: block ids [sequences, width]; the width covers whole spans.
-            rows: queries of each sequence and KV head, a multiple of `UNIT_ROWS`.
+            workspace: buffers shared with the step's other attention objects.
+            tables: block ids [sequences, width]. The width covers whole spans.
+            rows: number of queries per sequence and KV head, a multiple of `UNIT_ROWS`.
             device: device of the buffers.
         """
         model_config = workspace.model_config
@@ -241,7 +241,7 @@ class SplitAttention:
         """Set the views that `run` reads and writes.
 
         Args:
-            heads: query heads to attend.
+            heads: query heads whose attention is computed.
             placed: the view of `queries` to which scaled `heads` are written.
             masked: the view of `scores` to which `mask` is added.
             mask: 0 where a query sees a position, otherwise `hidden_score`.
@@ -281,13 +281,13 @@ class SplitAttention:
         self._folded.copy_(self._merged)
 
     def _sum_span(self, cache: LayerCache, span: int) -> None:
-        """Write the span's weighted sum of values over the queries, which are no longer needed."""
+        """Write the span's weighted sum of values in place of the queries, no longer needed."""
         gather(cache, self._of_values, self._spans[span], self._codes, self._gathered)
         self._products.multiply_each(self.scores[span], self._span, self._folded)
 
 
 def span_shares(peaks: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
-    """Return the share of each span in the softmax over all spans, float32 [spans, ...].
+    """Return each span's share of the softmax over all spans, float32 [spans, ...].
 
     Args:
         peaks: largest score of each span.
@@ -308,7 +308,7 @@ def split_decodes(
     workspace: SplitWorkspace,
     window: int,
 ) -> SplitAttention:
-    """Prepare deterministic attention of a group of decodes."""
+    """Prepare deterministic attention for a group of decodes."""
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape
@@ -341,7 +341,7 @@ def split_prefill(
     workspace: SplitWorkspace,
     window: int,
 ) -> SplitAttention:
-    """Prepare deterministic attention of a tile: consecutive tokens of one prompt."""
+    """Prepare deterministic attention for a tile, which is consecutive tokens of one prompt."""
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape

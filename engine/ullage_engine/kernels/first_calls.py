@@ -1,8 +1,8 @@
 """Calls torch's vector functions once in a process on a single thread, before steps use them.
 
-Each function of the vector library that torch was built with initialises itself in its first call.
-This is not thread-safe. When two threads made the first call together, half of a tensor was right
-and the other half was wrong by 1.5e-4.
+Torch is built with a vector library. Each function of that library initialises itself in its first
+call, which is not thread-safe. When two threads made the first call together, half of a tensor was
+right and the other half was wrong by 1.5e-4.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 _NUMBERS = 4096
-"""Elements of the test tensor: enough to run every vector loop. One more runs its remainder."""
+"""Number of elements that runs every vector loop. One more element also runs the remainder."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

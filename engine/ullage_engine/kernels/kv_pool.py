@@ -1,9 +1,9 @@
-"""The memory of the KV cache: the paged pool, host slots for swapped blocks, convolution states.
+"""KV cache memory: the paged pool, host slots for swapped blocks, and convolution states.
 
-Pages hold KV in the activations' type, or in float8 E4M3 with one scale for each head. A scale is a
+Pages hold KV in the activations' type, or in float8 E4M3 with one scale per head. A scale is a
 power of two, so multiplying and dividing by it is exact, and only the conversion to E4M3 rounds. A
-kernel may therefore apply the scale to queries and sums instead of keys and values, and the bits
-are the same.
+kernel may therefore apply the scale to queries and sums instead of keys and values and get the same
+bits.
 """
 
 import math
@@ -20,11 +20,13 @@ from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.protocol.step_plan import Moves
 
 LARGEST = 448.0
-"""Largest number of E4M3. The format has no infinity, so larger numbers are stored as this one."""
+"""Largest finite value of E4M3. The format has no infinity, so larger values are stored as this
+value."""
 
 MIN_EXPONENT = -15
 MAX_EXPONENT = 7
-"""Bounds of the scales' exponents. Within them float16 holds every stored number and scale."""
+"""Bounds of the scales' exponents. Within these bounds, float16 can represent every stored value
+and scale."""
 
 
 LAYOUT_VERSION = 1
@@ -34,7 +36,7 @@ Raise it if either changes, so that KV stored by an older version is not reused.
 
 
 class _Bits(NamedTuple):
-    """The places of E4M3's bits in a wider floating-point type."""
+    """Where the bits of E4M3 go in a wider floating-point type."""
 
     integers: torch.dtype
     shift: int
@@ -51,17 +53,17 @@ _BITS = {
 
 
 class HeadScales(NamedTuple):
-    """The float8 scales of a layer's heads, in the activations' type."""
+    """The float8 scales of a layer's heads, in the activations' dtype."""
 
     values: torch.Tensor  # [2 * kv_heads, 1, 1], keys first
     factors: torch.Tensor  # the same, times `widening_factor`
 
 
 def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.device) -> HeadScales:
-    """Return for each head the smallest power of two that scales its numbers into E4M3's range.
+    """Return, per head, the smallest power of two that scales the head's values into E4M3's range.
 
     Args:
-        bounds: largest absolute value of each head, keys first.
+        bounds: largest absolute value per head, key heads first.
         dtype: type of the activations.
         device: device of the scales.
 
@@ -83,9 +85,9 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 
 def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-    """Round numbers to float8 codes of the same shape, and overwrite the numbers.
+    """Round values to float8 codes of the same shape. The values are overwritten.
 
-    A number that is too large for its scale becomes the largest code.
+    A value that is too large for its scale becomes the largest code.
     """
     numbers.div_(scales).clamp_(-LARGEST, LARGEST)
     codes.view(torch.float8_e4m3fn).copy_(numbers)
@@ -97,10 +99,11 @@ def widening_factor(dtype: torch.dtype) -> float:
 
 
 def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor) -> None:
-    """Convert float8 codes to the type of `out`, exactly, several times faster than torch does.
+    """Convert float8 codes exactly to the dtype of `out`, several times faster than torch.
 
-    The bits are moved to their places in the wider type. Its exponent has another bias, for which
-    `factors` must account (`widening_factor`). NaN reads as 480. `narrow` writes NaN only for NaN.
+    The bits are moved to their positions in the wider type. The exponent of that type has a
+    different bias, for which `factors` must compensate (`widening_factor`). NaN reads as 480.
+    `narrow` writes NaN only for NaN.
     """
     layout = _BITS[out.dtype]
     bits = out.view(layout.integers)
@@ -110,7 +113,7 @@ def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor)
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer, whose memory is viewed both as blocks and as slots.
+    """The keys and values of one layer, with views of their memory as blocks and as slots.
 
     Slot = block id * block tokens + position within the block.
     """
@@ -119,11 +122,11 @@ class LayerCache(NamedTuple):
     keys: torch.Tensor  # [kv_heads, num_slots, head_dim]
     values: torch.Tensor  # [kv_heads, num_slots, head_dim]
     scales: HeadScales | None = None
-    """Scales of float8 KV, whose tensors above hold bytes of E4M3. None: KV has no scales."""
+    """Scales of float8 KV, or None if KV is not float8. Float8 tensors hold E4M3 bytes."""
 
 
 def scratch_blocks(model_config: ModelConfig) -> int:
-    """Return the number of extra blocks that take the KV of tokens computed a second time.
+    """Return the number of extra blocks for the KV of recomputed tokens.
 
     Only models with convolutions recompute tokens, to restore a convolution's state.
     """
@@ -145,10 +148,10 @@ def kv_block_bytes(
 
 
 class KVPool:
-    """The KV of all sequences on the device, in one allocation whose pages are all touched.
+    """The KV of all sequences on the device, in one allocation with all pages touched.
 
     Heads are the first dimension, so that gathering the blocks of one head gives a matrix. A model
-    with convolutions has one more block than `num_blocks`, which is written but never read.
+    with convolutions has one block more than `num_blocks`. That block is written but never read.
     """
 
     def __init__(
@@ -166,13 +169,13 @@ class KVPool:
 
         Args:
             model_config: the model.
-            num_blocks: blocks for sequences.
-            block_tokens: tokens of a block.
-            dtype: type of stored numbers, unless they are float8.
+            num_blocks: number of blocks for sequences.
+            block_tokens: tokens per block.
+            dtype: type of the stored elements, unless KV is float8.
             device: device of the pool.
-            scales: float8 scales of each attention layer. None: KV is stored as `dtype`.
-            windowed: whether a block belongs either to the layers with sliding windows or to those
-                without. The i-th layers of both kinds then use the same place in a block.
+            scales: float8 scales of each attention layer, or None to store KV as `dtype`.
+            windowed: whether a block belongs either to the layers with sliding windows or to the
+                other layers. The i-th layers of both kinds then use the same position in a block.
         """
         heads = 2 * model_config.num_kv_heads
         width = block_tokens * model_config.head_dim
@@ -190,14 +193,14 @@ class KVPool:
 
     @property
     def scratch_block(self) -> int:
-        """Id of the block for the KV of replayed tokens, if the model has convolutions."""
+        """ID of the block for the KV of replayed tokens, if the model has convolutions."""
         return self.num_blocks
 
     def clear(self, block: int) -> None:
         """Fill one block with zeros in all layers.
 
-        Attention multiplies the slots behind a block's last token by zero. An infinity or NaN of an
-        earlier sequence would survive that.
+        Attention multiplies the slots after a block's last token by zero. An infinity or NaN from
+        an earlier sequence would survive this multiplication.
         """
         self.blocks[:, block].zero_()
 
@@ -207,7 +210,7 @@ class KVPool:
 
 
 def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
-    """Return the place of each attention layer within a block."""
+    """Return the position of each attention layer within a block."""
     counts = [0, 0]
     places = []
     for layer in model_config.layers:
@@ -227,7 +230,7 @@ def _layer_cache(
 
 
 class StatePool:
-    """The convolution states of all sequences, in one allocation whose pages are all touched.
+    """The convolution states of all sequences, in one allocation with all pages touched.
 
     A state is the last kernel - 1 input columns of each convolution, oldest first.
     """
@@ -247,11 +250,11 @@ class StatePool:
 
 
 class HostPool:
-    """Slots in host memory, each for one block of all layers. All their pages are touched.
+    """Slots in host memory, each for one block of all layers. All pages of this memory are touched.
 
     For a GPU the memory is pinned as long as the pool lives. Torch copies only contiguous memory
-    between devices without a temporary, so a block passes through a staging block on the device.
-    Prefetched blocks pass through a second staging block, on a stream of their own.
+    between devices without a temporary, so a block is copied through a staging block on the device.
+    Prefetched blocks are copied through a second staging block, on a separate stream.
     """
 
     def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
@@ -259,9 +262,9 @@ class HostPool:
 
         Args:
             pool: KV blocks on the device.
-            num_slots: slots to allocate.
-            shared: memory of the host tier, [slots, bytes of a block]. Its slots are numbered from
-                `num_slots` on, and keep their content.
+            num_slots: number of slots to allocate.
+            shared: memory of the host tier, [slots, bytes per block]. Its slot numbers begin at
+                `num_slots`, and its slots keep their content.
         """
         rows, _, width = pool.blocks.shape
         is_remote = pool.blocks.device.type != "cpu"
@@ -296,8 +299,8 @@ class HostPool:
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Start copying host slots to blocks. `finish_prefetch` waits for the copies.
 
-        A GPU copies on a separate stream while the step computes. A CPU copies synchronously, since
-        a copy in the background would take cores from the step.
+        A GPU copies on a separate stream while the step computes. On a CPU the copy is synchronous,
+        because a background copy would take cores from the step.
         """
         if self._stream is None:
             with self.timer:
@@ -313,7 +316,7 @@ class HostPool:
     def finish_prefetch(self) -> None:
         """Wait until all prefetched blocks are copied.
 
-        Their host slots may then be written again, and later device work reads the new blocks.
+        After that, the host slots may be overwritten, and later device work reads the new blocks.
         """
         if self._is_prefetching and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -321,7 +324,7 @@ class HostPool:
         self._is_prefetching = False
 
     def measure(self) -> float:
-        """Return the seconds of copying one block in either direction, the fastest of many.
+        """Return the seconds to copy one block in either direction, the minimum of many copies.
 
         The blocks keep their content.
         """
@@ -354,7 +357,7 @@ _MEASUREMENTS = 64
 
 
 class CopyTimer:
-    """Sums the seconds of copies, by two events of a GPU's stream or by the clock of a CPU."""
+    """Sums the duration of copies, measured by CUDA events on a GPU and by the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -381,7 +384,7 @@ class CopyTimer:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all copies so far. Reading it waits for unfinished copies."""
+        """Total seconds of all copies so far. Reading this property waits for unfinished copies."""
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -390,7 +393,7 @@ class CopyTimer:
 
 
 def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
-    """Copy whole blocks in the order of `Moves`, without allocating memory."""
+    """Copy whole blocks in the order that `Moves` prescribes, without allocating memory."""
     if moves.swap_out or moves.swap_in:
         with host.timer:
             for block, slot in moves.swap_out:
@@ -408,7 +411,8 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """Allocate an arena, touch all its pages, and return a flat view of each buffer by name.
 
-    A buffer of four bytes an element is float32, one of one byte is uint8, and others are `dtype`.
+    A buffer with four bytes per element is float32, a buffer with one byte per element is uint8,
+    and other buffers are `dtype`.
     """
     types = {1: torch.uint8, 4: torch.float32}
     # empty and zero_, because zeros would leave the pages unbacked until first use.
@@ -420,7 +424,7 @@ def allocate(
 
 
 def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return the start of a flat buffer as a contiguous tensor of this shape."""
+    """Return the first elements of a flat buffer as a contiguous tensor of this shape."""
     count = 1
     for size in shape:
         count *= size
@@ -428,7 +432,7 @@ def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], alignment: int = 1) -> int:
-    """Return the bytes of the memory behind these tensors, counting each storage once.
+    """Return the size in bytes of the storages of these tensors, counting each storage once.
 
     Each storage is rounded up to a multiple of `alignment`, as in a file with aligned tensors.
     """
@@ -443,14 +447,14 @@ def write_kv(
     values: torch.Tensor,
     codes: torch.Tensor | None,
 ) -> None:
-    """Write a step's keys and values to their slots. Float8 KV overwrites both.
+    """Write a step's keys and values to their slots. With float8 KV, the inputs are overwritten.
 
     Args:
         cache: pages of a layer.
         slots: int64 slot of each token.
         keys: [kv_heads, tokens, head_dim].
         values: [kv_heads, tokens, head_dim].
-        codes: flat uint8 buffer with at least as many elements as `keys`, for float8 KV.
+        codes: for float8 KV, a flat uint8 buffer with at least as many elements as `keys`.
     """
     if cache.scales is None:
         cache.keys.index_copy_(1, slots, keys)
@@ -478,7 +482,7 @@ def gather(
         cache: pages of a layer.
         heads: selected heads among the 2 * kv_heads of the cache, keys first.
         block_ids: blocks to copy.
-        codes: flat uint8 buffer with at least as many elements as `out`, for float8 KV.
+        codes: for float8 KV, a flat uint8 buffer with at least as many elements as `out`.
         out: [heads, blocks, block_tokens * head_dim].
     """
     if cache.scales is None:

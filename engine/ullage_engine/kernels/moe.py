@@ -1,8 +1,8 @@
-"""The operations of a mixture of experts, between the products of the experts' weights.
+"""The operations of a mixture of experts (MoE) before, between and after the experts' matmuls.
 
-Each operation writes to memory that the caller passes, and none waits for the device. A pair is a
-token and one of its experts. Pairs are sorted by expert, so that the rows of every expert are
-consecutive. `places` holds the sorted row of each pair.
+Each operation writes to memory that the caller passes. No operation waits for the device. A pair is
+a token and one of its experts. Pairs are sorted by expert, so that the rows of each expert are
+consecutive. `places` holds the row of each pair after sorting.
 """
 
 import torch
@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from ullage_engine.model_config.model_config import ExpertsSpec
 
 BIAS_ROWS = 512
-"""Rows to which biases are added at once, which bounds the temporary tensor."""
+"""Number of rows to which biases are added at once. This bounds the temporary tensor."""
 
 SIGMOID_EPS = 1e-6
-"""Number that LFM2 adds to the sum of a token's weights before it divides them by it."""
+"""Value that LFM2 adds to the sum of a token's expert weights before it divides the weights by this
+sum."""
 
 GATE_LIMIT = 7.0
-"""Limit of gpt-oss's gate, see `clamped_gate`."""
+"""Clamping limit of gpt-oss's gate, see `clamped_gate`."""
 
 GATE_SLOPE = 1.702
 """Slope of the sigmoid in gpt-oss's gate."""
@@ -35,8 +36,8 @@ def choose(
 
     Args:
         spec: the model's experts.
-        scores: the router's logits, float32 [tokens, experts]; overwritten.
-        bias: float32 [experts], added to the scores by which experts are ranked.
+        scores: the router's logits, float32 [tokens, experts]. They are overwritten.
+        bias: float32 [experts], added to the scores for ranking the experts.
         ranks: scratch memory with the shape and type of `scores`.
         chosen: output, int64 [tokens, experts_per_token].
         weights: output, float32 [tokens, experts_per_token].
@@ -83,10 +84,10 @@ def sort_pairs(
 
     Args:
         chosen: int64 [pairs], the expert of each pair.
-        experts: int64 [experts], the numbers 0, 1, 2 and so on.
+        experts: int64 [experts], the expert ids 0, 1, 2 and so on.
         sorted_experts: output, int64 [pairs]: `chosen`, sorted.
         order: output, int64 [pairs]: the pair in each sorted row.
-        places: output, int64 [pairs]: the sorted row of each pair.
+        places: output, int64 [pairs]: the row of each pair after sorting.
         ends: output, int32 [experts]: the row after each expert's last row.
     """
     torch.sort(chosen, stable=True, out=(sorted_experts, order))
@@ -95,7 +96,7 @@ def sort_pairs(
 
 
 def add_biases(rows: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) -> None:
-    """Add to each row the bias of its expert, in place.
+    """Add the bias of each row's expert to the row, in place.
 
     Args:
         rows: [pairs, width].
@@ -110,10 +111,10 @@ def add_biases(rows: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """Write gpt-oss's gated activation: (up + 1) * gate * sigmoid(1.702 * gate).
 
-    `gate` is limited to at most 7, and `up` to -7 to 7.
+    `gate` is clamped to at most 7, and `up` to the range from -7 to 7.
 
     Args:
-        gate_up: [rows, 2 * width], the gate first; overwritten.
+        gate_up: [rows, 2 * width], the gate first. It is overwritten.
         out: [rows, width].
     """
     width = out.shape[1]

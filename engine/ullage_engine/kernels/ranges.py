@@ -38,7 +38,7 @@ class Ranges:
         self._make = record_function
 
     def restore(self) -> None:
-        """Open the ranges again that were opened before `to_profiler`."""
+        """Open the same kind of ranges again as before `to_profiler`."""
         self._make = self._usual
 
 

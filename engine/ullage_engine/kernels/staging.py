@@ -1,4 +1,4 @@
-"""Uploads many host arrays to a GPU in one asynchronous copy.
+"""Uploads several host arrays to a GPU in one asynchronous copy.
 
 `upload` allocates memory in each call. `Staging` copies a step's index arrays to fixed memory on
 the device. If two steps put arrays of the same shapes in the same order, the arrays have the same
@@ -30,7 +30,7 @@ _TYPES = {
 
 
 def upload(arrays: HostArrays, device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the arrays to the device asynchronously, and return them as views of one buffer by name.
+    """Copy arrays to the device asynchronously. Return views of one buffer, by array name.
 
     The host memory is pinned for a GPU. Torch reuses it only after the copy has read it.
     """
@@ -58,7 +58,7 @@ def _write(memory: torch.Tensor, start: int, array: Array) -> None:
 
 
 def _view(memory: torch.Tensor, start: int, array: Array) -> torch.Tensor:
-    """Return a view of the memory at `start` with the array's shape and type."""
+    """Return a view of the memory at `start` with the shape and type of this array."""
     part = memory[start : start + array.nbytes]
     return part.view(_TYPES[array.dtype]).view(array.shape)
 
@@ -76,7 +76,7 @@ class CopyEvent(Protocol):
 
 
 class _AtOnce:
-    """The event of a copy on a CPU, which is synchronous and needs no waiting."""
+    """The event of a copy on a CPU. Such a copy is synchronous, so there is nothing to wait for."""
 
     def record(self) -> None:
         pass
@@ -93,10 +93,10 @@ def copy_event(device: torch.device) -> CopyEvent:
 class Staging:
     """Packs the index arrays of every step into the same device memory.
 
-    The order of a step is `begin`, `put` for each array, `upload`, and only then the kernels that
-    read the arrays. Two buffers of pinned host memory take turns. When a step is prepared, the copy
-    of the step before it may still wait behind older kernels. The device needs only one buffer,
-    since its stream runs in order.
+    In each step, call `begin`, `put` for each array, and `upload`. Only then launch the kernels
+    that read the arrays. Two buffers of pinned host memory are used alternately, because the copy
+    of the previous step may still wait behind older kernels while the next step is prepared. The
+    device needs only one buffer, since its stream runs in order.
     """
 
     def __init__(self, place: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class Staging:
         self._parts: dict[int, tuple[Indices, torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Begin a step: drop the arrays of the last one, and wait until a host buffer is free."""
+        """Begin a step: drop the previous step's arrays, and wait until a host buffer is free."""
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         self._end = 0
@@ -119,7 +119,7 @@ class Staging:
     def put(self, array: Indices) -> torch.Tensor:
         """Return the device tensor that holds the array after `upload`.
 
-        An array that is put twice gets one tensor.
+        If an array is put twice, both calls return the same tensor.
         """
         if id(array) not in self._parts:
             # A reference to the array is kept, since another array could otherwise get its id.

@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
 Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
-"""Format of a product's weights.
+"""Format of the weights in a matmul.
 
-plain: numbers of the activations' type.
-int8, fp8 (E4M3): one byte a value.
-int4 (codes 0 to 15 for -8 to 7), mxfp4: two values a byte, the even one in the low half."""
+plain: values of the activations' dtype. int8, fp8 (E4M3): one byte per value. int4 (codes 0 to 15
+for -8 to 7), mxfp4: two values per byte, the even one in the low half."""
 
 
 MIN_GROUP = 32
-"""Fewest weights that may share a scale. Half of them is the least depth of a tensor core."""
+"""Minimum number of weights that share a scale. Half of it is the minimum depth of a tensor-core
+operation."""
 
 MX_GROUP = 32
-"""Number of values that share a scale in MXFP4."""
+"""Number of values that share one scale in MXFP4."""
 
 log = logging.getLogger("ullage.engine.kernels")
 
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return whether Triton kernels compute on this device. Otherwise torch's operations do.
+    """Return whether Triton kernels are used on this device. Otherwise torch operations are used.
 
-    The decision is made once for each device, by compiling a kernel and running it, and holds for
-    all code that has both implementations. If a GPU cannot run the kernels, a warning with the
-    remedy is logged.
+    The decision is made once per device, by compiling and running a kernel. It applies to all code
+    that has both implementations. If a GPU cannot run the kernels, a warning with the remedy is
+    logged.
     """
     if device.type != "cuda":
         return False
@@ -62,7 +62,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def takes_groups(format: Format, depth: int, groups: int) -> bool:
-    """Return whether the kernels multiply weights with `groups` scales in each column."""
+    """Return whether the kernels support weights with `groups` scales per column."""
     group = depth // groups
     fits = group == MX_GROUP if format == "mxfp4" else group % MIN_GROUP == 0 or groups == 1
     return group * groups == depth and fits
@@ -71,7 +71,7 @@ def takes_groups(format: Format, depth: int, groups: int) -> bool:
 def attends(head_dim: int, block_tokens: int) -> bool:
     """Return whether the attention kernels support heads and pages of these sizes.
 
-    Triton's blocks are powers of two, and its matrix products at least 16 wide.
+    Triton's block sizes are powers of two, and its matmuls are at least 16 wide.
     """
     return (
         head_dim >= 16 and not head_dim & (head_dim - 1) and not block_tokens & (block_tokens - 1)
@@ -80,15 +80,16 @@ def attends(head_dim: int, block_tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PagedWorkspace:
-    """The buffers that attention over pages needs in addition to the pages."""
+    """The buffers that paged attention needs in addition to the pages."""
 
     model_config: ModelConfig
     partials: torch.Tensor
-    """Buffer for the results of splits: float32 [`kernels.arena.partial_elements`]."""
+    """Buffer for the partial results of splits: float32 [`kernels.arena.partial_elements`]."""
 
 
 Put = Callable[[Indices], torch.Tensor]
-"""Returns the device tensor for an index array of the step, see `kernels.staging.Staging.put`."""
+"""A function that returns the device tensor for an index array, see
+`kernels.staging.Staging.put`."""
 
 
 def paged_attentions(
@@ -99,15 +100,15 @@ def paged_attentions(
     workspace: PagedWorkspace,
     window: int = 0,
 ) -> "list[PagedDecode | PagedPrefill]":
-    """Prepare the attention of a step: one object for all decodes and one for all prompts.
+    """Prepare the attention of a step: one object for all decodes and another for all prompts.
 
     Args:
-        rows: KV places of the step's rows.
-        put: puts index arrays on the device.
+        rows: KV slots and blocks of the step's rows.
+        put: function that puts index arrays on the device.
         rotated: rotated heads, [heads + kv_heads, tokens, head_dim].
         attended: output, [tokens, heads * head_dim].
         workspace: buffers for the results of splits.
-        window: tokens of the sliding window; 0: none.
+        window: size of the sliding window in tokens, or 0 for no window.
     """
     from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
 
@@ -123,11 +124,11 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepare the convolutions of a step. Each layer launches one kernel.
+    """Prepare the convolutions of a step. They launch one kernel per layer.
 
     Args:
         plan: inputs of each row's convolution.
-        put: puts index arrays on the device.
+        put: function that puts index arrays on the device.
         projected: inputs B, C and u, [tokens, 3 * channels].
         out: output, [tokens, channels].
     """

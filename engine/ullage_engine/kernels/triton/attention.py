@@ -1,12 +1,12 @@
-"""Attention over paged KV in Triton: decodes, prefill tiles and the inner loop that both share.
+"""Attention over paged KV in Triton: decodes, prefill tiles and their shared inner loop.
 
 Decodes: a program computes the query heads of one KV head over one split of one sequence's context.
-Splits are merged by the logarithms of their softmax sums. The grid depends on shapes alone. Lengths
-and block tables are read on the device, so a captured CUDA graph serves every length for which its
-tables have room.
+Splits are merged with the logarithms of their softmax sums. The grid depends only on shapes.
+Lengths and block tables are read on the device, so a captured CUDA graph works for every length
+that fits in its block tables.
 
 Prefill: a program computes some tokens of a tile for all query heads of one KV head, so that pages
-are read once for all of these heads. All tiles of a step take one launch.
+are read once for all of these heads. All tiles of a step are computed in one launch.
 
 The inner loop computes a block of queries over consecutive pages of one sequence, with an online
 softmax in base 2 (Milakov and Gimelshein, 2018). The state of a row is its highest score (`peak`),
@@ -36,7 +36,7 @@ def shift_of(peak: tl.tensor) -> tl.tensor:
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
     """Return the float8 scale of a head, or 1 for other KV.
 
-    Queries and sums are multiplied by the scale, which is cheaper than scaling all stored numbers.
+    Queries and sums are multiplied by the scale, which is cheaper than scaling all stored values.
     """
     if FP8:
         return tl.load(place).to(tl.float32)
@@ -141,7 +141,7 @@ def add_sink(
     exists: tl.tensor,  # [rows]
     SINKS: tl.constexpr,  # else nothing is done
 ) -> tl.tensor:
-    """Add the attention sink of each row's head to the row's softmax, as a score without value."""
+    """Add each head's attention sink to its rows' softmax, as a score without a value vector."""
     if SINKS:
         sink = tl.load(sinks, mask=exists, other=0).to(tl.float32) * 1.4426950408889634
         shift = tl.maximum(peak, sink)
@@ -186,7 +186,7 @@ def attend_split(
     WHOLE: tl.constexpr,  # there is one split
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the attention of one decode and KV head over one split, final if there is one split."""
+    """Write the attention of one decode and KV head over one split. A single split is final."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -238,7 +238,7 @@ def merge_splits(
     MOST: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Merge the splits of one head of one decode."""
+    """Merge the results of all splits for one head of one decode."""
     head = tl.program_id(1)
     place = tl.program_id(0).to(tl.int64) * num_heads + head
     split = tl.arange(0, MOST)
@@ -273,16 +273,16 @@ def attend_decodes(
 ) -> None:
     """Compute the attention of decodes over their sequences' pages.
 
-    It neither reads anything on the host nor allocates memory.
+    The function neither reads anything on the host nor allocates memory.
 
     Args:
         queries: [heads, rows, head_dim], each head contiguous.
         cache: pages of the layer.
         tables: block ids, int32 [rows, width].
-        lengths: context of each row, including its own token, int32 [rows].
+        lengths: context length of each row, including the row's own token, int32 [rows].
         out: output, [rows, heads * head_dim].
         partials: flat float32 buffer for the results of splits.
-        window: number of last tokens that a row sees; 0: all.
+        window: number of most recent tokens that a row sees, or 0 for all.
         sinks: logit of each head's attention sink, [heads].
     """
     heads, rows, head_dim = queries.shape
@@ -320,7 +320,7 @@ def attend_decodes(
 
 
 class PagedDecode:
-    """The attention of all decodes of a step: one launch, and another one to merge splits."""
+    """The attention of all decodes of a step: one launch, and a second launch to merge splits."""
 
     def __init__(
         self,
@@ -353,14 +353,14 @@ class PagedDecode:
 
 
 def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
-    """Return the scales of float8 KV, [2 * kv_heads], or else `unused`, which no kernel reads."""
+    """Return the scales of float8 KV, [2 * kv_heads], or the placeholder `unused` for other KV."""
     return unused if cache.scales is None else cache.scales.values
 
 
 def span_tokens(head_dim: int, itemsize: int) -> int:
     """Return how many tokens of KV a program loads at once.
 
-    With three pipeline stages they take at most 96 KiB of shared memory.
+    With three pipeline stages, these tokens take at most 96 KiB of shared memory.
     """
     return 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 512 else 16
 
@@ -453,7 +453,7 @@ def attend_tiles(
         counts: rows of each tile, int32 [tiles].
         earlier: tokens of the sequence before each tile, int32 [tiles].
         out: output, [tokens, heads * head_dim].
-        window: number of last tokens that a token sees, itself included; 0: all.
+        window: number of most recent tokens that a token sees, including itself, or 0 for all.
         sinks: logit of each head's attention sink, [heads].
     """
     heads, _, head_dim = queries.shape
@@ -513,10 +513,10 @@ class PagedPrefill:
 
 
 def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
-    """Return the rows of queries (heads times tokens) of a program.
+    """Return the number of query rows (heads times tokens) per program.
 
-    There are as many as fit into the registers, which float8 or sinks need, too. Float32 products
-    do not use tensor cores and have fewer rows.
+    A program has as many rows as fit into the registers. Float8 and sinks need registers, too.
+    Float32 products do not use tensor cores and have fewer rows.
     """
     if itemsize == 4:
         return 32

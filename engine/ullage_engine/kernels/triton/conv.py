@@ -1,8 +1,8 @@
-"""LFM2's gated short convolution of a whole step and the states after it, in one launch.
+"""LFM2's gated short convolution for a whole step, and the states after the step, in one launch.
 
 The result is y = C * sum over j of weight[j] * (B * u)[row of tap j]. The row of a tap is a row of
-the step or a column of a sequence's state. Products B * u are rounded to the type of the states, so
-the result does not depend on where a step ends.
+the step or a column of a sequence's state. The products B * u are rounded to the dtype of the
+states, so the result does not depend on where a step ends.
 """
 
 import torch
@@ -13,7 +13,7 @@ from ullage_engine.kernels.triton import Put
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 MAX_CHANNELS = 1024
-"""Most channels of a program."""
+"""Maximum number of channels per program."""
 
 
 @jit
@@ -57,7 +57,7 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Write some channels of one result row or, for programs behind the rows, of a state column."""
+    """Write some channels of one result row. Programs after the last row write a state column."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
@@ -82,7 +82,7 @@ def convolve_row(
 
 
 class FusedConvolution:
-    """The convolution layers of one step, whose plan is put on the device once."""
+    """The convolution layers of one step. The step's plan is copied to the device once."""
 
     def __init__(
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
@@ -91,7 +91,7 @@ class FusedConvolution:
 
         Args:
             plan: inputs of each row's convolution.
-            put: puts index arrays on the device.
+            put: function that puts index arrays on the device.
             projected: inputs B, C and u, [tokens, 3 * channels].
             out: output, [tokens, channels].
         """
@@ -105,7 +105,7 @@ class FusedConvolution:
 
         Args:
             weights: [kernel, channels], the oldest tap first.
-            state: states of the layer, [slots, kernel - 1, channels]; updated.
+            state: states of the layer, [slots, kernel - 1, channels]. They are updated.
         """
         tokens, channels = self._out.shape
         block = min(MAX_CHANNELS, power_of_two(channels))

@@ -1,12 +1,12 @@
-"""Launches Triton kernels, unpacks number formats in them, and checks that this machine runs them.
+"""Launches Triton kernels, decodes small number formats in kernels, and checks for GPU support.
 
 A kernel is a Python function whose source `jit` passes to Triton. Python itself never calls the
-function. Parameters annotated `tl.tensor` are pointers or numbers of the device. Upper-case
+function. Parameters annotated `tl.tensor` are pointers or scalars on the device. Upper-case
 parameters are constants for which Triton compiles a variant of the kernel.
 
 Small number formats are unpacked with integer operations, which are exact on every GPU and in
 Triton's interpreter. Converting float8 in hardware would need sm89. `obstacle` compiles and runs a
-kernel to find out whether the machine can do that.
+kernel to find out whether this machine can run Triton kernels.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ class Kernel(Protocol):
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return a function that launches the kernel over this grid on the current stream.
 
-        Its arguments are tensors, numbers and the kernel's constants.
+        The arguments of that function are tensors, scalars and the kernel's constants.
         """
         ...
 
     def __call__(self, *operands: Any) -> Any:
-        """Call the kernel from another kernel, with values of the device."""
+        """Call the kernel from another kernel, with values on the device."""
         ...
 
 
@@ -43,7 +43,7 @@ def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a Triton kernel that is compiled once for all values of these parameters.
 
     Use it for counts that differ from step to step. Otherwise Triton compiles another variant for
-    some values, and a step waits about a second for it.
+    some values, and a step waits about a second for the compilation.
     """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
@@ -103,7 +103,7 @@ SIZE = 16
 
 @jit
 def count(out: tl.tensor, SIZE: tl.constexpr) -> None:
-    """Write the numbers 0, 1, 2 and so on."""
+    """Write the integers 0, 1, 2 and so on."""
     places = tl.arange(0, SIZE)
     tl.store(out + places, places)
 
@@ -114,9 +114,9 @@ def launch_count(out: torch.Tensor) -> None:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Return in one line why kernels cannot be compiled and run on the device, and the remedy.
+    """Return one line that says why kernels cannot run on the device, and the remedy.
 
-    None: they can.
+    Return None if kernels can be compiled and run.
     """
     attempts: list[tuple[Callable[[], None], str]] = [
         (_write_to_cache, "set TRITON_CACHE_DIR to a directory that can be written"),
@@ -137,7 +137,7 @@ def obstacle(device: torch.device) -> str | None:
 def _write_to_cache() -> None:
     """Check that kernels can be added to Triton's cache.
 
-    Compiling alone would not show it, since the kernel may be in the cache already.
+    Compiling a kernel is not a sufficient check, because the kernel may already be in the cache.
     """
     get_cache_manager("00").put("", "probe", binary=False)
 

@@ -2,7 +2,7 @@
 
 Each operation is one kernel. It computes in float32 and rounds once, to the activations' type.
 Float8 KV is rounded from that type, as `ullage_engine.kernels.kv_pool.narrow` does, so that both
-give the same codes.
+functions give the same codes.
 """
 
 import torch
@@ -14,10 +14,11 @@ from ullage_engine.kernels.triton.attention import scales_of
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 GATED_AT_ONCE = 1024
-"""Most columns of a program of `gate_columns`."""
+"""Maximum number of columns per program of `gate_columns`."""
 
 ROTATED_AT_ONCE = 1024
-"""Most numbers of a program of `rotate_heads`, which computes some heads of one token."""
+"""Maximum number of elements per program of `rotate_heads`. A program computes some heads of one
+token."""
 
 
 @jit
@@ -46,7 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
         x: [rows, columns].
         weight: [columns].
         eps: added to the mean of squares.
-        out: [rows, columns]; may be `x`.
+        out: [rows, columns]. It may be `x`.
     """
     rows, columns = x.shape
     padded = power_of_two(columns)
@@ -103,9 +104,9 @@ def _gate(gate_up: torch.Tensor, out: torch.Tensor, limit: float, slope: float) 
 def e4m3_code(number: tl.tensor) -> tl.tensor:
     """Round float32 to the nearest float8 E4M3, ties to even, and return its byte.
 
-    Numbers beyond 448 become 448, and NaN remains NaN. A normal number keeps its upper bits, with
-    the exponent's bias changed. Below 2^-6 a code counts steps of 2^-9. Adding 2^14 rounds to such
-    steps, since the last bit of 2^14 in float32 is 2^-9.
+    Values beyond 448 become 448, and NaN remains NaN. A normal value keeps its upper bits, with the
+    exponent's bias changed. Below 2^-6 a code counts steps of 2^-9. Adding 2^14 rounds to these
+    steps, because the last bit of 2^14 in float32 is 2^-9.
     """
     bits = number.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -128,7 +129,7 @@ def inverse_power(power: tl.tensor) -> tl.tensor:
 
 @jit
 def stored(number: tl.tensor, scale: tl.tensor, TYPE: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
-    """Convert numbers to the type of the pages."""
+    """Convert values to the dtype of the pages."""
     result = number.to(TYPE)
     if FP8:
         # Round from the activations' type, as torch does, so that both give the same code.
@@ -244,15 +245,15 @@ def rotate_and_store(
 
     Args:
         qkv: [rows, (heads + 2 * kv_heads) * head_dim], contiguous.
-        norms: weights [head_dim] of the norms of queries and keys, which precede the rotation.
-            None: the model has no norms.
+        norms: weights [head_dim] of the query and key norms, which are applied before the rotation.
+            None if the model has no such norms.
         eps: added to the mean of squares in the norms.
         tables: cosine and sine [positions, head_dim], see
             `ullage_engine.layers.rotary_tables.fill_tables`.
         positions: position of each row in its sequence, int32 [rows].
-        slots: KV slot of each row, int64 [rows]; negative for padding.
+        slots: KV slot of each row, int64 [rows], negative for padding.
         queries: output, [heads, rows, head_dim], each head contiguous.
-        cache: pages of the layer, of the type of `qkv` or of float8.
+        cache: pages of the layer, with the dtype of `qkv` or as float8.
     """
     heads, rows, head_dim = queries.shape
     kv_heads = cache.keys.shape[0]

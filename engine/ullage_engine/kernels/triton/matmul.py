@@ -1,4 +1,4 @@
-"""Matrix products with quantised weights in Triton: of one matrix, or of the expert of each row.
+"""Triton matmuls with quantised weights, for a single matrix or for the expert of each row.
 
 Weights are decoded as they are read:
 
@@ -7,9 +7,9 @@ Weights are decoded as they are read:
 
 Tensor cores multiply the bare values, which are exact in bfloat16. Scales are applied in float32.
 
-The rows of each expert are known only on the device. The grid has programs for the most tiles that
-the rows could need, and programs without a tile end at once. The host waits for nothing, so CUDA
-graphs can capture these products.
+The rows of each expert are known only on the device. The grid has programs for the maximum number
+of tiles that the rows could need. Programs without a tile end immediately. The host never waits, so
+CUDA graphs can capture these products.
 """
 
 import torch
@@ -73,9 +73,9 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add a product with weights that have two values a byte.
+    """Add the product of x and weights that are packed two per byte.
 
-    Even and odd columns of x are multiplied separately, since splitting x costs less than
+    Even and odd columns of x are multiplied separately, because splitting x costs less than
     interleaving the weights.
     """
     for start in range(0, depth, STEP):
@@ -122,9 +122,9 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add a product with weights that have one value an element.
+    """Add the product of x and weights that are stored one per element.
 
-    If a column has a single scale, it is applied once at the end.
+    If a column has a single scale, this scale is applied once at the end.
     """
     for start in range(0, depth, STEP):
         ks = start + tl.arange(0, STEP)
@@ -186,7 +186,7 @@ def group_of(
 ) -> int:
     """Return how many weights of a column share a scale.
 
-    0 means that a column has one scale, which the kernel applies at the end, or none.
+    0 means that a column has no scale, or a single scale that the kernel applies at the end.
 
     Raises:
         ValueError: the kernels cannot multiply weights with these scales.
@@ -207,10 +207,10 @@ def group_of(
 
 
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
-    """Return how much of the depth a tile of `rows` rows multiplies in one iteration.
+    """Return the depth that a tile of `rows` rows multiplies per iteration.
 
-    The step lies within a group, divides it if possible, and needs no more registers than there
-    are.
+    This step lies within a group, divides the group size if possible, and does not exceed the
+    available registers.
     """
     # Float8 is unpacked in registers, and a group needs a partial sum in addition to the total.
     most_rows = 16 if format == "fp8" and group else 32
@@ -221,12 +221,13 @@ def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) ->
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Return weights in the type that kernels read: float8 as bytes, others unchanged."""
+    """Return weights in the dtype that kernels read: float8 as bytes, other types unchanged."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 MULTIPROCESSORS = 132
-"""SMs of an H100 or H200. A product of few rows occupies all of them if it has as many tiles."""
+"""Number of SMs of an H100 or H200. A product of few rows occupies all SMs if it has at least this
+many tiles."""
 
 
 @jit_for_any("rows")
@@ -274,15 +275,15 @@ def quantized_matmul(
     format: Format,
     adds: bool = False,
 ) -> None:
-    """Write x @ weights^T to out, or add it. All tensors must be contiguous.
+    """Write x @ weights^T to `out`, or add it to `out`. All tensors must be contiguous.
 
     Args:
         x: [rows, depth].
-        packed: weights [columns, depth]. int4 and mxfp4 have depth / 2 bytes a column, in any
+        packed: weights [columns, depth]. int4 and mxfp4 have depth / 2 bytes per column, in any
             shape.
-        scales: [columns, groups], of mxfp4 biased exponents (uint8). Expand a scale of the whole
-            matrix to all columns.
-        zeros: [columns, groups], added to the scaled weights. None: there are none.
+        scales: [columns, groups]. For mxfp4, they are biased exponents (uint8). Expand a single
+            scale of the whole matrix to all columns.
+        zeros: [columns, groups], added to the scaled weights, or None.
         out: [rows, columns].
         format: format of the weights.
         adds: whether to add the product to `out`.
@@ -306,9 +307,9 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return the rows and columns of a program's tile, and the program's warps.
+    """Return the rows and columns of a program's tile, and the program's number of warps.
 
-    A tile is small when the product is memory-bound, or when a larger one would leave an SM idle.
+    A tile is small if the product is memory-bound, or if larger tiles would leave an SM idle.
     """
     if rows > 64:
         return 128, 64, warps_of(128)
@@ -318,7 +319,7 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def warps_of(rows: int) -> int:
-    """Return the warps of a program whose tile has this many rows.
+    """Return the number of warps of a program whose tile has this many rows.
 
     The sums of a large tile do not fit into the registers of four warps.
     """
@@ -333,7 +334,7 @@ def find_tile(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tile's expert, its first row and the row after the expert's last.
+    """Return a tile's expert, the tile's first row and the row after the expert's last.
 
     The expert is EXPERTS if there is no such tile.
     """
@@ -372,7 +373,7 @@ def multiply_expert(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """Write some columns of a tile whose rows chose the same expert, or of a single row."""
+    """Write some columns of a tile of rows with the same expert, or of a single row."""
     if SORTED:
         expert, first, end = find_tile(picks, tl.program_id(0), EXPERTS, PADDED, ROWS)
     else:
@@ -412,11 +413,11 @@ def grouped_matmul(
 ) -> None:
     """Write the product of each row and its expert's weights, for rows sorted by expert.
 
-    Weights are those of `quantized_matmul` with a leading dimension of experts.
+    The weights have the layout of `quantized_matmul`, plus a leading dimension for the experts.
 
     Args:
         x: [rows, depth], sorted by expert.
-        ends: int32 [experts], the row after each expert's last. Rows behind all experts are not
+        ends: int32 [experts], the row after each expert's last. Rows after the last expert are not
             written.
         packed: [experts, columns, ...].
         scales: [experts, columns, groups].
@@ -443,11 +444,11 @@ def picked_matmul(
 ) -> None:
     """Write the product of each row and its expert's weights, for few rows in any order.
 
-    Each row reads all weights of its expert. This suits so few rows that two of them seldom have
-    the same expert.
+    Each row reads all weights of its expert. This is suitable if there are so few rows that two of
+    them seldom have the same expert.
 
     Args:
-        x: [rows, depth], or one row for each token, which consecutive rows of `out` share.
+        x: [rows, depth], or one row per token, which consecutive rows of `out` share.
         chosen: expert of each row of `out`, [rows].
         packed: weights as in `grouped_matmul`.
         scales: as in `grouped_matmul`.
@@ -488,7 +489,8 @@ def _multiply(
 
 
 FEW_PAIRS = 16
-"""Number of pairs up to which `picked_matmul` computes, which saves sorting. Not yet measured."""
+"""Maximum number of pairs for which `picked_matmul` is used, which avoids sorting. This limit has
+not been measured yet."""
 
 
 class TritonExperts:
@@ -528,7 +530,7 @@ class TritonExperts:
         """Write the product of each row and its expert's matrix, for few rows in any order.
 
         Args:
-            x: [pairs, in], or [tokens, in] with pairs of the same token in a row.
+            x: [pairs, in], or [tokens, in] if the pairs of a token are consecutive.
             chosen: expert of each pair, [pairs].
             out: [pairs, out].
         """
