@@ -1,5 +1,5 @@
-"""The layers of a decoder, and the decoder that is built of them.
+"""The layers of a decoder, and the decoder that consists of these layers.
 
-They compute with the weights that they are given. They know nothing of schedulers, of processes, or
-of the source of the weights.
+Layers compute with the weights that they are given. They do not depend on the scheduler, on
+processes, or on the source of the weights.
 """

@@ -1,4 +1,4 @@
-"""The layers that mix tokens, attention with its backends and LFM2's gated short convolution.
+"""Token-mixing layers: attention with its backends, and LFM2's gated short convolution.
 
 Attention consists of projections, head norms, rotation and paged KV. Rotary position embedding
 rotates halves (Su et al., 2021, in GPT-NeoX's order). Norms are root mean square norms (Zhang and
@@ -9,8 +9,8 @@ The convolution runs over a flat batch of sequences:
 
     B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-k+1+j};  hidden += out(y)
 
-A sequence's state is the last k - 1 rows of B·u. All rows that the taps of a step read lie in one
-matrix: first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
+A sequence's state is the last k - 1 rows of B·u. One matrix holds all rows that the taps of a step
+read: first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
 
 `ForwardContext` holds a step's rows and hands out views of the arena's buffers.
 """
@@ -71,30 +71,32 @@ from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import ModelConfig
 
 NORMALISED_AT_ONCE = 4 << 20
-"""Elements normalised at once, which bounds the temporary. Usual steps take one launch."""
+"""Number of elements normalised at once. This bounds the temporary tensor. Usual steps take one
+launch."""
 
 HeadNorms = tuple[torch.Tensor, torch.Tensor]
-"""Weights [head_dim] of the norms of queries and of keys."""
+"""Weights [head_dim] of the query norm and of the key norm."""
 
 
 class Attention(Protocol):
     """Attention of some rows of a step."""
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attend in one layer, after the KV of the rows' own tokens is written to the cache.
+        """Compute one layer's attention, after the KV of the rows' own tokens is in the cache.
 
         Args:
             cache: KV of the layer.
-            sinks: logits [heads] of one more entry in each head's softmax, which has no value.
+            sinks: logits [heads] of the attention sinks. A sink is an additional entry in a head's
+                softmax that has no value vector.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """The operations that a model's layers are computed with."""
+    """The operations that compute a model's layers."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
-        """Make an unquantised linear layer of `rows` [out, in], as checkpoints store weights."""
+        """Create an unquantised linear layer from `rows` [out, in], as in checkpoints."""
         ...
 
     def attentions(
@@ -107,18 +109,18 @@ class AttentionBackend(Protocol):
             put: copies index arrays to the device.
             rotated: input [heads + kv_heads, tokens, head_dim].
             attended: output [tokens, heads * head_dim].
-            window: number of last tokens that a row attends to, or 0 for all.
+            window: number of most recent tokens that a row attends to, or 0 for all.
         """
         ...
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
-        """Check batch invariance, if the backend promises it, for all layers made so far.
+        """Check all layers created so far for batch invariance, if the backend guarantees it.
 
         Args:
             head: the layer that multiplies only sampled rows.
 
         Returns:
-            The fault, or None without one.
+            The violation, or None if there is none.
         """
         ...
 
@@ -126,7 +128,7 @@ class AttentionBackend(Protocol):
 def _gathered_parts(
     rows: PagedRows, limits: StepLimits
 ) -> tuple[list[DecodeGroup], list[PrefillTile]]:
-    """Cut a step into groups of decodes and tiles of prompts whose context fits the workspace."""
+    """Split a step into groups of decodes and tiles of prompts whose context fits the workspace."""
     block_tokens = limits.block_tokens
     bucket = limits.context_blocks
     groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
@@ -134,7 +136,7 @@ def _gathered_parts(
 
 
 class DefaultBackend:
-    """The backend of any device: whole products, and attention over gathered pages."""
+    """The backend for any device: unsplit matmuls, and attention over gathered pages."""
 
     def __init__(
         self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -162,9 +164,10 @@ class DefaultBackend:
 
 
 class DeterministicBackend:
-    """The batch-invariant backend: each row depends on its token's context alone.
+    """The batch-invariant backend: each row depends only on its token's context.
 
-    The other rows of the step do not change its bits, and neither do the chunks of the context.
+    The bits of a row depend neither on the other rows of the step nor on how the context was split
+    into chunks.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class DeterministicBackend:
         return None
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
-        """Return (sequences, rows of queries of a KV head) for every product of attention."""
+        """Return (sequences, query rows per KV head) for every matmul of attention."""
         size = self._model_config.group_size
         limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
@@ -247,10 +250,10 @@ def can_page(model_config: ModelConfig, block_tokens: int, device: torch.device)
 
 
 class PagedBackend:
-    """The backend of Triton's kernels, which read KV pages in place."""
+    """The backend with Triton kernels, which read KV pages in place."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
-        """Attend in `partials`, float32 of `ullage_engine.kernels.arena.partial_elements`."""
+        """Use the buffer `partials`, float32 [`ullage_engine.kernels.arena.partial_elements`]."""
         self._workspace = PagedWorkspace(model_config, partials)
 
     def linear(self, rows: torch.Tensor) -> Linear:
@@ -268,7 +271,7 @@ class PagedBackend:
 class ForwardContext:
     """The rows of a step and views of the arena.
 
-    The views are made once a step, so that layers only launch operations.
+    The views are created once per step, so that layers only launch operations.
     """
 
     def __init__(
@@ -281,13 +284,14 @@ class ForwardContext:
     ) -> None:
         """Lay out a batch in the arena.
 
-        `staging` copies index arrays to the device for `PagedBackend`. Other backends have None.
+        `staging` copies index arrays to the device for `PagedBackend`. For other backends it is
+        None.
         """
         self.batch = batch
         self.device = arena["hidden"].device
         self.tokens = len(batch.token_ids)
         self.rows = limits.product_rows(self.tokens)
-        """Number of rows of every matrix product: tokens and padding."""
+        """Number of rows in every matmul, which is tokens plus padding."""
 
         self._staging = staging
         if staging is not None:
@@ -298,7 +302,7 @@ class ForwardContext:
         self._arena = arena
 
     def view(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the start of a buffer of the arena, in this shape."""
+        """Return the first elements of an arena buffer, in this shape."""
         return shaped(self._arena[name], *shape)
 
     def find(self, name: str) -> torch.Tensor | None:
@@ -306,7 +310,7 @@ class ForwardContext:
         return self._arena.get(name)
 
     def indices(self, values: Indices) -> torch.Tensor:
-        """Return a tensor on the device that has the values after `upload`."""
+        """Return a device tensor that holds these values after `upload`."""
         if self._staging is not None:
             return self._staging.put(values)
         return torch.from_numpy(values).to(self.device)
@@ -314,7 +318,7 @@ class ForwardContext:
     def upload(self) -> None:
         """Copy all index arrays to the device.
 
-        Call it after the last `indices` and before the first operation.
+        Call this method after the last `indices` and before the first operation.
         """
         if self._staging is not None:
             self._staging.upload()
@@ -338,7 +342,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """Normalise each head of [tokens, heads, head_dim] by itself, in place."""
+    """Normalise each head of [tokens, heads, head_dim] separately, in place."""
     size = max(1, NORMALISED_AT_ONCE // heads[0].numel())
     for start in range(0, heads.shape[0], size):
         rows = heads[start : start + size]
@@ -371,7 +375,7 @@ class Rotary(Protocol):
 
 
 class TorchRotary:
-    """Rotary of torch, which runs one operation after another, each for all heads."""
+    """Rotary embedding in torch: a sequence of operations, each for all heads."""
 
     def __init__(
         self,
@@ -411,7 +415,7 @@ class TorchRotary:
 
 
 class FusedRotary:
-    """Rotary of Triton, one kernel that reads the tables and writes the pages in place."""
+    """Rotary embedding in Triton: one kernel reads the tables and writes the pages in place."""
 
     def __init__(
         self,
@@ -449,7 +453,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """Prepare a step, `fused` if Triton's kernels compute, which need no rotated keys."""
+        """Prepare a step. With `fused`, Triton kernels are used, which need no rotated keys."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -499,7 +503,7 @@ class AttentionLayer:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    """Logits of the sinks, one for each query head."""
+    """Logits of the attention sinks, one per query head."""
     qkv_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
 
@@ -526,7 +530,7 @@ class ConvStep:
     def __init__(
         self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
     ) -> None:
-        """Prepare a step, `fused` if one Triton kernel computes, which needs no further buffers."""
+        """Prepare a step. With `fused`, one Triton kernel is used, which needs no other buffers."""
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)
@@ -540,7 +544,7 @@ class ConvStep:
 
 
 class GatheredConvolution:
-    """The convolution of any device, which gathers the rows of each tap."""
+    """The convolution for any device, which gathers the rows of each tap."""
 
     def __init__(
         self,
@@ -577,7 +581,7 @@ class GatheredConvolution:
         """Write C · Σ_j taps_j (B·u) for every row, and the states after the step.
 
         Args:
-            taps: weights [kernel, channels], the oldest first.
+            taps: weights [kernel, channels], oldest tap first.
             state: states [slots, kernel - 1, channels], read and written.
         """
         torch.mul(self._b, self._u, out=self._products)
@@ -598,7 +602,7 @@ class GatheredConvolution:
 
 @dataclass(frozen=True, slots=True)
 class ConvLayer:
-    """One convolution layer with `taps` [kernel, channels], the oldest first."""
+    """One convolution layer with `taps` [kernel, channels], oldest first."""
 
     project: Linear
     taps: torch.Tensor
@@ -607,8 +611,8 @@ class ConvLayer:
     def run(self, step: ForwardContext, shared: ConvStep, state: torch.Tensor) -> None:
         """Add the layer's result for `step.normed` to `step.hidden`.
 
-        The layer reads one slot of `state` [slots, kernel - 1, channels] for each chunk, and writes
-        another.
+        For each chunk, the layer reads one slot of `state` [slots, kernel - 1, channels] and writes
+        another slot.
         """
         self.project.forward(step.normed, shared.projected)
         shared.convolution.run(self.taps, state)

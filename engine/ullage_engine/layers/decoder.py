@@ -1,14 +1,15 @@
 """The decoder that computes every model: embedding, layers, norm, projection to logits.
 
-Each layer computes x += mixer(norm(x)); x += feed_forward(norm(x)). `ModelConfig` decides which
+Each layer computes x += mixer(norm(x)); x += feed_forward(norm(x)). `ModelConfig` defines which
 mixers and feed-forwards the layers have (`ullage_engine.model_config.registry`). A rank of a group
 computes some consecutive layers, or a part of each layer.
 
-Scales of float8 KV come from the largest key and value that a layer can make of any input, which
-follows from its weights alone. A normalised row is at most √hidden long, so |w · (row * norm)| is
-at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below this bound by about the same
-√hidden: 5 or 6 of the 14 powers of two between E4M3's least normal number and its largest. Scales
-of these bounds never saturate, keep the precision of floating point, and need no calibration text.
+Scales of float8 KV come from the largest key and value that a layer can compute from any input.
+This bound follows from the layer's weights alone. A normalised row is at most √hidden long, so |w ·
+(row * norm)| is at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below this bound
+by about the same √hidden: 5 or 6 of the 14 powers of two between E4M3's smallest normal value and
+its largest. Scales from these bounds never saturate, keep the precision of floating point, and need
+no calibration text.
 """
 
 import math
@@ -48,7 +49,7 @@ from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.quantization.formats import VALUES
 
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
-"""An operation like `ullage_engine.layers.attention.rms_norm`."""
+"""A function with the signature of `ullage_engine.layers.attention.rms_norm`."""
 
 
 class MlpStep:
@@ -60,7 +61,7 @@ class MlpStep:
         self.gate_up = step.view("gate_up", step.rows, 2 * model_config.intermediate)
         self.gated = step.view("gated", step.rows, model_config.intermediate)
         self.rows_at_once = step.rows
-        """Rows gated by one operation."""
+        """Number of rows that one gate operation processes."""
         if deterministic:
             self.rows_at_once = max(1, SERIAL_ELEMENTS // model_config.intermediate)
 
@@ -94,7 +95,7 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations on rows between matrix products."""
+    """The operations on rows between matmuls."""
 
     rms_norm: RmsNorm
     gate: GatedActivation
@@ -102,7 +103,7 @@ class Operations:
 
 
 def make_operations(*, fused: bool) -> Operations:
-    """Return Triton's operations, one kernel each, or the ones composed of torch's."""
+    """Return the Triton operations, with one kernel each, or the composed torch operations."""
     if not fused:
         return Operations(rms_norm, gate, clamped_gate)
 
@@ -119,7 +120,7 @@ def kv_bounds(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return bounds of each head's rotated keys, then of its values, float32 [2 * kv_heads]."""
+    """Return bounds of rotated keys per head, then of values per head: float32 [2 * kv_heads]."""
     lengths = _lengths(layer, norm, model_config, limits, arena)
     return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
 
@@ -135,8 +136,8 @@ def head_bounds(
     Args:
         lengths: |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
         model_config: the configuration of this rank's part of the model.
-        k_norm: weights [head_dim] of the norm of keys, None without a norm.
-        qkv_bias: bias [qkv_width] of the projection, None without a bias.
+        k_norm: weights [head_dim] of the key norm, or None without a norm.
+        qkv_bias: bias [qkv_width] of the projection, or None without a bias.
     """
     largest = math.sqrt(model_config.hidden) * lengths
     if qkv_bias is not None:
@@ -163,8 +164,8 @@ def _lengths(
 ) -> torch.Tensor:
     """Compute |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
 
-    The layer multiplies the diagonal matrix of the norm's weights, since layers of every format
-    can multiply.
+    The linear layer is applied to the diagonal matrix of the norm's weights, because this works for
+    layers of every format.
     """
     hidden = model_config.hidden
     rows = limits.product_rows(min(limits.max_tokens, hidden))
@@ -184,17 +185,17 @@ def _lengths(
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The prepared tensors by name, and the makers of linear layers in the tensors' formats."""
+    """The prepared tensors by name, and factories for linear layers in the tensors' formats."""
 
     tensors: dict[str, torch.Tensor]
     linear: Callable[[str], Linear]
-    """Maker of the linear layer of a name."""
+    """Creates the linear layer with a given name."""
     experts: Callable[[str], ExpertLinears]
-    """Maker of the linear layers of a layer's experts."""
+    """Creates the linear layers of a layer's experts."""
     embedding: TiledEmbedding | None = None
     """The embedding, if it is tiled."""
     reduce: Reduce | None = None
-    """Sum over ranks that each have a part of every expert, None without other ranks."""
+    """Sums over ranks that each have a part of every expert. None without other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +209,10 @@ class DecoderLayer:
     mlp: MlpLayer | Experts
 
     def formats(self) -> tuple[object, ...]:
-        """Return the encodings of the layer's matrices, which decide the kernels that multiply.
+        """Return the encodings of the layer's matrices, which determine the kernels that multiply.
 
-        Layers of one model may differ: a GGUF file has some layers in a format of their own.
+        The layers of a model may differ. For example, a GGUF file may have some layers in a
+        different format.
         """
         mixer = self.mixer
         mlp = self.mlp
@@ -220,7 +222,7 @@ class DecoderLayer:
 
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
-    """Return rows padded to the rows of a product by repeating the last row."""
+    """Return rows padded to a matmul's number of rows by repeating the last row."""
     count = limits.product_rows(len(rows)) if len(rows) else 0
     padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
     return padded
@@ -237,7 +239,7 @@ class DecoderStep:
 
 
 class Decoder:
-    """The decoder that torch computes, in the buffers of the arena."""
+    """The decoder that is computed by torch, in the buffers of the arena."""
 
     def __init__(
         self,
@@ -285,21 +287,21 @@ class Decoder:
             batch: rows of the step.
             caches: KV of each attention layer.
             states: states of each convolution layer.
-            hidden_in: hidden states [tokens, hidden] of the previous stage, None on the first
+            hidden_in: hidden states [tokens, hidden] of the previous stage, or None on the first
                 stage, which embeds the tokens.
-            layers: indices of the layers to run, None for all.
+            layers: indices of the layers to run, or None for all.
 
         Returns:
-            Hidden states [tokens, hidden] after the last layer, not normalised. They lie in the
-            arena and are valid until the next step.
+            Hidden states [tokens, hidden] after the last layer, not normalised. They are stored in
+            the arena and are valid until the next step.
         """
         return self.compute(self.prepare(batch), caches, states, hidden_in, layers)
 
     def prepare(self, batch: StepBatch) -> DecoderStep:
-        """Lay out a step in the arena, and begin to copy its index arrays to the device.
+        """Lay out a step in the arena, and start copying the step's index arrays to the device.
 
-        Steps of the same shapes lie at the same addresses. The operations on one step can therefore
-        be replayed for a step that is prepared later.
+        Steps with the same shapes use the same addresses. The operations of one step can therefore
+        be replayed for a later step.
         """
         model_config = self._model_config
         limits = self._limits
@@ -326,7 +328,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute a prepared step, see `forward`.
 
-        Triton's kernels read nothing on the host, unless the model has experts.
+        With Triton kernels, nothing is read on the host unless the model has experts.
         """
         rows = step.rows
         num_tokens = rows.batch.num_tokens
@@ -350,7 +352,7 @@ class Decoder:
         self._project(chosen, out)
 
     def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of some rows of a result of `forward` to out [rows, vocab]."""
+        """Write the logits of some rows of a `forward` result to out [rows, vocab]."""
         chosen = shaped(self._arena["normed"], *rows.shape)
         self._project(chosen.copy_(rows), out)
 
@@ -363,7 +365,7 @@ class Decoder:
         self._head.forward(chosen, out)
 
     def one_of_each_kind(self) -> list[int]:
-        """Return the indices of layers that together have every kind of layer of the model."""
+        """Return the indices of layers that together cover every kind of layer in the model."""
         kinds = {
             (spec, layer.formats()): index
             for index, (spec, layer) in enumerate(
@@ -373,7 +375,7 @@ class Decoder:
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute scales with which every key and value of each layer fits float8.
+        """Compute scales with which every key and value of each layer fits in float8.
 
         The computation overwrites the arena.
         """
@@ -435,7 +437,7 @@ class Decoder:
 
 
 class _Builder:
-    """The maker of layers from prepared tensors."""
+    """Creates layers from prepared tensors."""
 
     def __init__(
         self,

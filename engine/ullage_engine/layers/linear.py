@@ -1,11 +1,12 @@
 """Linear layers, plain or quantised.
 
-The C++ library and Triton's kernels read quantised weights directly. The other layers dequantise a
-panel of weights into scratch memory and multiply by it. All layers of a model share one scratch
-buffer, so no step allocates memory for it.
+The C++ library and Triton kernels read quantised weights directly. The other layers dequantise a
+panel of weights into scratch memory and multiply by this panel. All layers of a model share one
+scratch buffer, so no step allocates memory for it.
 
-w8a8 rounds every row of activations to int8 with a scale of its own. Products are summed as int32,
-then multiplied by the scales of row and column. Integer sums are exact, so w8a8 is batch-invariant.
+w8a8 rounds every row of activations to int8 with its own scale. Products are summed in int32, then
+multiplied by the scales of the row and the column. Integer sums are exact, so w8a8 is
+batch-invariant.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,16 +29,16 @@ from ullage_engine.quantization.formats import (
 
 # Dequantisation.
 PANEL_BYTES = 2 << 20
-"""Bytes of weights dequantised at a time.
+"""Number of bytes of weights that are dequantised at a time.
 
-About so many stay in a core's cache until the product reads them.
+About this many bytes stay in a core's cache until the matmul reads them.
 """
 
 # Products of int8.
 PASS_ROWS = 64
-"""Rows rounded and multiplied at a time, which bounds the scratch memory."""
+"""Number of rows rounded and multiplied at a time. This bounds the scratch memory."""
 _MOST = 127
-"""Largest rounded activation."""
+"""Largest value of a rounded activation."""
 _LEAST_SCALE = 1e-12
 """Least scale of a row of activations, so that a row of zeros does not divide by zero."""
 _EXACT_TERMS = 1024
@@ -131,7 +132,7 @@ def nibble_bytes(encoding: Encoding, rows: int) -> int:
 def make_dequantizer(
     packed: Packed, rows: int, dtype: torch.dtype, scratch: torch.Tensor
 ) -> Dequantizer:
-    """Make the dequantiser of a matrix, for panels of at most `rows` rows.
+    """Create the dequantiser of a matrix, for panels of at most `rows` rows.
 
     `scratch`, uint8, holds weights at its start and unpacked int4 at its end. Matrices share it,
     and the unpacked int4 of one matrix never overwrites the dequantised weights of another.
@@ -189,7 +190,7 @@ class Int4Dequantizer:
 def _split(
     values: torch.Tensor, halves: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> None:
-    """Write the values, -8 to 7, of both int4 of every byte."""
+    """Write the two int4 values (-8 to 7) that every byte holds."""
     torch.bitwise_and(values, 15, out=halves)
     low.copy_(halves.add_(MIN_VALUE["int4"]))
     torch.bitwise_right_shift(values, 4, out=halves)
@@ -207,7 +208,7 @@ def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.
 
 
 def int_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Return the bytes of scratch memory that `Int8Linear` takes for weights [out, in]."""
+    """Return the size in bytes of the scratch memory of `Int8Linear` for weights [out, in]."""
     rows, columns = shape
     return PASS_ROWS * (columns + 4 * columns + 2 * 4 * rows + 4)
 
@@ -216,7 +217,7 @@ class Int8Linear:
     """Linear layer of w8a8: int8 weights and activations, with a scale for each row of both."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
-        """Multiply by `packed` with `scratch`, uint8 of `int_scratch_bytes` or more."""
+        """Create a layer of weights `packed`, with `scratch`, uint8 [>= `int_scratch_bytes`]."""
         num_rows, num_columns = packed.encoding.shape
         self.shape = (num_columns, num_rows)
         self._weight = packed.values.t()
@@ -244,7 +245,7 @@ class Int8Linear:
             out[rows].add_(self._product(x[rows]))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ self in float32, in scratch memory."""
+        """Return the product of x and this layer's weights in float32, in scratch memory."""
         count = x.shape[0]
         self._round(x)
         padded = max(count, self._least_rows)
@@ -265,7 +266,7 @@ class Int8Linear:
 
 
 def native_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Return the bytes of scratch memory that `NativeLinear` takes for weights [out, in]."""
+    """Return the size in bytes of the scratch memory of `NativeLinear` for weights [out, in]."""
     rows, columns = shape
     return PASS_ROWS * (4 * columns + 4 * rows + 2 * 4 * columns // TILE_GROUPS[0] + columns)
 
@@ -281,7 +282,7 @@ class NativeLinear:
     """Batch-invariant linear layer of tiled weights, computed by the C++ library."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
-        """Multiply by `packed` with `scratch`, uint8 of `native_scratch_bytes` or more."""
+        """Create a layer of weights `packed`, with `scratch`, uint8 [>= `native_scratch_bytes`]."""
         rows, columns = packed.encoding.shape
         self.shape = (columns, rows)
         # The description has a pointer into the tiles, so both live as long as the layer.
@@ -327,7 +328,7 @@ def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def emulated_int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the result of `int_product` by float32 products, for devices without int8 products.
+    """Compute `int_product` with float32 matmuls, for devices without int8 matmuls.
 
     Each float32 sum has so few terms that it is exact.
     """
@@ -340,12 +341,12 @@ def emulated_int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tenso
 def scratch_bytes(
     encodings: Iterable[Encoding], itemsize: int, *, deterministic: bool = False
 ) -> int:
-    """Return the bytes of scratch memory that layers with these encodings share.
+    """Return the size in bytes of the scratch memory that layers with these encodings share.
 
     Args:
         encodings: encodings of all quantised matrices.
-        itemsize: bytes of a dequantised weight.
-        deterministic: whether matrices are dequantised whole, see `row_invariant_linear`.
+        itemsize: bytes per dequantised weight.
+        deterministic: whether matrices are dequantised as a whole, see `row_invariant_linear`.
     """
     panels = 0
     halves = 0
@@ -366,13 +367,13 @@ def scratch_bytes(
 def quantized_linear(
     packed: Packed, dtype: torch.dtype, scratch: torch.Tensor, fused: FusedProduct | None = None
 ) -> Linear:
-    """Make the fastest linear layer of a quantised matrix.
+    """Create the fastest linear layer for a quantised matrix.
 
     Args:
         packed: quantised weights.
         dtype: type of activations.
         scratch: uint8 of `scratch_bytes`, shared by all layers.
-        fused: Triton's kernel, None on devices without Triton.
+        fused: the Triton kernel, or None on devices without Triton.
     """
     encoding = packed.encoding
     if encoding.is_tiled:
@@ -390,10 +391,11 @@ def row_invariant_linear(
     scratch: torch.Tensor,
     plain: Callable[[torch.Tensor], Linear],
 ) -> Linear:
-    """Make a batch-invariant linear layer of a quantised matrix.
+    """Create a batch-invariant linear layer for a quantised matrix.
 
-    The matrix is dequantised whole before each product. `plain` makes the layer of the dequantised
-    weights [out, in]. Tiles and w8a8 are batch-invariant already, since integer sums are exact.
+    The whole matrix is dequantised before each product. `plain` creates the layer for the
+    dequantised weights [out, in]. Tiles and w8a8 are already batch-invariant, because integer sums
+    are exact.
     """
     if packed.encoding.is_tiled:
         return NativeLinear(packed, scratch)
@@ -426,7 +428,7 @@ class PanelLinear:
 
 
 class DequantizedLinear:
-    """Linear layer whose weights are dequantised whole before each product."""
+    """Linear layer that dequantises all its weights before each product."""
 
     def __init__(
         self,
@@ -473,12 +475,12 @@ class FusedQuantizedLinear:
 
 
 def has_kernel(encoding: Encoding, format: triton.Format) -> bool:
-    """Return whether a Triton kernel multiplies by matrices with these groups of scales."""
+    """Return whether a Triton kernel supports matrices with these groups of scales."""
     return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
 
 
 class TiledEmbedding:
-    """A tiled embedding, whose rows are read by token."""
+    """An embedding that is stored in tiles, with a lookup by token."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed

@@ -1,13 +1,13 @@
 """The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
 
-The linear layers of experts hold one matrix for every expert. They multiply by the matrices one
-after another, by all in one grouped product, or only by the matrices that a few tokens chose.
+The linear layers of experts hold one matrix for every expert. They multiply by one matrix after
+another, by all matrices in one grouped matmul, or only by the matrices that a few tokens chose.
 
-MXFP4, in which gpt-oss stores its experts, has 4 bits a number and 8 bits for the scale of each
-group of 32. A number has 1 sign bit, 2 bits of exponent and 1 bit of mantissa. A scale is the power
-of two 2^(byte - 127), and byte 255 is NaN (OCP Microscaling Formats 1.0). Weights stay packed: a
-panel of rows at a time is decoded into scratch memory and multiplied from there. The decoded
-numbers are exact in float32 and bfloat16.
+MXFP4, in which gpt-oss stores its experts, has 4 bits per element and 8 bits for the scale of each
+group of 32. An element has 1 sign bit, 2 exponent bits and 1 mantissa bit. A scale is the power of
+two 2^(byte - 127), and byte 255 is NaN (OCP Microscaling Formats 1.0). Weights stay packed: one
+panel of rows at a time is decoded into scratch memory and multiplied there. The decoded values are
+exact in float32 and bfloat16.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,18 +41,18 @@ GROUPED_ALIGNMENT = 16
 """Alignment in bytes of the rows that `grouped_mm` multiplies."""
 
 PANEL_ELEMENTS = 1 << 24
-"""Elements of a grouped product that are computed at once.
+"""Number of elements of a grouped matmul that are computed at once.
 
-They bound the temporary, since `grouped_mm` has no `out`.
+This bounds the temporary tensor, because `grouped_mm` has no `out` parameter.
 """
 
 PANEL_COLUMNS = 16
-"""Least columns of a panel. The columns of every panel are a multiple."""
+"""Minimum number of columns in a panel. Every panel has a multiple of this number."""
 
 FEW_PAIRS = 4
 """Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
 
-That many belong to one token. With two tokens an expert that both chose would be read twice
+One token has this many pairs. With two tokens, an expert that both tokens chose would be read twice
 (python -m benchmarks experts).
 """
 
@@ -62,23 +62,25 @@ EXPERT_KERNELS: dict[Format, triton.Format] = {
     "fp8": "fp8",
     "w8a8": "int8",
 }
-"""Triton's format for each format of experts' weights.
+"""The Triton kernels' format for each format of expert weights.
 
-Activations of w8a8 are not rounded: an expert has few rows, so reading small weights is the gain.
+With w8a8, activations are not rounded: an expert has few rows, so the gain comes from reading small
+weights.
 """
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""Integer type with the size of two numbers."""
+"""Integer type with the size of two elements."""
 
 GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width], may change gate_up."""
+"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]. gate_up may be
+changed."""
 
 Reduce = Callable[[torch.Tensor], None]
 """Sums [tokens, hidden] over all ranks, in place."""
 
 
 class ExpertLinears(Protocol):
-    """The linear layers [in, out] of a layer's experts, one for each expert."""
+    """The linear layers [in, out] of a layer's experts, one per expert."""
 
     @property
     def few_pairs(self) -> int:
@@ -98,7 +100,7 @@ class ExpertLinears(Protocol):
             ends: int32 [experts], the end of each expert's rows, on the host if `reads_ends`,
                 otherwise on the device.
             pairs: number of rows without padding.
-            out: [pairs and padding, out]. Padding rows have no meaning.
+            out: [pairs and padding, out]. The content of padding rows is undefined.
         """
         ...
 
@@ -106,7 +108,7 @@ class ExpertLinears(Protocol):
         """Write the product of each row and its expert's matrix, for few rows in any order.
 
         Args:
-            x: [pairs, in], or [tokens, in] with pairs of the same token in a row.
+            x: [pairs, in], or [tokens, in] if the pairs of a token are consecutive.
             chosen: expert of each pair, [pairs].
             out: [pairs, out].
         """
@@ -116,8 +118,8 @@ class ExpertLinears(Protocol):
 class LoopedExperts:
     """Linear layers of any kind, computed one expert after another.
 
-    On a CPU the number of an expert's rows is rounded up to a size that products are prepared for.
-    The product then includes rows of the next expert. Their results are wrong until the next
+    On a CPU, an expert's number of rows is rounded up to a size for which matmuls are prepared. The
+    matmul then includes rows of the next expert. The results of these rows are wrong until the next
     expert overwrites them.
     """
 
@@ -163,13 +165,13 @@ class LoopedExperts:
 
 
 class GroupedExperts(LoopedExperts):
-    """Unquantised linear layers, computed by one grouped product whose extents stay on the device.
+    """Unquantised linear layers, computed by one grouped matmul with group sizes on the device.
 
-    Before compute capability 9.0 torch reads the extents back to the host and loops.
+    Before compute capability 9.0, torch reads the group sizes back to the host and runs a loop.
     """
 
     def __init__(self, weights: torch.Tensor, matrices: Sequence[Linear]) -> None:
-        """Multiply by `weights` [experts, out, in]. `matrices` has a layer for each expert."""
+        """Create layers from `weights` [experts, out, in]. `matrices` has one layer per expert."""
         super().__init__(matrices)
         self._weights = weights
 
@@ -196,7 +198,7 @@ class PickedExperts:
 
     @property
     def encoding(self) -> object:
-        """Format whose kernels multiply few pairs."""
+        """Format of the kernels that multiply few pairs."""
         return getattr(self.few, "encoding", None)
 
     @property
@@ -217,9 +219,9 @@ class PickedExperts:
 def expert_linears(
     weights: torch.Tensor, matrix: Callable[[torch.Tensor], Linear], deterministic: bool
 ) -> ExpertLinears:
-    """Make the fastest linear layers of unquantised weights [experts, out, in].
+    """Create the fastest linear layers for unquantised weights [experts, out, in].
 
-    `matrix` makes the layer of one expert.
+    `matrix` creates the layer of one expert.
     """
     matrices = [matrix(each) for each in weights]
     if deterministic or not weights.is_cuda:
@@ -237,7 +239,7 @@ def packed_experts(
     format: triton.Format,
     zeros: torch.Tensor | None = None,
 ) -> "TritonExperts":
-    """Make linear layers of weights [experts, out, ...] in a format of Triton's kernels."""
+    """Create linear layers for weights [experts, out, ...] in a format of the Triton kernels."""
     # Imported here because Triton is not installed everywhere.
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
@@ -245,14 +247,14 @@ def packed_experts(
 
 
 def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
-    """Make linear layers of Triton's kernels, which find each expert's rows on the device.
+    """Create linear layers with Triton kernels, which find each expert's rows on the device.
 
     Args:
-        packed: quantised matrices of all experts, one above the other.
+        packed: quantised matrices of all experts, stacked along their rows.
         count: number of experts.
 
     Returns:
-        The layers, or None if no kernel takes such groups of scales.
+        The layers, or None if no kernel supports these groups of scales.
     """
     format = EXPERT_KERNELS[packed.encoding.format]
     if not has_kernel(packed.encoding, format):
@@ -265,7 +267,7 @@ def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
 
 
 def can_group(weights: torch.Tensor) -> bool:
-    """Return whether CUDA multiplies by weights [experts, out, in] in one grouped product."""
+    """Return whether CUDA supports weights [experts, out, in] in one grouped matmul."""
     return (
         hasattr(F, "grouped_mm")
         and weights.dtype == torch.bfloat16
@@ -274,13 +276,13 @@ def can_group(weights: torch.Tensor) -> bool:
 
 
 def column_panels(columns: int, max_columns: int) -> list[slice]:
-    """Cut columns into panels of at most `max_columns`, in multiples that every kernel takes."""
+    """Split columns into panels of at most `max_columns`, in multiples for all kernels."""
     size = max(PANEL_COLUMNS, max_columns // PANEL_COLUMNS * PANEL_COLUMNS)
     return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
 
 
 def decodes(device: torch.device) -> bool:
-    """Return whether MXFP4 weights are decoded before the product, as without Triton."""
+    """Return whether MXFP4 weights are decoded before the matmul, as is done without Triton."""
     return not triton.runs_on(device)
 
 
@@ -300,7 +302,7 @@ class Mxfp4Decoder:
             )
         device = scratch.device
         self.elements = mxfp4_panel(device.type)
-        """Elements of a decoded panel."""
+        """Number of elements in a decoded panel."""
 
         # The table has both numbers of every byte, low bits first, as one word.
         numbers = mxfp4_numbers().to(dtype)
@@ -313,10 +315,10 @@ class Mxfp4Decoder:
         self._codes = scratch[end : end + self.elements // 2 * INT32_BYTES].view(torch.int32)
 
     def decode(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the decoded numbers [..., groups * 32], which are valid until the next call.
+        """Return the decoded values [..., groups * 32], which are valid until the next call.
 
         Args:
-            blocks: packed numbers, uint8 [..., groups, 16].
+            blocks: packed values, uint8 [..., groups, 16].
             scales: scales, uint8 [..., groups].
         """
         codes = self._codes[: blocks.numel()]
@@ -330,10 +332,10 @@ class Mxfp4Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Linear:
-    """Linear layer of one expert's packed matrix."""
+    """Linear layer for one expert's packed matrix."""
 
     blocks: torch.Tensor
-    """Packed numbers, uint8 [out, groups, 16], whose groups run along `in`."""
+    """Packed values, uint8 [out, groups, 16]. The groups run along `in`."""
     scales: torch.Tensor
     """Scales, uint8 [out, groups]."""
     decoder: Mxfp4Decoder
@@ -358,15 +360,15 @@ class Mxfp4Linear:
 
 
 class Mxfp4Experts(LoopedExperts):
-    """Linear layers of the packed matrices of all experts.
+    """Linear layers for the packed matrices of all experts.
 
-    On a GPU a panel of every expert is decoded and multiplied in one grouped product, so that the
-    extents stay on the device. On a CPU experts are decoded one after another, and experts without
-    rows are not decoded.
+    On a GPU, a panel of every expert is decoded and multiplied in one grouped matmul, so that the
+    group sizes stay on the device. On a CPU, experts are decoded one after another, and experts
+    without rows are not decoded.
     """
 
     def __init__(self, blocks: torch.Tensor, scales: torch.Tensor, decoder: Mxfp4Decoder) -> None:
-        """Multiply by blocks, uint8 [experts, out, groups, 16].
+        """Create layers from blocks, uint8 [experts, out, groups, 16].
 
         `scales` is uint8 [experts, out, groups].
         """
@@ -393,7 +395,7 @@ class Mxfp4Experts(LoopedExperts):
     def forward_grouped(
         self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
     ) -> None:
-        """Write the same products as `forward`, without reading `ends` on the host."""
+        """Write the same results as `forward`, without reading `ends` on the host."""
         experts, columns, groups = self._scales.shape
         for panel in column_panels(columns, self._decoder.elements // (experts * groups * GROUP)):
             weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])
@@ -404,10 +406,10 @@ class Mxfp4Experts(LoopedExperts):
 def mxfp4_experts(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, scratch: torch.Tensor
 ) -> ExpertLinears:
-    """Make the fastest linear layers of MXFP4 weights.
+    """Create the fastest linear layers for MXFP4 weights.
 
-    Triton's kernels decode inside the product. Otherwise (see `decodes`) weights are decoded into
-    `scratch`, uint8 of `mxfp4_scratch_bytes`.
+    Triton kernels decode weights within the matmul. Otherwise (see `decodes`) weights are decoded
+    into `scratch`, uint8 of `mxfp4_scratch_bytes`.
     """
     if not decodes(blocks.device):
         return packed_experts(blocks.flatten(2), scales, "mxfp4")
@@ -416,17 +418,17 @@ def mxfp4_experts(
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of one layer's experts, or this rank's slice of each expert's width."""
+    """The weights of one layer's experts, or this rank's slice of every expert."""
 
     router: Linear
     """Matrix [hidden, experts]."""
     gate_up: ExpertLinears
-    """Matrices [hidden, 2 * width], one for each expert."""
+    """Matrices [hidden, 2 * width], one per expert."""
     down: ExpertLinears
-    """Matrices [width, hidden], one for each expert."""
+    """Matrices [width, hidden], one per expert."""
     gate: GatedActivation
     router_bias: torch.Tensor | None = None
-    """Bias, float32 [experts], added to the scores by which experts are chosen."""
+    """Bias, float32 [experts], added to the scores for choosing experts."""
     gate_up_bias: torch.Tensor | None = None
     """Bias [experts, 2 * width]."""
     down_bias: torch.Tensor | None = None
@@ -434,7 +436,7 @@ class ExpertWeights:
 
 
 class Experts:
-    """One layer of experts, computed in buffers that all such layers share.
+    """One mixture-of-experts layer, computed in buffers that all such layers share.
 
     Few (token, expert) pairs are multiplied one by one. More pairs are sorted by expert, so that
     each expert multiplies all its rows together. Tokens are computed one slice after another.
@@ -448,14 +450,15 @@ class Experts:
         deterministic: bool = False,
         reduce: Reduce | None = None,
     ) -> None:
-        """Compute one layer.
+        """Create one layer.
 
         Args:
             spec: the experts of the model.
             weights: weights of this layer.
             arena: buffers of `ullage_engine.kernels.arena`.
             deterministic: whether results are batch-invariant.
-            reduce: sums over ranks that each have a slice of every expert, None without others.
+            reduce: sums over ranks that each have a slice of every expert. None without other
+                ranks.
         """
         self._spec = spec
         self._weights = weights
@@ -474,7 +477,7 @@ class Experts:
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
         """Add the experts' result for normed [tokens, hidden] to out [tokens, hidden].
 
-        A deterministic layer takes whole units of rows (`ullage_engine.kernels.arena`).
+        A deterministic layer needs a multiple of `UNIT_ROWS` rows (`ullage_engine.kernels.arena`).
         """
         for start in range(0, normed.shape[0], self._slice_tokens):
             rows = slice(start, start + self._slice_tokens)
@@ -495,7 +498,7 @@ class Experts:
         out.add_(total)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the experts of every token, best first, and return them and their weights."""
+        """Choose each token's experts, best first. Return the experts and their weights."""
         tokens = x.shape[0]
         arena = self._arena
         logits = shaped(arena["expert_logits"], tokens, self._spec.num_experts)
@@ -511,10 +514,10 @@ class Experts:
         return chosen, weights
 
     def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the pairs of a token and an expert one by one.
+        """Compute the (token, expert) pairs one by one.
 
         Returns:
-            The results [pairs, hidden], and the row of each pair in them.
+            The results [pairs, hidden], and the row of each pair in these results.
         """
         pairs = chosen.view(-1)
         weights = self._weights
@@ -529,7 +532,7 @@ class Experts:
     def _run_sorted(
         self, x: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same as `_run_each`, with all rows of an expert in one product."""
+        """Compute the same as `_run_each`, with all rows of an expert in one matmul."""
         pairs = chosen.numel()
         weights = self._weights
         experts, order, places = (
@@ -564,9 +567,9 @@ class Experts:
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Cut rows into the parts of one elementwise operation.
+        """Split rows into parts, each for one call of an elementwise operation.
 
-        A deterministic layer computes as many rows at once as torch computes in one thread.
+        A deterministic layer computes at most as many rows at once as torch computes on one thread.
         """
         size = max(unit, SERIAL_ELEMENTS // width // unit * unit) if self._deterministic else rows
         return [slice(start, start + size) for start in range(0, rows, size)]

@@ -1,10 +1,10 @@
-"""The decoder whose steps the C++ library computes, all layers in one call.
+"""The decoder that is computed by the C++ library, with all layers of a step in one call.
 
 It computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are float32, and
 rows are rounded to int8 before each product with quantised weights. The decoder is batch-invariant:
-a row's results depend on its sequence alone.
+a row's results depend only on the row's own sequence.
 
-In the KV cache a block of keys is [head_dim, tokens], a layout that only this decoder reads.
+In the KV cache, a block of keys has the layout [head_dim, tokens], which only this decoder reads.
 """
 
 import ctypes
@@ -49,11 +49,11 @@ _FORMATS = {
 """The library's formats of KV and convolution states."""
 
 _TILES_AT_ONCE = 16
-"""Tiles of a matrix that are dequantised at once, which bounds the temporary."""
+"""Number of tiles of a matrix that are dequantised at once. This bounds the temporary tensor."""
 
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
-    """Return the names of a layer's tensors, by the library's names of these matrices."""
+    """Return the names of a layer's tensors, keyed by the library's names for these matrices."""
     is_conv = spec.mixer == "conv"
     is_dense = spec.feed_forward == "dense"
     return {
@@ -67,7 +67,7 @@ def _matrix_names(spec: LayerSpec) -> dict[str, str]:
 def library_refusal(
     loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Return the reason why the library does not compute the steps of a model.
+    """Return the reason why the C++ library cannot compute the steps of a model.
 
     The reason names a remedy if there is one. It is empty if the library computes every step.
     """
@@ -122,12 +122,12 @@ def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class NativeDecoder:
-    """The decoder that the C++ library computes, in the buffers of the arena."""
+    """The decoder that is computed by the C++ library, in the buffers of the arena."""
 
     def __init__(
         self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
     ) -> None:
-        """Compute in `arena`, laid out by `ullage_engine.kernels.arena.native_arena`."""
+        """Create a decoder in `arena`, laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded = loaded
         self._config = loaded.model_config
         self._arena = arena
@@ -165,7 +165,7 @@ class NativeDecoder:
             self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute scales with which every key and value of each layer fits float8."""
+        """Compute scales with which every key and value of each layer fits in float8."""
         config = self._config
         tensors = self._loaded.tensors
         scales = []
@@ -210,10 +210,10 @@ class NativeDecoder:
         Args:
             chunks: chunks of the step.
             logits: output, float32 [sampled rows, vocab], contiguous.
-            layers: layers to run, None for all.
+            layers: layers to run, or None for all.
 
         Returns:
-            The likeliest token of each sampled row, -1 if a logit of the row is not finite.
+            The most likely token of each sampled row, or -1 if a logit of the row is not finite.
 
         Raises:
             IndexError: a token is not in the vocabulary.
@@ -345,19 +345,19 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Return the address of a vector in float32, None if the model has no such vector."""
+        """Return the address of a vector in float32, or None if the model has no such vector."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
-        """Return the address of a convolution's taps in float32, the oldest first, or None."""
+        """Return the address of a convolution's taps in float32, oldest first, or None."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor.t())
 
     def _address(self, name: str, tensor: torch.Tensor) -> int:
         """Return the address of a tensor converted to float32.
 
-        The decoder keeps the converted tensor until another one of the same name replaces it.
+        The decoder keeps the converted tensor until another tensor with the same name replaces it.
         """
         self._kept[name] = tensor.to(torch.float32).contiguous()
         return self._kept[name].data_ptr()
@@ -367,6 +367,6 @@ class NativeDecoder:
 
 
 def _int32(numbers: Iterable[int]) -> "tuple[array[int], int]":
-    """Return numbers as an array of int32, and its address."""
+    """Return an int32 array of these values, and the array's address."""
     values = array("i", numbers)
     return values, values.buffer_info()[0]

@@ -1,14 +1,14 @@
 """Tables of cosine and sine for rotary position embedding, with the same bits on every machine.
 
 Frequencies and angles are rounded to float32 where the reference implementations round them, so
-that models see the positions that they were trained with. Each rounding is that of an exact value.
-Cosine and sine of an angle are computed in float64 and rounded once.
+that models get the positions that they were trained with. Each rounding is applied to an exact
+value. The cosine and sine of an angle are computed in float64 and rounded once.
 
-Only additions, products and comparisons decide the bits, which IEEE 754 defines. The results of
-vector functions of torch and numpy differ between processors, and torch's have been wrong by 1.5e-4
-on one of two threads at their first call in a process.
+The bits depend only on additions, products and comparisons, which IEEE 754 defines. The vector
+functions of torch and numpy give different results on different processors, and torch's results
+have been wrong by 1.5e-4 on one of two threads at the first call in a process.
 
-The reduction to a quarter turn and both polynomials are those of fdlibm (Sun Microsystems, 1993).
+The reduction to a quarter turn and both polynomials are taken from fdlibm (Sun Microsystems, 1993).
 """
 
 import decimal
@@ -24,10 +24,10 @@ Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
 _BLOCK_ANGLES = 1 << 14
-"""Angles that are computed at once, so that their temporaries stay in a core's cache."""
+"""Number of angles that are computed at once, so that temporary arrays stay in a core's cache."""
 
 _DIGITS = 40
-"""Digits of powers, before they are rounded to float32."""
+"""Number of digits in powers before they are rounded to float32."""
 
 _QUARTERS_PER_RADIAN = 6.36619772367581382433e-01
 _QUARTER_TURN = (
@@ -62,9 +62,9 @@ _COSINE = (
 
 
 def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write the tables of every position, both [positions, head_dim].
+    """Write the cosine and sine tables for every position, each [positions, head_dim].
 
-    The first half of `sin` is negated, so that rotating is x * cos + swap_halves(x) * sin.
+    The first half of `sin` is negated, so that a rotation is x * cos + swap_halves(x) * sin.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
@@ -75,16 +75,17 @@ def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write half tables of every position, both [positions, head_dim / 2] and without signs."""
+    """Write half tables for every position, [positions, head_dim / 2], with no negated values."""
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
         cos[rows] = cosine
         sin[rows] = sine
 
 
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Compute both tables again, and return the name, cos or sin, of one that differs, or "".
+    """Compute both tables again. Return "cos" or "sin" if that table differs, otherwise "".
 
-    Of tables [positions, head_dim] the second half is compared, of half tables the whole.
+    For tables [positions, head_dim], only the second half is compared. Half tables are compared as
+    a whole.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
@@ -97,7 +98,7 @@ def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Ten
 def _blocks(
     model_config: ModelConfig, positions: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield runs of positions with their cosines and sines, float32 [positions, head_dim / 2]."""
+    """Yield ranges of positions with their cosines and sines, float32 [positions, head_dim / 2]."""
     scale = model_config.rope_scale
     frequencies = rotary_frequencies(model_config)
     rows = max(1, _BLOCK_ANGLES // len(frequencies))
@@ -133,8 +134,8 @@ def rotary_frequencies(model_config: ModelConfig) -> Float32s:
 def cosine_and_sine(angles: Float32s) -> tuple[Float64s, Float64s]:
     """Return the cosine and the sine of angles in radians.
 
-    Rounded to float32 they are right to the last bit, except halfway between two numbers. Angles
-    beyond a million quarter turns lose precision, in the same way on every machine.
+    Rounded to float32, the results are correct to the last bit, except halfway between two float32
+    values. Angles beyond a million quarter turns lose precision, in the same way on every machine.
     """
     wide = angles.astype(np.float64)
     quarters = np.rint(wide * _QUARTERS_PER_RADIAN)
