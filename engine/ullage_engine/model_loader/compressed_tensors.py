@@ -1,9 +1,10 @@
 """Reader of checkpoints whose `weight` is stored as int8 or float8, with a `weight_scale`.
 
 compressed-tensors stores int-quantized and float-quantized models in this form, with one scale for
-the tensor or for each row. FP8 models of other makers have a scale for each block of weights. They
-call it weight_scale_inv, although weights are multiplied by it. A setting of quantization_config
-that the engine does not compute is refused by name, because the numbers would mean something else.
+the tensor or for each row. FP8 models from other tools have a scale for each block of weights. They
+name this scale weight_scale_inv, although weights are multiplied by the scale. If the engine does
+not support a setting of quantization_config, it refuses the setting by name, because the stored
+values would have another meaning.
 """
 
 from dataclasses import dataclass
@@ -25,16 +26,16 @@ class Scheme:
     """The storage of a model's matrices: types, scales and zero points."""
 
     types: frozenset[str]
-    """Types that the weights may have: int, float."""
+    """Types that the weights may have (int, float)."""
     block: tuple[int, int] = (128, 128)
-    """Rows and columns of a block with its own scale, if scales are neither by row nor by
+    """Rows and columns of a block that has its own scale, if scales are neither per row nor per
     tensor."""
     is_symmetric: bool = True
     """Whether the matrices have no zero points."""
     rounds_activations: bool = False
     """Whether activations are rounded to int8, row by row.
 
-    FP8 activations keep the computing type, which rounds them less than the model expects.
+    FP8 activations keep the computing dtype, which is more precise than the model expects.
     """
 
 
@@ -92,7 +93,7 @@ def _group(groups: HFConfig, name: str) -> Scheme:
 
 
 def _rounds(group: HFConfig, where: str, type: object) -> bool:
-    """Return whether int8 products round activations."""
+    """Return whether activations are rounded for int8 matmuls."""
     activations = group.section("input_activations")
     inside = f"{where}input_activations."
     if not activations.values:
@@ -131,10 +132,11 @@ def _one_of(config: HFConfig, where: str, key: str, *values: object) -> None:
 SCALES = ("weight_scale", "weight_scale_inv")
 
 _STORED = {"I8": "int", "F8_E4M3": "float"}
-"""Types of tensors: safetensors' names to the names in configurations."""
+"""Maps dtype names of safetensors to the names in configurations."""
 
 _KNOWN = frozenset({"weight", "bias", "input_scale", "weight_zero_point", *SCALES})
-"""Tensors of one matrix. The scale of FP8 activations is not used, since they are not rounded."""
+"""Tensors of one matrix. The scale of FP8 activations is not used, because activations are not
+rounded."""
 
 
 class ScaledMatrices:

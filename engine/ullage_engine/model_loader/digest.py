@@ -2,7 +2,7 @@
 
 A file is read once. Its digest is cached in a small file of the weights folder, by the path, size,
 inode and times of the file, so that a later start takes milliseconds. The comparison with a hub's
-file name reads the file each time, because bit rot changes none of these.
+file name reads the file each time, because bit rot changes neither path nor size nor times.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _PIECE_BYTES = 4 << 20
 _HEX_DIGITS = 64
 _HUB_NAME = re.compile(r"[0-9a-f]{64}")
 _THREADS = 4
-"""Files that are read at the same time."""
+"""Number of files that are read at the same time."""
 _WAIT_S = 1.0
 
 
@@ -38,7 +38,8 @@ class Digests:
     """Digests of files, each computed once and then cached in a folder.
 
     Args:
-        folder: the folder of the cache. If it cannot be written, every start reads the files.
+        folder: the folder of the cache. If the folder cannot be written, every start reads the
+            files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +48,7 @@ class Digests:
         """Number of files that were read because their digest was not cached."""
 
     def of_all(self, paths: Iterable[Path]) -> str:
-        """Return one digest of several files. It depends neither on their names nor their order.
+        """Return one digest of several files, which depends on neither their names nor their order.
 
         Raises:
             WeightsError: a file cannot be read.
@@ -73,8 +74,8 @@ class Digests:
 
         Args:
             path: the file.
-            reads_again: whether to read the file and replace the cached digest. A disk that damages
-                a file does not change its times.
+            reads_again: whether to read the file and replace the cached digest. If a disk damages a
+                file, the file's times do not change.
 
         Raises:
             WeightsError: the file cannot be read.
@@ -111,7 +112,7 @@ class Digests:
 
     @contextlib.contextmanager
     def _reserved(self, kept: Path) -> Iterator[None]:
-        """Lock a digest, so that other engines with this folder wait instead of computing it."""
+        """Lock a digest, so that other engines with this folder wait for it to be computed."""
         with contextlib.ExitStack() as stack:
             # If the folder cannot be written and locked, each engine reads the file itself.
             with contextlib.suppress(OSError):
@@ -131,10 +132,10 @@ def model_digest(files: ModelFiles, folder: Path) -> str:
 
 
 def damage_by_name(files: ModelFiles, folder: Path) -> str:
-    """Return which cached file of a hub does not match its name, and the remedy, empty if all do.
+    """Return an error message if a cached hub file does not match its name, otherwise "".
 
-    A hub's client names large files by their SHA-256, but only compares their sizes. So every file
-    is read, and `folder` caches its digest for other uses.
+    The hub client names large files by their SHA-256, but only compares their sizes. Therefore
+    every file is read, and `folder` caches the digests for other uses.
 
     Raises:
         WeightsError: a file is missing or cannot be read.
@@ -161,7 +162,7 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
 
 
 Wait = Callable[[Callable[[], None]], str]
-"""Function that waits for a digest, and calls its argument about every second until then."""
+"""A function that waits for a digest. It calls its argument about once per second while waiting."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
@@ -192,7 +193,7 @@ def _settle(result: Future[str], compute: Callable[[], str]) -> None:
 
 
 def _key(path: Path) -> str:
-    """Return a name that is unique to this file in its present state."""
+    """Return a name that is unique to this file in its current state."""
     status = path.stat()
     text = (
         f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} "
@@ -202,7 +203,7 @@ def _key(path: Path) -> str:
 
 
 def _read_kept(kept: Path) -> str:
-    """Return the cached digest, empty if there is none."""
+    """Return the cached digest, or an empty string if there is none."""
     try:
         text = kept.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""`ullage-engine fetch`: downloads a model of the hub or a bucket into its cache and verifies it.
+"""`ullage-engine fetch`: downloads a model from the hub or a bucket to the cache, and verifies it.
 
-The operator runs this as a Job if several engines share one cache. A port serves the progress of
-the download, and the last line of the output is its result in JSON.
+The operator runs this command as a Job if several engines share one cache. A port serves the
+progress of the download. The last line of the output is the result in JSON.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
 MISUSE = 2
-"""Exit status if another try would fail, too."""
+"""Exit status if a retry would also fail."""
 FAILED = 1
 _SHA256_DIGITS = 64
 _READ_TIMEOUT_S = 5.0
 _REPORT_S = 10.0
-"""Seconds between two lines of progress."""
+"""Seconds between two progress lines."""
 EXAMPLES = """\
 examples:
   ullage-engine fetch --source hf://LiquidAI/LFM2-8B-A1B
@@ -53,12 +53,12 @@ exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not
 
 
 class Misuse(WeightsError):
-    """The source itself is wrong, so another try would fail, too."""
+    """The source itself is wrong, so a retry would also fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a model as the hub lists it."""
+    """A model file, as listed by the hub."""
 
     name: str
     size: int
@@ -76,7 +76,7 @@ class FetchProgress:
     total_bytes: int = 0
     """0 until the files are listed."""
     revision: str = ""
-    """The fetched commit, or the name of a bucket's listing."""
+    """The fetched commit, or the name of the bucket listing."""
     error: str = ""
 
     def to_json(self) -> str:
@@ -94,12 +94,12 @@ class Fetch(Protocol):
         """Download and verify the model.
 
         Raises:
-            WeightsError: a step failed. It is a `Misuse` if another try would fail, too.
+            WeightsError: a step failed. The error is a `Misuse` if a retry would also fail.
         """
 
 
 class BucketFetch:
-    """The download of a model from a bucket, which verifies bytes as they arrive."""
+    """The download of a model from a bucket. Bytes are verified as they arrive."""
 
     def __init__(self, source: str) -> None:
         from ullage_engine.model_loader.s3 import Download
@@ -145,7 +145,7 @@ class HubFetch:
 
     @property
     def progress(self) -> FetchProgress:
-        """The progress, by the sizes of the files in the cache."""
+        """The progress, computed from the sizes of the files in the cache."""
         total = sum(file.size for file in self._files)
         done = sum(file.size for file in self._files if file.path.exists())
         if self._state == "fetching":
@@ -193,9 +193,9 @@ class HubFetch:
 
 
 def verify(files: Sequence[RemoteFile]) -> None:
-    """Check the sizes of the cached files, and the SHA-256 of those that are named by it.
+    """Check the sizes of the cached files, and the SHA-256 of files that are named by it.
 
-    A file that differs is removed, so that the next try downloads it again.
+    A file that differs is removed, so that the next attempt downloads the file again.
 
     Raises:
         WeightsError: a file is missing or damaged.
@@ -228,7 +228,7 @@ def _verify(file: RemoteFile, digests: Digests) -> None:
 
 
 def _incomplete_bytes(blobs: Path) -> int:
-    """Return the bytes of unfinished downloads."""
+    """Return the number of bytes in unfinished downloads."""
     sizes = []
     for path in blobs.glob("*.incomplete"):
         try:
@@ -247,7 +247,7 @@ def _checked_source(source: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Turn an error of the hub's client into an error with a remedy."""
+    """Convert an error of the hub client into an error with a remedy."""
     try:
         yield
     except Exception as error:  # connection errors come from the client's HTTP library
@@ -260,7 +260,7 @@ def _explained(source: str) -> Iterator[None]:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Return whether the hub answered that the model does not exist, or not for this token."""
+    """Return whether the hub says that the model does not exist or the token has no access."""
     from huggingface_hub.errors import (
         HFValidationError,
         RepositoryNotFoundError,
@@ -290,7 +290,7 @@ def serve(fetch: Fetch, host: str | None, port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Log nothing, since the operator asks every few seconds."""
+            """Log nothing, because the operator polls every few seconds."""
 
     listener = listen(host, port)
     server = ThreadingHTTPServer(listener.getsockname()[:2], StatusHandler, bind_and_activate=False)
@@ -332,7 +332,7 @@ def _failed(fetch: Fetch, message: str) -> FetchProgress:
 
 
 def _finish(result: FetchProgress, report: Path | None) -> None:
-    """Print the result as the last line, and write it to the file that Kubernetes reads."""
+    """Print the result as the last line, and write the result to the file that Kubernetes reads."""
     line = result.to_json()
     print(line, flush=True)
     if report is not None:

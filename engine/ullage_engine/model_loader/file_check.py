@@ -1,4 +1,4 @@
-"""The check that a path is a readable file with real contents, and errors that name the cause."""
+"""Checks that a path is a readable file with real contents, and raises errors with the cause."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def check_file(path: Path) -> int:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn the system's error about a path into an error with a remedy."""
+    """Convert an OS error about a path into an error with a remedy."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The choice of a model's files in its folder, and the check of their headers.
+"""Selects a model's files in a folder, and checks their headers.
 
-This file imports no torch. The server process checks the files before it starts a worker, and the
-worker's readers use the same list of files. The contents of tensors are not read, so a file with a
-wrong number passes.
+This module does not import torch. The server process checks the files before it starts a worker,
+and the worker's readers use the same list of files. The contents of tensors are not read, so a file
+with a wrong value passes the check.
 """
 
 import json
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
 HEAD = "lm_head.weight"
-"""Name of the output projection, as Hugging Face spells it."""
+"""Hugging Face's name of the output projection."""
 
 _BESIDE = (
     "config.json",
@@ -34,15 +34,15 @@ _BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files of a model's folder that are read in addition to the weights."""
+"""Files in a model's folder that are read in addition to the weights."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Longest header that the safetensors library reads."""
+"""Maximum header length that the safetensors library accepts."""
 
 _MAX_NAMED = 5
-"""Most files that an error names."""
+"""Maximum number of files that an error names."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -52,7 +52,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of an element, by type of safetensors. The library refuses other types."""
+"""Bits per element, by safetensors dtype. The library rejects other dtypes."""
 
 _MAGICS = {
     b"GGUF": "a GGUF file",
@@ -61,18 +61,18 @@ _MAGICS = {
     b"\x89HDF": "an HDF5 file",
     b"\x1f\x8b": "compressed with gzip",
 }
-"""First bytes of other file formats, which a wrong name may pass off as safetensors."""
+"""First bytes of other file formats, for files that are wrongly named as safetensors."""
 
 
 _TABLE = ".rotary_emb.inv_freq"
-"""Suffix of the names of tables that every engine computes itself."""
+"""Suffix of tensor names for tables that every engine computes itself."""
 
 _PIECE_BYTES = 4 << 20
-"""Bytes of a tensor that are compared at once."""
+"""Number of bytes of a tensor that are compared at once."""
 
 
 class _Span(NamedTuple):
-    """The place, type and shape of a tensor in a safetensors file."""
+    """The position, dtype and shape of a tensor in a safetensors file."""
 
     begin: int
     end: int
@@ -82,21 +82,21 @@ class _Span(NamedTuple):
 
 
 class Contradictions(NamedTuple):
-    """Tensors about which the files of a folder contradict each other, with the error of each."""
+    """Tensors for which the files of a folder contradict each other, each with an error."""
 
     missing: dict[str, str]
     """Tensors that are missing from the file that the index names."""
     ambiguous: dict[str, str]
-    """Tensors that differ between two files, while no index names the last of the files."""
+    """Tensors that differ between two files if the index does not name the last of these files."""
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
-    """Check by their headers that the files of a model are present, readable and complete.
+    """Check the headers of a model's files: whether the files are present, readable and complete.
 
     Args:
         files: the model's folder or GGUF file.
-        reads_weights: whether to check the weights of a folder, too. Without it only the other
-            files are checked.
+        reads_weights: whether to also check the weights of a folder. If False, only the other files
+            are checked.
 
     Raises:
         WeightsError: a check failed. The message names the file, the cause and the remedy.
@@ -115,12 +115,13 @@ def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
 def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     """Check the files of a model that vLLM loads with these arguments.
 
-    Without an index vLLM reads all safetensors files of a folder, so the folder must have no other
-    ones. It is unknown which tensors vLLM reads. So the files may contradict each other about no
-    tensor but the output projection, and only if the model may tie it to the embedding.
+    Without an index, vLLM reads all safetensors files in a folder, so the folder must not contain
+    unrelated safetensors files. It is unknown which tensors vLLM reads. Therefore the files must
+    agree about all tensors. Only the output projection may differ, if the model may tie this
+    projection to the embedding.
 
     Raises:
-        WeightsError: `check_files` fails, tensors are in doubt, or the folder has other files.
+        WeightsError: `check_files` fails, tensors are ambiguous, or the folder has unrelated files.
     """
     is_chosen = "load_format" in args
     check_files(files, reads_weights=not is_chosen)
@@ -156,9 +157,10 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name.
 
-    The index names them, as for transformers and vLLM. Without an index `model.safetensors` has
-    all weights. A folder with neither has one file, or all of `NAME-00001-of-0000N`. An ambiguous
-    folder is refused. The header of each file is read to check that the file is complete.
+    The index lists the files, as for transformers and vLLM. Without an index, `model.safetensors`
+    has all weights. A folder with neither must have a single file, or all files
+    `NAME-00001-of-0000N`. An ambiguous folder is refused. The header of each file is read to check
+    that the file is complete.
 
     Raises:
         WeightsError: files are missing, broken or ambiguous.
@@ -171,11 +173,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return the tensors about which the files of a model contradict each other.
+    """Return the tensors for which the files of a model contradict each other.
 
-    Only the tensors that the model uses matter, and callers know those. The index decides in which
-    file a tensor is. If several files have a tensor, transformers reads the last file and ignores
-    the index, so all of them need the same contents.
+    The caller decides which of these tensors the model uses, because others do not matter. The
+    index defines which file holds a tensor. If several files have a tensor, transformers reads the
+    last file and ignores the index, so the contents must be equal in all files.
 
     Raises:
         WeightsError: `weight_files` fails.
@@ -212,7 +214,7 @@ def read_safetensors_header(path: Path) -> list[str]:
     The tensors must fill the file exactly.
 
     Raises:
-        WeightsError: the file cannot be read, is truncated or is no safetensors file.
+        WeightsError: the file cannot be read, is truncated or is not a safetensors file.
     """
     return [span.name for span in _read_spans(path)]
 
@@ -245,7 +247,7 @@ def _read_spans(path: Path) -> list[_Span]:
 
 
 def _have_same(name: str, path: Path, other: Path) -> bool:
-    """Return whether a tensor has the same bytes, type and shape in two files."""
+    """Return whether a tensor has the same bytes, dtype and shape in two files."""
     if path == other:
         return True
     one, two = (
@@ -269,8 +271,9 @@ def _have_same(name: str, path: Path, other: Path) -> bool:
 def _may_be_tied(folder: Path) -> bool:
     """Return whether the output projection may be the embedding.
 
-    Some families that only vLLM serves, such as Gemma, tie it by default, and their config.json may
-    omit the key. If such a model is not tied, vLLM refuses to serve without the tensor.
+    Some model families that only vLLM serves, such as Gemma, tie both by default, and their
+    config.json may omit the key. If such a model is not tied, vLLM refuses to serve without the
+    tensor.
     """
     config = read_config(folder)
     text = config.get("text_config")
@@ -280,13 +283,13 @@ def _may_be_tied(folder: Path) -> bool:
 
 
 def _named_files(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by the index, None without an index."""
+    """Return the file of each tensor according to the index, or None without an index."""
     index = folder / INDEX
     return _read_index(index) if os.path.lexists(index) else None
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Read the file of each tensor from the index."""
+    """Read from the index which file holds each tensor."""
     check_file(index)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -371,7 +374,7 @@ def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
         path: the file.
         start: the encoded length, and the first byte of the header.
         length: the decoded length.
-        size: bytes of the file.
+        size: size of the file in bytes.
     """
     for magic, kind in _MAGICS.items():
         # The length 640 has the same first bytes as a pickle.

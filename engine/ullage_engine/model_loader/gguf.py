@@ -1,7 +1,7 @@
-"""Reader of GGUF files: metadata as a model configuration, and tensors dequantised one by one.
+"""Reads GGUF files: metadata as a model configuration, and tensors dequantised one by one.
 
-Metadata are translated to the keys of Hugging Face's config.json, and tensors get the names of its
-checkpoints. So one reader of configurations serves both formats.
+Metadata are translated to the keys of Hugging Face's config.json, and tensors get their names in
+Hugging Face checkpoints. Therefore one configuration reader works for both formats.
 """
 
 import math
@@ -47,7 +47,7 @@ class GgufMetadata:
         self.architecture = str(architecture)
 
     def value(self, key: str) -> object:
-        """Return the value of a key, None if it is missing."""
+        """Return the value of a key, or None if the key is missing."""
         field = self._fields.get(key)
         try:
             contents: object = None if field is None else field.contents()
@@ -115,7 +115,8 @@ class GgufMetadata:
     def _kv_heads(self) -> Json:
         """Return the number of KV heads and the layer types.
 
-        If the metadata list a number for each layer, layers without KV heads are convolutions.
+        If the metadata list a number of KV heads for each layer, layers without KV heads are
+        convolutions.
         """
         heads = self._own("attention.head_count_kv")
         if not isinstance(heads, list):
@@ -153,7 +154,7 @@ class GgufMetadata:
         }
 
     def _check_head_dim(self, values: Json) -> None:
-        """Refuse partial rotary embedding, and values with another width than keys."""
+        """Refuse partial rotary embedding, and value heads that are not as wide as key heads."""
         hidden = values["hidden_size"]
         heads = values["num_attention_heads"]
         assert isinstance(hidden, int)
@@ -213,7 +214,7 @@ GPT_OSS = {
 }
 
 NAMES = COMMON | LFM2
-"""Tensor names without layer and suffix: Hugging Face's names to GGUF's."""
+"""Maps Hugging Face's tensor names to GGUF's, without layer and suffix."""
 
 BY_ARCHITECTURE = {"gpt-oss": NAMES | GPT_OSS}
 
@@ -227,7 +228,7 @@ _HUGGING_FACE = re.compile(
 
 
 def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
-    """Return GGUF's name of the tensor that Hugging Face calls `name`, and the expert's index."""
+    """Return the GGUF name for the Hugging Face tensor `name`, and the expert's index."""
     match = _HUGGING_FACE.fullmatch(name)
     assert match is not None, name
     prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
@@ -237,7 +238,7 @@ def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
 
 
 def is_known(architecture: str, name: str) -> bool:
-    """Return whether a layer reads the tensor that GGUF calls `name`."""
+    """Return whether a layer reads the tensor with this GGUF name."""
     parts = {*BY_ARCHITECTURE.get(architecture, NAMES).values(), *EXPERTS}
     whole = "|".join(re.escape(part) for part in parts if part.endswith((".bias", ".weight")))
     weights = "|".join(re.escape(part) for part in [*parts, "rope_freqs"])
@@ -258,7 +259,7 @@ class GgufReader(PlainMatrices):
     """An open GGUF file, or all parts of a split one."""
 
     def __init__(self, path: Path, *, allows_unknown: bool = False) -> None:
-        """Map a file, or all parts if it is the first of several, and read the headers.
+        """Map a file, or all parts if the file is the first of several, and read the headers.
 
         Raises:
             WeightsError: a file is not GGUF or truncated, a part is missing, or the architecture
@@ -289,7 +290,7 @@ class GgufReader(PlainMatrices):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Formats of the quantised weights: MXFP4 for gpt-oss's experts, and otherwise none.
+        """Formats of the quantised weights: MXFP4 for gpt-oss's experts, otherwise no formats.
 
         Blocks of other formats count as dequantised.
         """
@@ -298,7 +299,7 @@ class GgufReader(PlainMatrices):
         return frozenset({"mxfp4"} if is_packed else ())
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding of a matrix whose blocks are kept, None if it is dequantised.
+        """Return the encoding of a matrix whose blocks are kept, or None if they are dequantised.
 
         MXFP4 of gpt-oss's experts is kept. Blocks of four to eight bits are kept if the target is
         int4.
@@ -388,7 +389,7 @@ class GgufReader(PlainMatrices):
                 )
 
     def _check_names(self) -> None:
-        """Refuse tensors that no layer reads, since ignoring one may change answers."""
+        """Refuse tensors that no layer reads, because an ignored tensor may change answers."""
         for name in self._tensors:
             if not is_known(self._metadata.architecture, name):
                 raise WeightsError(
@@ -419,7 +420,7 @@ class GgufReader(PlainMatrices):
 
 
 def _stacked_names(name: str) -> list[str]:
-    """Return GGUF's names of the tensors that Hugging Face stores as one in a gpt-oss layer."""
+    """Return the GGUF names of tensors that Hugging Face stores as one in a gpt-oss layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
     assert match is not None, name
     layer, part = match.groups()
@@ -436,8 +437,8 @@ def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
 class _FileReader(GGUFReader):
     """The library's reader with a faster path for arrays.
 
-    The library makes two mapped arrays of each string of a vocabulary, which takes three seconds
-    instead of a tenth.
+    The library creates two mapped arrays for each string of a vocabulary, which takes three seconds
+    instead of a tenth of a second.
     """
 
     def _get_field_parts(

@@ -1,7 +1,7 @@
 """The header of GGUF files, and the parts of a split file.
 
-This file imports neither torch nor numpy, and reads no tensors. A header has the magic `GGUF`, the
-version (uint32), the numbers of tensors and of metadata pairs (uint64), the pairs, and for each
+This module imports neither torch nor numpy, and reads no tensors. A header has the magic `GGUF`,
+the version (uint32), the numbers of tensors and of metadata pairs (uint64), the pairs, and for each
 tensor its name, shape, type and offset. The data follow at a multiple of the alignment. llama.cpp
 splits a model into files named `NAME-00001-of-0000N.gguf`. The first part has the pairs, and each
 part has `split.no`, `split.count` and `split.tensors.count`.
@@ -23,7 +23,7 @@ from ullage_engine.protocol.errors import WeightsError
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Alignment of the data in bytes, unless `general.alignment` gives another."""
+"""Alignment of the data in bytes, unless `general.alignment` gives another value."""
 
 SCALARS = {
     0: "<B",
@@ -57,7 +57,7 @@ BLOCKS = {
     30: (1, 2),  # BF16
     39: (32, 17),  # MXFP4
 }
-"""Numbers and bytes of a block, by type of tensor. Readers refuse other types."""
+"""Elements and bytes per block, by tensor type. Readers refuse other types."""
 
 _MAX_DIMENSIONS = 4
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -70,15 +70,15 @@ _UINT64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The place of a tensor in the data of its file."""
+    """The position of a tensor in the data of its file."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
-    """Bytes from the start of the data."""
+    """Offset in bytes from the start of the data."""
     nbytes: int | None
-    """Bytes of the tensor, None if its type is unknown."""
+    """Size of the tensor in bytes, or None if its type is unknown."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class GgufHeader:
     pairs: tuple[int, int] = (0, 0)
     """Offsets of the first pair and of the end of the last, in bytes."""
     values: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Values of the pairs that are scalars or texts, by key."""
+    """Values of the pairs that are scalars or strings, by key."""
     tensors: list[GgufTensor] = field(default_factory=list)
     data_start: int = 0
     """Offset of the data, in bytes."""
@@ -102,7 +102,7 @@ class GgufHeader:
 
     @property
     def num_parts(self) -> int:
-        """Number of files that the model was split into, 1 if it was not split."""
+        """Number of files into which the model was split, or 1 if it was not split."""
         return max(1, self._number("split.count", 1))
 
     @property
@@ -112,7 +112,7 @@ class GgufHeader:
 
     @property
     def num_tensors_of_all(self) -> int:
-        """Number of tensors in all parts together, -1 if the file does not have it."""
+        """Number of tensors in all parts together, or -1 if the file does not have this number."""
         return self._number("split.tensors.count", -1)
 
     def _number(self, key: str, default: int) -> int:
@@ -121,7 +121,7 @@ class GgufHeader:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return all parts of a split model by the name of one part, or just the given file."""
+    """Return all parts of a split model, given one part. Return a file that is not split alone."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) < 2:
         return [path]
@@ -133,10 +133,10 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def check_gguf(path: Path) -> list[GgufHeader]:
-    """Read the header of a model's file, or of all parts if `path` is the first of several.
+    """Read the header of a model file, or of all parts if `path` is the first of several.
 
     Raises:
-        WeightsError: a file is missing, truncated, damaged, or of another model.
+        WeightsError: a file is missing, truncated, damaged, or belongs to another model.
     """
     first = read_gguf_header(path)
     count = first.num_parts
@@ -300,7 +300,7 @@ class _Cursor:
         return header
 
     def _check_places(self, header: GgufHeader) -> None:
-        """Check that the tensors fill the data in order, as llama.cpp requires."""
+        """Check that the tensors fill the data section in order, as llama.cpp requires."""
         expected: int | None = 0
         names = set()
         for tensor in header.tensors:
@@ -364,7 +364,7 @@ class _Cursor:
         self._skip(at - self._at)
 
     def _count(self, least: int) -> int:
-        """Read a number of items, which must fit into the file with `least` bytes each."""
+        """Read an item count. Items of at least `least` bytes each must fit into the file."""
         count = self._uint64()
         if count * least > self._size - self._at:
             raise ValueError(f"it claims {count:,} items, for which it has no room")

@@ -1,12 +1,12 @@
-"""Prepared weights: one flat file in the computing types, which every worker maps.
+"""Prepared weights: one flat file in the computing dtypes, which every worker maps.
 
-Preparing reads the checkpoint once, and fuses, converts and quantises it. A worker that starts
-again only maps the file. The mapping is read-only. Engines that share the folder prepare once: a
-file lock elects the engine that does it.
+Preparation reads the checkpoint once, and fuses, converts and quantises the tensors. A restarted
+worker only maps the file. The mapping is read-only. Engines that share the folder prepare only
+once: a file lock elects the engine that prepares.
 
-The file has a magic, the length and SHA-256 of the header, the header (JSON), and the tensors at
-aligned offsets from the file's start. The header has a checksum of each tensor. The checksums are
-compared with the tensors when the file is first mapped after a boot or a change.
+The file has a magic number, the length and SHA-256 of the header, the header (JSON), and the
+tensors at aligned offsets from the file's start. The header has a checksum of each tensor. The
+checksums are compared with the tensors when the file is first mapped after a boot or a change.
 """
 
 import contextlib
@@ -54,18 +54,18 @@ log = logging.getLogger("ullage.engine.weights")
 MAGIC = b"ULLAGEW1"
 
 LAYOUT_VERSION = 12
-"""Version of prepared files. Raise it when they change in any way."""
+"""Version of prepared files. Increment it when their content or layout changes in any way."""
 
 ALIGNMENT = 4096
-"""Alignment of every tensor in bytes: a page, so that a tensor can be mapped or sent by itself."""
+"""Alignment of every tensor in bytes: a page, so that a single tensor can be mapped or sent."""
 
 LOCK_POLL_S = 0.05
 
 _MAX_COPIES = 4
-"""Most threads that copy from a device at the same time, in order to compare."""
+"""Maximum number of threads that copy from a device at the same time for a comparison."""
 
 _SLICE_BYTES = 64 << 20
-"""Most bytes of a tensor that are copied from a device, or hashed, at once."""
+"""Maximum number of bytes of a tensor that are copied from a device, or hashed, at once."""
 
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 
@@ -80,7 +80,7 @@ class Shard(Protocol):
     """Encodings of the rank's quantised matrices, by name."""
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's part of a stored tensor, None if the rank does not need it."""
+        """Return the rank's part of a stored tensor, or None if the rank does not need it."""
         ...
 
 
@@ -96,13 +96,14 @@ class LoadedModel:
     tensors: dict[str, torch.Tensor]
     """Tensors by name. The pieces of a quantised matrix are named `MATRIX.PIECE`."""
     nbytes: int
-    """Bytes of the prepared file, which mapping or copying it takes."""
+    """Size of the prepared file in bytes, which is also the memory for mapping or copying the
+    file."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
     key: str = ""
     """Key of the prepared file, which depends on its source files."""
     content: str = ""
-    """Digest of all numbers and shapes. It is equal on all engines that compute with the same."""
+    """Digest of all values and shapes. It is equal on all engines with the same weights."""
 
     def packed(self, name: str) -> Packed:
         """Return a quantised matrix."""
@@ -134,13 +135,13 @@ class Header(msgspec.Struct, frozen=True):
 
     model_config: ModelConfig = msgspec.field(name="geometry")
     nbytes: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     tensors: list[StoredTensor]
     encodings: dict[str, Encoding]
 
     @property
     def content(self) -> str:
-        """Digest of all numbers with their shapes and encodings, but without their offsets."""
+        """Digest of all values with their shapes and encodings, but without their offsets."""
         tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
         return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
 
@@ -156,22 +157,23 @@ def load_weights(
 ) -> LoadedModel:
     """Map the prepared weights, and prepare them in `weights_dir` first if necessary.
 
-    On a CPU the tensors are the file's pages, and writing to them kills the process. For another
-    device they are copied one after the other, with progress for each.
+    On a CPU, the tensors are the file's pages, and writing to them kills the process. For other
+    devices, the tensors are copied one after the other, with progress reported for each.
 
-    If a layer cannot be calibrated, all weights are rounded to the nearest number, with a warning.
-    `weights_dir` keeps these weights, so that a worker that starts again starts fast and continues
-    the open streams with the same weights.
+    If a layer cannot be calibrated, all weights are rounded to the nearest value, with a warning.
+    `weights_dir` keeps these weights, so that a restarted worker starts fast and continues the open
+    streams with the same weights.
 
     Args:
         model: the source and the form of the weights.
         device: the device that computes.
         dtype: the computing type.
         weights_dir: folder of the prepared file.
-        progress: reports the bytes that are done.
-        shard: cuts out one rank's part. The configuration and the size are still those of the
-            whole model.
-        calibration: rounds to int4. Without it every weight is rounded to the nearest number.
+        progress: reports the number of bytes that are done.
+        shard: selects one rank's part. The configuration and the size are still those of the whole
+            model.
+        calibration: rounds weights to int4. Without a calibration, every weight is rounded to the
+            nearest value.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -197,15 +199,15 @@ def check_loaded(
 ) -> None:
     """Compare weights in memory with the checksums in the prepared file.
 
-    If a tensor differs, the next start compares the file first, and prepares it again if it is
+    If a tensor differs, the next start checks the file first, and prepares the file again if it is
     damaged.
 
     Args:
         loaded: the weights.
         weights_dir: folder of the prepared file.
-        progress: reports the bytes that are compared.
-        shard: cuts out one rank's part. With it each rank checks its share of the file's tensors,
-            and compares all parts in its memory with the file.
+        progress: reports the number of bytes that are compared.
+        shard: selects one rank's part. With a shard, each rank checks its share of the file's
+            tensors, and compares all parts in its memory with the file.
         rank: this rank.
         num_ranks: ranks that share the check.
 
@@ -278,7 +280,7 @@ def _source_files(files: ModelFiles) -> list[Path]:
 
 
 def read_header(path: Path) -> Header | None:
-    """Read the header of a prepared file, None if there is no usable file."""
+    """Read the header of a prepared file. Return None if there is no usable file."""
     try:
         with path.open("rb") as file:
             return _parse_header(file, path.stat().st_size)
@@ -325,10 +327,10 @@ def _attach(
 
 
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
-    """Return the first intact file and its header, None if there is none.
+    """Return the first intact file and its header, or None if there is none.
 
-    The second path, if there is one, is that of int4 weights rounded to the nearest number. They
-    were written because the calibration failed.
+    The second path, if there is one, belongs to int4 weights that were rounded to the nearest value
+    because the calibration failed.
     """
     for path in paths:
         header = _verified_header(path, progress)
@@ -352,7 +354,7 @@ def _prepare_either(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Write `path`, or if a layer cannot be calibrated, the file rounded to the nearest numbers.
+    """Write `path`, or a file with nearest rounding if a layer cannot be calibrated.
 
     The caller holds the lock of `path`. A process that waits for the lock then finds one of the two
     files.
@@ -374,7 +376,7 @@ def _prepare_either(
 
 
 def _verified_header(path: Path, progress: Progress) -> Header | None:
-    """Read the header of a prepared file, None if there is no file with intact tensors."""
+    """Read the header of a prepared file. Return None if there is no file with intact tensors."""
     header = read_header(path)
     if header is None or _read_marker(path) == _marker(path):
         return header
@@ -387,7 +389,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Compare all tensors with their checksums, and return the name of one that differs."""
+    """Compare all tensors with their checksums. Return the name of a tensor that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -408,7 +410,7 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
 
 
 def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
-    """Compare tensors in memory with their checksums, and return the name of one that differs."""
+    """Compare tensors in memory with their checksums. Return the name of a tensor that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
         digest = hashlib.sha256()
@@ -434,10 +436,10 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Check one rank's share of the file and all its parts, and return a tensor that differs.
+    """Check a rank's share of the file and its parts in memory. Return a tensor that differs.
 
-    The tensors `hashed` of the file are compared with their checksums. The rank's parts in memory
-    are compared with the file.
+    The file's tensors in `hashed` are compared with their checksums. The rank's parts in memory are
+    compared with the file.
     """
     own = shard(header.model_config, header.encodings)
     storage = _map(path)
@@ -489,7 +491,7 @@ def _marker_path(path: Path) -> Path:
 
 
 def _marker(path: Path) -> str:
-    """Return a text that differs after every boot and every change of the file."""
+    """Return a string that changes with every boot and every change of the file."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     status = path.stat()
     return f"{boot_id} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -594,7 +596,7 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Turn an unforeseen error while headers are read into a `WeightsError`.
+    """Convert an unforeseen error during header reads into a `WeightsError`.
 
     The next start would read the same files, so it would fail as well.
     """
@@ -701,7 +703,7 @@ def _place(
 
 
 def _map(path: Path) -> torch.Tensor:
-    """Map a file's pages, which all processes that map the file share.
+    """Map a file's pages, so that all processes that map the file share the memory.
 
     The mapping is read-only. A private writable mapping would hide stray writes, and the kernel
     refuses one that exceeds memory and swap (vm.overcommit_memory 0).

@@ -22,7 +22,7 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger("ullage.engine.weights")
 
 _ROWS_AT_ONCE = 4096
-"""Rows that are compared at once, which bounds the memory."""
+"""Number of rows that are compared at once. This bounds the memory."""
 
 _STORED = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
@@ -111,7 +111,7 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
 
 
 def check_contradictions(model_config: ModelConfig, found: Contradictions) -> None:
-    """Refuse files that contradict each other about a tensor that the model uses.
+    """Refuse files that have different contents for a tensor that the model uses.
 
     Raises:
         WeightsError: two files contradict each other.
@@ -124,7 +124,7 @@ def check_contradictions(model_config: ModelConfig, found: Contradictions) -> No
 
 
 def _read_names(model_config: ModelConfig) -> set[str]:
-    """Return the names of the tensors that a model uses, as an unquantised checkpoint has them."""
+    """Return the names of the tensors that a model uses, as in an unquantised checkpoint."""
     return {part.source for plan in plan_tensors(model_config) for part in plan.parts}
 
 
@@ -156,7 +156,7 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a configured layer, embedding, final norm or head."""
+    """Return whether a tensor belongs to a configured layer, the embedding, final norm or head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         return int(layer[1]) < model_config.num_layers

@@ -33,17 +33,18 @@ from ullage_engine.quantization.formats import (
 MATRICES = frozenset(
     {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
 )
-"""Kinds of tensors that are quantised. Norms, router and taps keep the computing type."""
+"""Kinds of tensors that are quantised. Norms, router and taps keep the computing dtype."""
 
 VOCABULARY = frozenset({"embedding", "head"})
 """Kinds of tensors that may be int8 if a kernel reads them in tiles, and otherwise keep the
 computing type."""
 
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-"""Types whose elements are plain numbers, without a scale."""
+"""Dtypes whose elements are plain values, without a scale."""
 
 FLOAT32 = frozenset({"router_bias"})
-"""Kinds of tensors that are always float32, since rounding them would choose other experts."""
+"""Kinds of tensors that are always float32, because rounding them could change which experts are
+chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class PreparedTensor:
     dtype: torch.dtype
     """Type of plain tensors and of scales."""
     encoding: Encoding | None
-    """Encoding of a quantised matrix, None for a tensor in the computing type."""
+    """Encoding of a quantised matrix, or None for a tensor in the computing dtype."""
     is_kept: bool
-    """Whether the checkpoint's own numbers are stored."""
+    """Whether the checkpoint's own quantised values are stored."""
 
     @property
     def name(self) -> str:
@@ -74,14 +75,14 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Kinds of quantised blocks of the checkpoint that are rounded a second time."""
+        """Kinds of quantised blocks in the checkpoint that are rounded a second time."""
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a calibration rounds the matrix. Others are kept, or rounded without one."""
+        """Whether a calibration rounds the matrix, instead of keeping it or rounding to nearest."""
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
@@ -99,7 +100,7 @@ class PreparedTensor:
         """Yield the contents of each piece, as consecutive parts.
 
         Args:
-            rounded: the matrix as a calibration rounded it. Without it, values are rounded to the
+            rounded: the matrix as rounded by a calibration. Without it, values are rounded to the
                 nearest.
         """
         if self.encoding is None:
@@ -153,7 +154,7 @@ class PreparedTensor:
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
     def _check_numbers(self, part: Part, tensor: torch.Tensor) -> None:
-        """Refuse numbers that training never leaves, such as those of incomplete files."""
+        """Refuse values that training never produces, such as those in incomplete files."""
         if not tensor.numel():
             return
         least, most = (float(each) for each in tensor.aminmax())
@@ -170,9 +171,9 @@ class PreparedTensor:
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
-"""Function from all tensors of a layer to the matrices that it rounded, by name.
+"""A function that takes all tensors of a layer and returns the rounded matrices by name.
 
-It is called for one layer after another.
+The function is called for one layer after another.
 """
 
 
@@ -195,7 +196,7 @@ class Calibration(Protocol):
 
     @property
     def name(self) -> str:
-        """A name that is unique to the way in which this calibration rounds."""
+        """A name that identifies how this calibration rounds."""
         ...
 
     def begin(
@@ -217,7 +218,7 @@ class Calibration(Protocol):
 
         Returns:
             The function that rounds a layer, or None if there is no matrix to calibrate. The
-            function may raise CalibrationError, too.
+            function may also raise CalibrationError.
 
         Raises:
             CalibrationError: calibration failed.
@@ -246,7 +247,7 @@ class PreparedForm:
 
     @property
     def name(self) -> str:
-        """A name that is unique to the form."""
+        """A name that identifies the form."""
         layout = "tiles" if self._reads_tiles else "rows"
         return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
 
@@ -259,7 +260,7 @@ class PreparedForm:
         """Decide how one tensor is stored.
 
         Raises:
-            WeightsError: the checkpoint has another format than the requested one.
+            WeightsError: the checkpoint has a different format than requested.
         """
         self._check(source, reader)
         encoding = None
@@ -278,7 +279,7 @@ class PreparedForm:
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
-        """Return the encoding of a matrix, and whether it is the checkpoint's own."""
+        """Return the encoding of a matrix, and whether the encoding is the checkpoint's own."""
         asked = self.quantization
         *rows, columns = plan.shape
         shape = (math.prod(rows), columns)
@@ -294,7 +295,7 @@ class PreparedForm:
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Return whether matrices of layers keep the checkpoint's int4 or int8 numbers."""
+        """Return whether the layers' matrices keep the checkpoint's int4 or int8 values."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -302,7 +303,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """The target format for which the checkpoint's own quantised numbers are kept, if any."""
+        """The target format for which the checkpoint's own quantised values are kept, if any."""
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization
@@ -330,10 +331,10 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Return an encoding that keeps the numbers of all stacked parts, if there is one.
+    """Return an encoding that keeps the quantised values of all stacked parts, if there is one.
 
-    GGUF may have integers of different widths or groups for the three matrices of one product. They
-    are kept as int8 with the smallest of the groups.
+    GGUF may use integers of different widths or groups for the three matrices of one matmul. These
+    integers are kept as int8 with the smallest group size.
     """
     kept = [each for each in parts if each is not None]
     if not kept or len(kept) < len(parts):
@@ -351,12 +352,12 @@ def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | 
 
 
 def is_matrix(plan: TensorPlan) -> bool:
-    """Return whether this is a weight matrix that may be quantised, or a stack of the experts'."""
+    """Return whether this tensor is a quantisable weight matrix, or a stack of expert matrices."""
     return _kind(plan) in MATRICES
 
 
 def _kind(plan: TensorPlan) -> str:
-    """Return the last part of a tensor's name, which is the same in every layer."""
+    """Return the last part of a tensor's name. It is the same in every layer."""
     return plan.name.rpartition(".")[2]
 
 

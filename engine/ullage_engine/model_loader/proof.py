@@ -1,12 +1,13 @@
 """The proof of a start: the tables and logits that a verified start of the same model computed.
 
 A proof has digests of the weights and of every table, norm and scale in memory, and the logits of a
-probe. The first start writes it after it has computed everything twice with the same result. The
-file is next to the prepared weights. Every later start compares its own results with it before it
-serves.
+probe. The first start writes the proof after it has computed everything twice with the same result.
+The file is next to the prepared weights. Every later start compares its own results with the proof
+before it serves requests.
 
-One file has the proofs of all ranks that compute together. Its name has the key of the weights and
-a digest of the facts that may change bits. So other weights or facts have another file.
+One file has the proofs of all ranks that compute together. The file name contains the key of the
+weights and a digest of the facts that may change bits. Therefore different weights or facts have
+different files.
 """
 
 import contextlib
@@ -26,23 +27,23 @@ from ullage_engine.protocol.errors import ProofError
 log = logging.getLogger("ullage.engine.weights")
 
 VERSION = "1"
-"""Version of proofs. Raise it when the probe or the digests change."""
+"""Version of proofs. Increment it when the probe or the digests change."""
 
 PAGE = 4096
-"""Bytes of weights that are summed to one number."""
+"""Number of bytes of weights that are added to one sum."""
 
 READ_BYTES = 512 << 20
-"""Bytes of weights that a start on a CPU reads at most, in about 50 ms.
+"""Maximum bytes of weights that a start on a CPU reads, which takes about 50 ms.
 
-Of larger weights it reads evenly spaced pages. A start on a GPU reads all weights.
+If the weights are larger, the start reads evenly spaced pages. A start on a GPU reads all weights.
 """
 
 SAMPLES = 256
-"""Logits of a row that are stored, evenly spaced over the vocabulary."""
+"""Number of logits per row that are stored, evenly spaced over the vocabulary."""
 
 _SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""Tolerance of a logit, as a share of its row's spread, if starts may sum products in different
-orders."""
+"""Tolerance of a logit, as a share of its row's spread, if the order of summation may differ
+between starts."""
 
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
@@ -57,12 +58,12 @@ Facts = Mapping[str, str]
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The arithmetic of one rank."""
+    """The computed results of one rank, as digests and samples."""
 
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
     logits: str
-    """Digest of the probe's logits, of no rows if another rank has them."""
+    """Digest of the probe's logits. It covers no rows if another rank has the logits."""
     samples: list[list[float]]
     """A sample of each row's logits."""
 
@@ -78,14 +79,15 @@ _SEPARATOR = b"\n"
 def _encode(stored: _Stored) -> bytes:
     """Return the bytes of a proof file: a digest of the content, and the content.
 
-    If the disk loses a bit, the digest shows it. Otherwise every start would differ from the proof.
+    The digest reveals a bit lost by the disk. Without the digest, every start would differ from the
+    damaged proof.
     """
     content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
 
 
 def _decode(data: bytes) -> _Stored | None:
-    """Return the content of a proof file, None if it is damaged."""
+    """Return the content of a proof file, or None if the file is damaged."""
     digest, _, content = data.partition(_SEPARATOR)
     if digest != hashlib.sha256(content).hexdigest().encode():
         return None
@@ -103,7 +105,7 @@ class ProofFile:
         self.path = folder / f"{weights_key}-{digest[:_DIGEST_CHARACTERS]}.proof"
 
     def read(self) -> list[Proof] | None:
-        """Return the proof of each rank, None if there is no usable file."""
+        """Return the proof of each rank, or None if there is no usable file."""
         with contextlib.suppress(OSError):
             stored = _decode(self.path.read_bytes())
             if stored is not None and stored.facts == self._facts:
@@ -111,7 +113,7 @@ class ProofFile:
         return None
 
     def write(self, ranks: list[Proof]) -> list[Proof]:
-        """Store the proof of each rank, unless another engine was first. Return the stored ones."""
+        """Store all ranks' proofs, unless another engine was first. Return the stored proofs."""
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -139,7 +141,7 @@ def confirm(
 ) -> None:
     """Compare the proofs of all ranks with those of a verified start.
 
-    If there is no verified start, store them for the next starts.
+    If there has been no verified start, store the proofs for the next starts.
 
     Raises:
         ProofError: a rank's results differ.
@@ -160,7 +162,7 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
     Args:
         found: the results of the start.
         expected: the proof.
-        tolerance: tolerance of a logit, as a share of its row's spread. 0 demands equal bits.
+        tolerance: tolerance of a logit, as a share of its row's spread. 0 requires equal bits.
         source: origin of the proof, for the message.
 
     Raises:
@@ -171,7 +173,7 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
 
 
 def difference(found: Proof, expected: Proof, tolerance: float) -> str:
-    """Return how a start differs from a proof, empty if it does not."""
+    """Return how a start differs from a proof, or an empty string if it does not differ."""
     names = sorted(found.tensors.keys() | expected.tensors.keys())
     changed = [name for name in names if found.tensors.get(name) != expected.tensors.get(name)]
     if changed:
@@ -231,9 +233,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of the pages that are read of each tensor.
+    """Return a digest of the pages that are read from each tensor.
 
-    It shows every change of a single number in these pages.
+    The digest reveals every change of a single value in these pages.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())

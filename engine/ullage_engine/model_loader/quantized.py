@@ -1,8 +1,8 @@
-"""Readers of quantised safetensors checkpoints, one for each tool that writes them.
+"""Readers of quantised safetensors checkpoints, one for each tool that writes such checkpoints.
 
 Each kind (GPTQ, AWQ, FP8, MXFP4, compressed-tensors, `ullage quantize`) stores a matrix
-`name.weight` in several tensors. If the engine computes with that kind of numbers, they are kept,
-and only their scales are rounded to the computing type. Other matrices are dequantised.
+`name.weight` in several tensors. If the engine supports the kind of quantised values, the values
+are kept, and only their scales are rounded to the computing dtype. Other matrices are dequantised.
 
 GPTQ and AWQ pack integers into int32, in groups of columns with scales and zero points: weight =
 (q - zero point) * scale. GPTQ packs along the columns (in) of qweight [in / n, out] and along the
@@ -11,7 +11,7 @@ minus one. Columns may belong to groups in any order (g_idx). AWQ packs four bit
 both, in the order 0, 2, 4, 6, 1, 3, 5, 7, and stores zero points unchanged.
 
 gpt-oss (`quant_method: mxfp4`) stores experts as `name_blocks` uint8 [experts, out, groups, 16],
-two numbers a byte, the first in the low half, and `name_scales` uint8 [experts, out, groups]. All
+two values per byte, the first in the low half, and `name_scales` uint8 [experts, out, groups]. All
 other tensors are bfloat16. `ullage quantize` (`quant_method: ullage`) writes int4 as
 `name.weight_packed` uint8 [out, in / 2], laid out row by row as in `quantization.formats`, with
 `name.weight_scale` and `name.weight_zero` [out, groups]. Matrices that could not be grouped are
@@ -50,7 +50,7 @@ def unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class IntegerMatrices:
-    """The parts that GPTQ and AWQ matrices have in common."""
+    """The code that the readers of GPTQ and AWQ matrices share."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig, bits: int) -> None:
         self._reader = reader

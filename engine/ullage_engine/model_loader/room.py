@@ -20,12 +20,12 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that may be written to a folder."""
+    """The space that is left for writing to a folder."""
 
     free: int | None
-    """Free bytes of the folder's file system, None if it does not report them."""
+    """Free bytes of the folder's file system, or None if the file system does not report them."""
     memory: int | None
-    """Bytes that the container may still take if the folder is in memory, otherwise None."""
+    """Bytes that the container may still allocate if the folder is in memory, otherwise None."""
 
 
 def check_room(
@@ -34,7 +34,7 @@ def check_room(
     where: str = "server.weights_dir",
     files: str = "the prepared weights",
 ) -> None:
-    """Check that a folder has room for `num_bytes`.
+    """Check that a folder has space for `num_bytes`.
 
     Args:
         folder: the folder.
@@ -51,7 +51,7 @@ def check_room(
 
 
 def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> str:
-    """Return why the bytes do not fit, with the remedy, empty if they do."""
+    """Return why the bytes do not fit, with the remedy, or an empty string if they fit."""
     needed = num_bytes + MARGIN_BYTES
     if room.free is not None and room.free < needed:
         return (
@@ -68,7 +68,7 @@ def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> s
 
 
 def room_of(folder: Path) -> Room:
-    """Return the room of an existing folder."""
+    """Return the space that is left in an existing folder."""
     status = os.statvfs(folder)
     # tmpfs without a limit, like some network file systems, has no blocks at all.
     free = status.f_bavail * status.f_frsize if status.f_blocks else None

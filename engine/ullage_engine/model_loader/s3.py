@@ -1,8 +1,8 @@
 """Models and adapters in buckets: all files of one listing are fetched and checked, or none.
 
 The cache has a folder for each listing. The folder has a temporary name until its last file is
-fetched. A process and its children use one listing of a model, so the tokenizer and the weights are
-of one version, even in a restarted worker.
+fetched. A process and its children use the same listing of a model, so the tokenizer and the
+weights have the same version, even in a restarted worker.
 """
 
 import base64
@@ -55,7 +55,7 @@ class Wanted:
     patterns: tuple[str, ...]
     """Patterns of the objects' names."""
     config: str
-    """Name of the file that a folder of this kind must have."""
+    """Name of the file that such a folder must contain."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
 
 
 def pinned(source: str) -> str:
-    """Return the name of the files that this process uses for a source, empty before the fetch.
+    """Return the listing name that this process uses for a source, or "" before the fetch.
 
     The name is the same on all machines.
     """
@@ -96,8 +96,8 @@ def pinned(source: str) -> str:
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
     """Return a folder with the wanted files of a prefix, or a GGUF file next to its parts.
 
-    The files are those that the bucket has now. If the store does not answer, or fails during the
-    download, they are the files of the last complete download.
+    The files are the bucket's current files. If the store does not answer, or fails during the
+    download, the files of the last complete download are used.
 
     Raises:
         WeightsError: the files cannot be fetched completely.
@@ -114,11 +114,11 @@ def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
 
 
 def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Download) -> Path:
-    """Fetch the files that the bucket has now, and return their path.
+    """Fetch the bucket's current files, and return their path.
 
     Raises:
-        WeightsError: the files cannot be fetched completely. It is a `BucketError` if the bucket
-            is the cause.
+        WeightsError: the files cannot be fetched completely. The error is a `BucketError` if the
+            bucket is the cause.
     """
     key = path.strip("/")
     store, items = _listing(what, bucket, key, wanted)
@@ -156,7 +156,7 @@ def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download
 
 
 def _named(folder: Path, key: str) -> Path:
-    """Return the path that a source names: a file of the fetched folder, or the folder itself."""
+    """Return the path that a source names: a file in the fetched folder, or the folder itself."""
     return folder / key.rpartition("/")[2] if _is_file(key) else folder
 
 
@@ -203,7 +203,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return a name of a source that all its versions share."""
+    """Return a name for a source that is the same for all versions of the source."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"
@@ -258,7 +258,7 @@ def _is_whole(folder: Path, items: Sequence[Listed]) -> bool:
 
 
 def _kept(bucket: str, key: str) -> Path | None:
-    """Return the files of a source's last complete download, if they still exist."""
+    """Return the files of a source's last complete download, if the files still exist."""
     folder = cache_folder() / bucket
     slug = _slug(endpoint_of(bucket, os.environ).address, key)
     with contextlib.suppress(OSError):
@@ -269,7 +269,7 @@ def _kept(bucket: str, key: str) -> Path | None:
 
 @contextlib.contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock for fetching. The kernel releases it if the process dies."""
+    """Hold the lock for fetching. The kernel releases the lock if the process dies."""
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -351,11 +351,11 @@ class _Check:
 
 
 def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
-    """Yield a check of an object's bytes, if the bucket has a checksum of the whole object.
+    """Yield a checksum test for an object, if the bucket has a checksum of the whole object.
 
     Checksums of a multipart upload cover its parts, not the whole. An ETag is not an MD5 if a KMS
-    key encrypts the object. MD5 is slower than a network, so it is only for objects without
-    checksums.
+    key encrypts the object. MD5 is slower than a network, so it is only used for objects without
+    other checksums.
     """
     from awscrt import checksums
 

@@ -1,8 +1,8 @@
-"""Client of a bucket of S3 or a compatible store: listings, heads and ranges of objects.
+"""Client for a bucket of S3 or a compatible store: lists objects, reads headers and ranges.
 
 Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. AWS's
-Common Runtime finds credentials, signs requests, and retries those that the store refuses
-temporarily. It is imported with the first bucket.
+Common Runtime finds credentials, signs requests, and retries requests that the store refuses
+temporarily. The runtime is imported when the first bucket is used.
 """
 
 import os
@@ -26,12 +26,12 @@ _MEMORY_BYTES = 1 << 30
 _LONGEST_ANSWER = 8 << 20
 _MOST_OBJECTS = 10_000
 _MOST_PAGES = 100
-"""Most pages of a listing. A page may have only folders."""
+"""Maximum number of pages in a listing. A page may have only folders."""
 _TRY_LATER = (408, 412, 429)
 """Status codes below 500 after which a retry may help: timeout, changed object, too many calls."""
 _REDIRECTS = (301, 307)
 _WRONG_REGION = "AuthorizationHeaderMalformed"
-"""Error code of a request that was signed for another region than the bucket's."""
+"""Error code of a request that was signed for a region other than the bucket's."""
 _BUCKET = re.compile(r"[a-z0-9][-a-z0-9.]{1,61}[a-z0-9]")
 _TRUE = ("1", "true", "yes")
 
@@ -51,12 +51,12 @@ _REMEDIES = {
 
 
 _CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
-"""Error codes by status, for answers without a code."""
+"""Error codes by HTTP status, for responses without an error code."""
 _GAVE_UP = {
     "AWS_ERROR_S3_SLOW_DOWN": f"SlowDown: {_BUSY}",
     "AWS_ERROR_S3_INTERNAL_ERROR": f"InternalError: {_REMEDIES['InternalError']}",
 }
-"""The store's answer to all retries, by the runtime's error, which does not carry the answer."""
+"""Error codes by errors of the runtime that do not include the store's response."""
 
 
 class S3Error(Exception):
@@ -67,7 +67,7 @@ class S3Error(Exception):
         self.is_outage = is_outage
         """Whether the store did not answer or could not serve the request."""
         self.is_final = is_final
-        """Whether a retry would fail, too, unless something is corrected."""
+        """Whether a retry would also fail unless something is corrected."""
 
 
 class BucketError(WeightsError):
@@ -81,7 +81,7 @@ class BucketError(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object as the bucket lists it."""
+    """An object, as listed by the bucket."""
 
     key: str
     size: int
@@ -98,7 +98,7 @@ class Endpoint:
 
     is_secure: bool
     host: str
-    """Host and port, as in the header Host."""
+    """Host and port, as in the Host header."""
     path: str
     """Path prefix of every key."""
     region: str
@@ -109,7 +109,7 @@ class Endpoint:
 
 
 def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
-    """Return the endpoint of a bucket, by the environment.
+    """Return the endpoint of a bucket, according to the environment variables.
 
     Raises:
         S3Error: the bucket's name or the endpoint is invalid.
@@ -154,10 +154,10 @@ def _no_address(endpoint: str) -> S3Error:
 
 
 class Bucket:
-    """A bucket, which is read with the credentials of the environment."""
+    """A bucket that is read with credentials from the environment."""
 
     def __init__(self, bucket: str, environ: Mapping[str, str] = os.environ) -> None:
-        """Prepare requests. Nothing is sent yet.
+        """Prepare for requests without sending any.
 
         Raises:
             S3Error: the environment's settings cannot be used, or the runtime is not installed.
@@ -198,7 +198,7 @@ class Bucket:
         )
 
     def objects(self, prefix: str) -> Iterator[Listed]:
-        """Yield the objects whose keys begin with a prefix, without those in subfolders.
+        """Yield the objects whose keys begin with a prefix, except objects in subfolders.
 
         Raises:
             S3Error: the objects cannot be listed, or are too many for a model's folder.
@@ -232,12 +232,13 @@ class Bucket:
         return self._answer("HEAD", self._path(item.key), "HeadObject", asked)[0]
 
     def read(self, item: Listed, start: int, take: Callable[[memoryview], None]) -> None:
-        """Call `take` with the bytes of a listed object from `start` on, in order.
+        """Call `take` with the bytes of a listed object, in order, beginning at `start`.
 
-        One thread makes all calls.
+        All calls are made by one thread.
 
         Raises:
-            S3Error: the object has changed, or the store ended the answer and retries failed.
+            S3Error: the object has changed, or the store ended the response early and retries
+                failed.
             OSError: `take` raised it.
         """
         asked = {"If-Match": item.etag, "Range": f"bytes={start}-"}
@@ -300,7 +301,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request. Return it and the dictionary that its answer fills."""
+        """Start a request. Return the request and the dictionary that the response fills."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
@@ -324,7 +325,7 @@ class Bucket:
 def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
     """Return the provider of credentials: the environment's keys, or the SDKs' default chain.
 
-    Only the chain needs the system's certificates, which an image may lack.
+    Only the chain needs the system's CA certificates, which a container image may lack.
     """
     if environ.get("AWS_ACCESS_KEY_ID"):
         return auth.AwsCredentialsProvider.new_environment()
@@ -341,7 +342,7 @@ def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
 def _tls(io: Any, environ: Mapping[str, str]) -> Any:
     """Return the TLS options, with the certificates of AWS_CA_BUNDLE or of certifi.
 
-    The image may have no certificates of its own.
+    The container image may have no CA certificates.
     """
     path = environ.get("AWS_CA_BUNDLE")
     if not path:
@@ -367,7 +368,7 @@ def _tls(io: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
-    """Yield the objects of one page of a listing that are files of the folder itself."""
+    """Yield the objects on one page of a listing that are directly in the folder."""
     is_encoded = page.findtext("EncodingType") == "url"
     for item in page.iter("Contents"):
         key = item.findtext("Key", "")
@@ -386,7 +387,7 @@ def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
 
 
 def _xml(body: bytes) -> ElementTree.Element:
-    """Return the root element of an answer, with the namespace removed."""
+    """Return the root element of an XML response, with the namespace removed."""
     try:
         root = ElementTree.fromstring(re.sub(rb'\sxmlns="[^"]*"', b"", body, count=1))
     except ElementTree.ParseError as error:
@@ -422,7 +423,7 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
 
 
 def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
-    """Return the error of a request that was not answered, or could not be sent."""
+    """Return the error for a request that was not answered, or could not be sent."""
     if name in _GAVE_UP:
         return S3Error(_GAVE_UP[name], is_outage=True)
     # The service that issues credentials may be unavailable, just like the store.
@@ -440,7 +441,7 @@ def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
 
 
 def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
-    """Return the error of an answer that broke off, with the bytes that had arrived."""
+    """Return the error for a response that ended early, with the number of bytes received."""
     if not error.is_outage or not position:
         return error
     return S3Error(f"the download ended after {position} of {size} bytes: {error}", is_outage=True)
@@ -448,12 +449,12 @@ def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """The fields of an error answer."""
+    """The fields of an error response."""
 
     code: str = ""
     message: str = ""
     region: str = ""
-    """Region that the store expects instead, empty if the region is not the cause."""
+    """Region that the store expects, or an empty string if the region is not the cause."""
 
     @classmethod
     def of(cls, body: bytes) -> "_Fault":

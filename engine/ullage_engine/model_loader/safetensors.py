@@ -1,4 +1,4 @@
-"""The interface of all checkpoint readers, and the reader of a folder of safetensors."""
+"""The interface of all checkpoint readers, and the reader for folders of safetensors files."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,31 +28,31 @@ class CheckpointReader(Protocol):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Formats to which the checkpoint is quantised. If empty, any format may be requested."""
+        """Formats in which the checkpoint is quantised. If empty, any format may be requested."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, and dequantise it if it is quantised."""
+        """Read one tensor, dequantised if necessary."""
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding of a matrix whose stored numbers can be kept for a target format.
+        """Return the encoding of a matrix whose stored values can be kept for a target format.
 
-        Return None if they cannot be kept, so that `read` must be used.
+        Return None if the values cannot be kept, so that `read` must be used.
         """
         ...
 
     def quantized(self, name: str) -> Quantized:
-        """Return the numbers of a matrix that has an `encoding`."""
+        """Return the quantised values of a matrix that has an `encoding`."""
         ...
 
     def block_kind(self, name: str) -> str:
-        """Return the kind of quantised blocks of a matrix, such as Q4_K, empty if it has none."""
+        """Return the kind of a matrix's quantised blocks, such as Q4_K, or "" if it has none."""
         ...
 
 
 class PlainMatrices:
-    """A mixin of readers for checkpoints without quantised matrices."""
+    """A mixin for readers of checkpoints without quantised matrices."""
 
     @property
     def formats(self) -> frozenset[Format]:
@@ -72,7 +72,7 @@ class SafetensorsReader(PlainMatrices):
     """A reader of one model directory."""
 
     def __init__(self, folder: Path, config: HFConfig | None = None) -> None:
-        """Read the configuration, unless it is given, and map the tensors.
+        """Read the configuration, unless it is passed, and map the tensors.
 
         Raises:
             WeightsError: a file is missing or broken, the files are ambiguous, or the architecture
@@ -109,7 +109,7 @@ class SafetensorsReader(PlainMatrices):
         return tuple(self._file(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def dtype(self, name: str) -> str:
-        """Return safetensors' name of a tensor's type (BF16, I8), without reading the tensor."""
+        """Return the safetensors dtype of a tensor, such as BF16, without reading its data."""
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Resolution of a model's source URI, which has one of six schemes, to its files.
 
-This file imports no torch and no model code, so the server process can use it to find the
+This module imports neither torch nor model code, so the server process can use it to find the
 tokenizer.
 """
 
@@ -22,13 +22,13 @@ IMAGE_ROOT = Path("/model-image")
 """Folder in which the operator mounts the image of an `oci://` source."""
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""Files that are downloaded from a repository of the hub or a folder of a bucket."""
+"""Files that are downloaded from a hub repository or a bucket folder."""
 
 CONFIG = "config.json"
-"""File that every model's folder has."""
+"""File that every model folder has."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""File that every LoRA adapter's folder has."""
+"""File that every LoRA adapter folder has."""
 
 SCHEMES = (
     "pkg://package/file, file:///path, hf://org/name@revision, s3://bucket/prefix, "
@@ -55,7 +55,7 @@ _OTHER_KINDS = {
     r".*\.(ggml|ggjt)": "of a format before GGUF; convert the model again",
     r".*\.(zip|tar|tgz|tar\.\w+|7z)": "an archive; unpack it",
 }
-"""Descriptions and remedies of files that cannot be read as a model, by patterns of their names."""
+"""Descriptions and remedies for files that are not readable models, by file name pattern."""
 
 
 @dataclass(frozen=True, slots=True)

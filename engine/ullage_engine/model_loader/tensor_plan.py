@@ -1,4 +1,4 @@
-"""Names and shapes of the prepared tensors, and the checkpoint tensors that each is made of."""
+"""Names and shapes of the prepared tensors, and the checkpoint tensors of which each consists."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ullage_engine.model_config.registry import FAMILIES, Names
 from ullage_engine.model_loader.files import HEAD
 
 EMBEDDING = "model.embed_tokens.weight"
-"""Name of the embedding, as Hugging Face spells it."""
+"""Hugging Face's name of the embedding."""
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,7 +20,7 @@ class Part:
     """A checkpoint tensor that becomes part of a prepared tensor."""
 
     source: str
-    """Name of the tensor, as Hugging Face spells it."""
+    """Hugging Face's name of the tensor."""
     shape: tuple[int, ...]
     rearrange: Rearrange | None = None
     """Function that brings the elements into the order of the prepared tensor."""
@@ -56,7 +56,7 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
 
 
 def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
-    """Return whether the tensors can be written as a checkpoint, since none is rearranged."""
+    """Return whether the tensors can be written as a checkpoint: no tensor is rearranged."""
     return not any(part.rearrange for plan in plans for part in plan.parts)
 
 
@@ -168,7 +168,7 @@ class _LayerPlans:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Sort gates and ups, which alternate along the last dimension: all gates, then all ups."""
+    """Separate gates and ups that alternate along the last dimension: all gates, then all ups."""
     pairs = tensor.view(*tensor.shape[:-1], -1, 2)
     return pairs.transpose(-1, -2).reshape(tensor.shape)
 

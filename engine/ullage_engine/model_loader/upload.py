@@ -1,4 +1,4 @@
-"""Upload of weights to a device, from the mapped file by way of pinned memory.
+"""Uploads weights from the mapped file to a device through pinned memory.
 
 A copy from pageable memory waits for the driver's own staging, tensor by tensor. Here the CPU fills
 one pinned staging buffer while the device copies from another.
@@ -15,13 +15,13 @@ from ullage_engine.pinned_memory import PinnedMemory
 STAGING_BYTES = 32 << 20
 """Bytes of each of the two staging buffers.
 
-PCIe copies them in more than a millisecond, so the start of a copy costs almost nothing in
-comparison.
+A PCIe copy of one buffer takes more than a millisecond, so the cost of starting the copy is
+negligible.
 """
 
 Wait = Callable[[], None]
 Place = Callable[[torch.Tensor], torch.Tensor]
-"""Function from a tensor in host memory to its copy on the device."""
+"""A function that takes a tensor in host memory and returns its copy on the device."""
 
 
 class CopyStream(Protocol):
@@ -49,7 +49,7 @@ class CudaCopies:
 
 
 class Uploader:
-    """Copies host tensors to a device, by way of alternating staging buffers."""
+    """Copies host tensors to a device through alternating staging buffers."""
 
     def __init__(
         self, device: torch.device, staging: Sequence[torch.Tensor], stream: CopyStream
@@ -67,7 +67,7 @@ class Uploader:
         self._waits: list[Wait] = [_no_wait] * len(staging)
         self._current = 0
         self._used = 0
-        """Bytes of the current buffer that copies may still read."""
+        """Number of bytes of the current buffer that copies may still read."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy on the device, which later work of the stream may read.
@@ -92,7 +92,7 @@ class Uploader:
         return placed
 
     def _free(self) -> torch.Tensor:
-        """Return the free rest of a staging buffer, at least a byte, and wait for it if needed."""
+        """Return the free part of a staging buffer, at least one byte. Wait if none is free."""
         if self._used == len(self._staging[self._current]):
             self._waits[self._current] = self._stream.record()
             self._current = (self._current + 1) % len(self._staging)
@@ -103,7 +103,7 @@ class Uploader:
 
 @contextmanager
 def placing(device: torch.device) -> Iterator[Place]:
-    """Yield a function that copies tensors to a device. On a CPU they stay in place."""
+    """Yield a function that copies tensors to a device. On a CPU, the tensors stay in place."""
     if device.type != "cuda":
         yield lambda tensor: tensor.to(device)
         return
