@@ -1,4 +1,4 @@
 """The shapes, layer kinds and data types of models, read from config.json for each family.
 
-It describes models and computes nothing. It knows neither weights nor kernels.
+This package describes models and computes nothing. It depends on neither weights nor kernels.
 """

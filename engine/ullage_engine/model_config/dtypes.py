@@ -1,4 +1,4 @@
-"""Names of number formats, and the one that a device computes in."""
+"""Names of dtypes, and the choice of the dtype in which a device computes."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ It is float8 E4M3, or the decoder's choice (`ullage_engine.layers.native_decoder
 
 
 def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:
-    """Return the bytes of a number in the KV cache of a model that computes in `dtype`."""
+    """Return the bytes per KV cache element of a model that computes in `dtype`."""
     return torch.float8_e4m3fn.itemsize if kv_dtype == "fp8" else dtype.itemsize
 
 
@@ -30,7 +30,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device
 ) -> torch.dtype:
-    """Return the type of weights and activations. auto is bfloat16 if the device supports it."""
+    """Return the dtype of weights and activations. auto is bfloat16 if the device supports it."""
     if name != "auto":
         return DTYPES[name]
     fast = device.type == "cuda" or cpu_computes_bfloat16()
@@ -38,12 +38,12 @@ def resolve_dtype(
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a CPU emulates products of this type, which is slower than float32."""
+    """Return whether a CPU emulates matmuls of this dtype, which is slower than float32."""
     return dtype is torch.bfloat16 and device.type == "cpu" and not cpu_computes_bfloat16()
 
 
 def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU has bfloat16 products. Emulated they are slower than float32's."""
+    """Return whether the CPU has bfloat16 matmul instructions. Emulation is slower than float32."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

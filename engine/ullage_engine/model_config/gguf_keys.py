@@ -1,7 +1,7 @@
-"""The metadata of GGUF files that describe how a model computes, with their names in config.json.
+"""GGUF metadata keys that describe how a model computes, with their names in config.json.
 
-Keys begin with the name of the architecture, which is left out here. Other keys, such as `general.`
-and `tokenizer.`, do not describe layers.
+GGUF keys begin with the name of the architecture, which is omitted here. Other keys, such as
+`general.` and `tokenizer.`, do not describe layers.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ GGUF_NAMES: Mapping[str, str] = {
     "norm_topk_prob": "expert_weights_norm",
     "sliding_window": "attention.sliding_window",
 }
-"""GGUF's names of keys of config.json."""
+"""GGUF names of config.json keys."""
 
 SIGMOID = 2
 """Value of llama.cpp's key for the scoring of experts that means sigmoid, as in LFM2."""
@@ -97,7 +97,7 @@ GGUF_KEYS: Mapping[str, dict[str, Key]] = {
 
 
 def own_keys(metadata: Mapping[str, object], architecture: str) -> dict[str, object]:
-    """Return the metadata that describe layers, without the architecture's name."""
+    """Return the metadata that describe layers, without the architecture's name in their keys."""
     prefix = f"{architecture}."
     return {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)

@@ -9,13 +9,13 @@ Json = dict[str, object]
 
 
 class HFConfig:
-    """The object of a config.json, or one of its sections. Errors name the file and the key."""
+    """The object in a config.json, or one of its sections. Errors name the file and the key."""
 
     def __init__(self, path: Path, values: Json, *, allows_unknown: bool = False) -> None:
         """Wrap an object.
 
         Args:
-            path: the file, for errors.
+            path: the file, for error messages.
             values: the object.
             allows_unknown: whether keys that are in no table are logged instead of refused.
         """
@@ -54,7 +54,7 @@ class HFConfig:
         return HFConfig(self.path, value, allows_unknown=self.allows_unknown)
 
     def get(self, key: str, default: object = None) -> object:
-        """Return the value, or `default` if it is absent or null."""
+        """Return the value of a key, or `default` if the value is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -63,7 +63,7 @@ def read_config(folder: Path, *, allows_unknown: bool = False) -> HFConfig:
     """Read a model's config.json.
 
     Raises:
-        WeightsError: if it is absent, or not a JSON object.
+        WeightsError: if the file is absent, or is not a JSON object.
     """
     path = folder / "config.json"
     return HFConfig(path, read_json(path), allows_unknown=allows_unknown)
@@ -73,7 +73,7 @@ def read_json(path: Path) -> Json:
     """Read a file that holds a JSON object.
 
     Raises:
-        WeightsError: if it is absent, or holds another value.
+        WeightsError: if the file is absent, or holds another kind of value.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 Each family has a table that decides for each key of config.json whether a start honours, ignores or
 refuses it. docs/reference/model-keys.md is generated from these tables. A key that is in no table
-may change numbers, so it ends the start unless `model.allow_unknown_config` is set.
+may change results, so the engine refuses to start unless `model.allow_unknown_config` is set.
 """
 
 import logging
@@ -20,7 +20,7 @@ class Key:
     """The rule for one key."""
 
     meaning: str
-    """Meaning of a value that is honoured, or the reason why the key changes no number."""
+    """Meaning of a value that is honoured, or the reason why the key does not affect results."""
     is_read: bool = False
     """Whether the engine honours the value."""
     values: tuple[object, ...] = ()
@@ -33,7 +33,7 @@ Keys = Mapping[str, Key]
 
 
 def read(meaning: str, *names: str) -> dict[str, Key]:
-    """Return rules of keys that the engine honours."""
+    """Return rules for keys that the engine honours."""
     return dict.fromkeys(names, Key(meaning, is_read=True))
 
 
@@ -43,17 +43,17 @@ def harmless(reason: str, *names: str) -> dict[str, Key]:
 
 
 def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Key]:
-    """Return rules of keys that must be absent, null or one of these values."""
+    """Return rules for keys that must be absent, null or one of these values."""
     return dict.fromkeys(names, Key(meaning, values=values))
 
 
 def same(meaning: str, name: str, other: str) -> dict[str, Key]:
-    """Return the rule of a second name of a key."""
+    """Return the rule for a second name of a key."""
     return {name: Key(meaning, same_as=other)}
 
 
 def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
-    """Refuse keys whose value would change numbers and is not honoured.
+    """Refuse keys whose values would change results but are not honoured.
 
     Args:
         section: the object to check. A key that is null counts as absent.

@@ -1,4 +1,4 @@
-"""The sizes and constants of a model, known before any of its tensors is read."""
+"""The sizes and constants of a model, which are known before any tensor is read."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     mixer: Literal["attention", "conv"] = "attention"
     """Kind of the mixer: attention, or LFM2's gated short convolution."""
     window: int = 0
-    """Length of the sliding window in tokens, including the token itself, 0 for all tokens."""
+    """Length of the sliding window in tokens, including the token itself, or 0 for all tokens."""
     feed_forward: Literal["dense", "experts"] = "dense"
 
 
@@ -25,13 +25,13 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Literal["sigmoid", "softmax"]
     """Scores of experts.
 
-    LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone. gpt-oss chooses by the logits
-    and weighs by a softmax over the chosen experts.
+    LFM2 chooses experts by sigmoid + bias, and weights them by the sigmoids alone. gpt-oss chooses
+    experts by the logits, and weights them by a softmax over the chosen experts.
     """
     is_normalised: bool = True
     """Whether the sigmoids of the chosen experts are divided by their sum."""
     scale: float = 1.0
-    """Factor of every weight."""
+    """Factor by which every expert weight is multiplied."""
     is_biased: bool = False
     """Whether experts have biases."""
 
@@ -39,40 +39,42 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and constants of a model, or of the part of it that one rank computes.
 
-    `ullage_engine.model_config.registry` makes it. The header of prepared weights stores it.
+    `ullage_engine.model_config.registry` creates this object, and the header of prepared weights
+    stores it.
     """
 
     architecture: str
     """Name of the architecture, one of `ullage_engine.model_config.registry`."""
     layers: tuple[LayerSpec, ...]
     first_layer: int = 0
-    """Index in the whole model of the first of `layers`."""
+    """Index of the first of `layers` in the whole model."""
     hidden: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Width of a head, given by the model's configuration, or hidden / num_heads."""
+    """Width of a head, from the model's configuration or as hidden / num_heads."""
     intermediate: int
     """Width of a dense feed-forward layer."""
     vocab: int
     max_position: int
-    """Longest sequence the model was made for, tokens."""
+    """Maximum sequence length that the model supports, in tokens."""
     rope_theta: float
     rope_factors: list[float] | None = None
-    """Divisors of the rotary frequencies, head_dim / 2 of them, if positions are rescaled."""
+    """The head_dim / 2 divisors of the rotary frequencies, if positions are rescaled."""
     rope_scale: float = 1.0
     """Factor of cosine and sine: YaRN's attention factor."""
     rms_eps: float
     tied: bool
     """Whether the output projection is the embedding."""
     has_qk_norm: bool = False
-    """Whether queries and keys are normalised head by head before they are rotated."""
+    """Whether the heads of queries and keys are normalised before the rotary embedding."""
     has_attention_bias: bool = False
     """Whether all four projections of attention add a bias."""
     has_sinks: bool = False
     """Whether each query head has a learned logit that takes a share of the softmax."""
     conv_kernel: int = 0
-    """Taps of the short convolutions, including the token's own, 0 if there are none."""
+    """Number of taps in the short convolutions, including the token's own tap, or 0 without
+    convolutions."""
     conv_channels: int = 0
     """Channels of the short convolutions on this rank: hidden, or a share of it."""
     experts: ExpertsSpec | None = None
@@ -91,7 +93,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -108,12 +110,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes of one token's keys and values over all attention layers."""
+        """Return the size in bytes of one token's keys and values in all attention layers."""
         return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     @property
     def window(self) -> int:
-        """Longest sliding window of a model that also has layers without one, tokens.
+        """Longest sliding window in tokens, for models that also have layers without a window.
 
         0 if no layer has a window, or every layer has one.
         """
@@ -125,10 +127,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(layer.mixer == "attention" and layer.window > 0 for layer in self.layers)
 
     def page_bytes_per_token(self, itemsize: int, *, windowed: bool) -> int:
-        """Return the bytes of one token in a block.
+        """Return the number of bytes per token in a block.
 
-        With `windowed`, layers with windows have blocks of their own. A block then has as many
-        layers as the larger of both groups, otherwise it has all attention layers.
+        With `windowed`, layers with sliding windows have separate blocks. A block then has as many
+        layers as the larger of the two groups. Otherwise a block has all attention layers.
         """
         whole = self.kv_bytes_per_token(itemsize)
         if not windowed:
@@ -137,21 +139,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one convolution state, kernel - 1 columns of every layer."""
+        """Return the size in bytes of one convolution state: kernel - 1 columns of every layer."""
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 
     @property
     def replay_tokens(self) -> int:
-        """Tokens to compute again from the zero state to rebuild the convolution state exactly.
+        """Number of tokens to recompute from the zero state to restore a convolution state.
 
-        Each layer's columns depend on kernel - 1 tokens more of the layer below it.
+        Each layer's columns depend on kernel - 1 more tokens of the layer below.
         """
         return self.num_conv_layers * max(0, self.conv_kernel - 1)
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return in words why no model can have these sizes, None if they are consistent."""
+    """Return a message that says why these sizes contradict each other, or None if they do not."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

@@ -1,4 +1,4 @@
-"""The model families that are served: the reader of their config.json, and their tensor names.
+"""The supported model families, with the readers of config.json and the tensor names.
 
 Llama, SmolLM2 and Qwen3: x += attention(norm(x)); x += mlp(norm(x)), in every layer, with
 
@@ -7,7 +7,7 @@ mlp(x) = down(silu(gate x) · up x)
 
 Qwen3 also normalises each head of Q and K before it is rotated.
 
-LFM2 and its mixtures of experts: most layers mix by a gated short convolution, others attend.
+LFM2 and its mixtures of experts: most layers have a gated short convolution, others have attention.
 
 x += mixer(norm(x)); x += feed_forward(norm(x)), where the mixer is attention with normalised heads
 or the convolution
@@ -15,12 +15,12 @@ or the convolution
 B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-j};  conv(x) = out(y)
 
 and the feed-forward is down(silu(gate x) · up x), or from layer `num_dense_layers` on the sum of
-four experts, chosen by sigmoid(router x) + bias and weighed by their normalised sigmoids.
+four experts, chosen by sigmoid(router x) + bias and weighted by their normalised sigmoids.
 
 gpt-oss: x += attention(norm(x)); x += experts(norm(x)), in every layer. Every other layer attends
-to a window of 128 tokens. Each head's softmax has one more entry, a learned sink, whose share goes
-to no value. The four experts with the largest logits are weighed by a softmax over these four. An
-expert is
+to a window of 128 tokens. Each head's softmax has one additional entry, a learned attention sink,
+which has no value vector. The four experts with the largest logits are weighted by a softmax over
+these four logits. An expert is
 
 down((up' + 1) · g · sigmoid(1.702 g)),  g = min(gate x, 7),  up' = clamp(up x, -7, 7)
 
@@ -51,10 +51,10 @@ _GPT_OSS_ROPE: Json = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Scaling of a gpt-oss whose config.json has none."""
+"""Position scaling of a gpt-oss model whose config.json defines none."""
 
 _OLD_KINDS = {"attention": "full_attention"}
-"""Kinds of layers in the spelling of older files, with today's."""
+"""Layer kinds in older files, with their current names."""
 
 _LFM2_TIE_KEYS = ("tie_embedding", "tie_word_embeddings")
 """Keys of LFM2's config.json that tie the output projection to the embedding."""
@@ -66,7 +66,7 @@ _GGUF_MODEL_TYPES = {
     "lfm2moe": "lfm2_moe",
     "gpt-oss": "gpt_oss",
 }
-"""Model types by the architecture in GGUF files."""
+"""Model types, keyed by the architecture name in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class Names:
     router_bias: str = "feed_forward.expert_bias"
     """Name of the router's bias, with its suffix."""
     expert: str = "feed_forward.experts.{}."
-    """Prefix of an expert's tensors, empty if one tensor has all experts.
+    """Prefix of an expert's tensor names, or an empty string if one tensor holds all experts.
 
-    The last parts of `gate`, `up` and `down` follow it.
+    The prefix is followed by the last part of `gate`, `up` or `down`.
     """
     norm: str = "model.norm"
     """Full name of the norm after the last layer, without `.weight`."""
@@ -129,7 +129,7 @@ def _model_config(
     rope_default: Json | None = None,
     **own: Any,
 ) -> ModelConfig:
-    """Read the fields that all families spell alike.
+    """Read the fields that have the same names in all families.
 
     Args:
         config: the config.json.
@@ -139,7 +139,7 @@ def _model_config(
         head_dim: the family's default.
         rope_theta: the family's default.
         rope_default: the family's default scaling of positions.
-        own: further fields of `ModelConfig`, and those that the family spells differently.
+        own: other fields of `ModelConfig`, and fields that have different names in the family.
     """
     hidden = config.int("hidden_size")
     heads = config.int("num_attention_heads")
@@ -172,13 +172,13 @@ def _model_config(
 
 
 def llama(config: HFConfig) -> ModelConfig:
-    """Read a Llama from its config.json."""
+    """Read the config.json of a Llama model."""
     kinds = _layer_kinds(config, {"full_attention"})
     return _llama_config(config, [0] * len(kinds), has_qk_norm=False)
 
 
 def qwen3(config: HFConfig) -> ModelConfig:
-    """Read a dense Qwen3 from its config.json."""
+    """Read the config.json of a dense Qwen3 model."""
     window = _window(config, 4096) if config.bool("use_sliding_window", False) else None
     first = config.int("max_window_layers", 28)
     windows = _layer_windows(
@@ -203,10 +203,10 @@ def _llama_config(config: HFConfig, windows: Iterable[int], **own: Any) -> Model
 def _layer_kinds(
     config: HFConfig, served: set[str], kind_of: Callable[[int], str] = lambda _: "full_attention"
 ) -> list[str]:
-    """Return the kind of each layer, from `layer_types` or by its index.
+    """Return the kind of each layer, from `layer_types` or from the layer's index.
 
     Raises:
-        WeightsError: if `layer_types` does not give each layer one of the served kinds.
+        WeightsError: if `layer_types` does not assign a supported kind to each layer.
     """
     count = config.int("num_hidden_layers")
     given = config.list("layer_types")
@@ -223,7 +223,7 @@ def _layer_kinds(
 
 
 def _window(config: HFConfig, default: int) -> int | None:
-    """Return the length of the sliding window in tokens, None if it is null."""
+    """Return the length of the sliding window in tokens, or None if the value is null."""
     if "sliding_window" in config.values and config.values["sliding_window"] is None:
         return None
     window = config.int("sliding_window", default)
@@ -237,7 +237,7 @@ def _window(config: HFConfig, default: int) -> int | None:
 def _layer_windows(
     config: HFConfig, window: int | None, kind_of: Callable[[int], str]
 ) -> list[int]:
-    """Return the window of each layer in tokens, 0 if it attends to all tokens."""
+    """Return each layer's sliding window in tokens, or 0 if the layer attends to all tokens."""
     kinds = _layer_kinds(config, {"full_attention", "sliding_attention"}, kind_of)
     if window is None and "sliding_attention" in kinds:
         raise WeightsError(
@@ -248,12 +248,12 @@ def _layer_windows(
 
 
 def lfm2(config: HFConfig) -> ModelConfig:
-    """Read a dense LFM2 from its config.json."""
+    """Read the config.json of a dense LFM2 model."""
     return _lfm2_config(config, _lfm2_adjusted_width(config), None)
 
 
 def lfm2_moe(config: HFConfig) -> ModelConfig:
-    """Read an LFM2 with experts from its config.json."""
+    """Read the config.json of an LFM2 mixture-of-experts model."""
     experts = ExpertsSpec(
         num_experts=config.int("num_experts"),
         experts_per_token=config.int("num_experts_per_tok"),
@@ -302,7 +302,7 @@ def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpe
 
 
 def _lfm2_attends(config: HFConfig) -> list[bool]:
-    """Return which layers attend, from either spelling of the configuration."""
+    """Return which layers have attention, from either form of the configuration."""
     indices = config.list("full_attn_idxs")
     kinds = _layer_kinds(
         config,
@@ -315,8 +315,9 @@ def _lfm2_attends(config: HFConfig) -> list[bool]:
 def _lfm2_adjusted_width(config: HFConfig) -> int:
     """Return the width of feed-forward layers.
 
-    It is two thirds of the configured width, times `block_ffn_dim_multiplier`, rounded up to a
-    multiple of `block_multiple_of`, unless the configuration says that the width is final.
+    The width is two thirds of the configured width, times `block_ffn_dim_multiplier`, rounded up to
+    a multiple of `block_multiple_of`. If the configuration says that its width is final, this width
+    is returned unchanged.
     """
     given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
     width = config.int(given)
@@ -333,7 +334,7 @@ def _lfm2_adjusted_width(config: HFConfig) -> int:
 
 
 def gpt_oss(config: HFConfig) -> ModelConfig:
-    """Read a gpt-oss from its config.json."""
+    """Read the config.json of a gpt-oss model."""
     width = config.int("intermediate_size")
     return _model_config(
         config,
@@ -376,7 +377,7 @@ class Family:
     is_tied: bool = False
     """Whether the output projection is the embedding if config.json does not say."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
-    """Keys of config.json that say so. The first one present counts."""
+    """Keys of config.json for this setting. The first key that is present counts."""
 
 
 FAMILIES = {
@@ -392,7 +393,7 @@ def gguf_model_type(path: Path, architecture: object) -> str:
     """Return the `model_type` of a GGUF file's architecture.
 
     Raises:
-        WeightsError: if the architecture is not served.
+        WeightsError: if the architecture is not supported.
     """
     model_type = _GGUF_MODEL_TYPES.get(architecture) if isinstance(architecture, str) else None
     if model_type is None:

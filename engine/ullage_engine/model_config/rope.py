@@ -1,4 +1,4 @@
-"""Rotary positions: every scaling of a configuration as divisors of frequencies and one factor.
+"""Rotary position embedding: any configured scaling as frequency divisors and one factor.
 
 Position p rotates pair i of a head by the angle p * theta ** (-2i / head_dim) / divisor_i. Cosine
 and sine are multiplied by `Rope.scale`.
@@ -70,7 +70,7 @@ class Rope:
     scale: float = 1.0
     """Factor of cosine and sine."""
     longest: int | None = None
-    """Longest sequence for which these are right, in tokens, None for any length."""
+    """Longest sequence in tokens for which these constants are valid, or None for any length."""
 
 
 def read_rope(
@@ -118,7 +118,7 @@ def read_rope(
 
 
 def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[HFConfig, str]:
-    """Return the section that counts, and its name: `rope_scaling` if both are there."""
+    """Return the section to use, and its name. It is `rope_scaling` if both sections exist."""
     modern = config.section("rope_parameters")
     old = config.section("rope_scaling")
     if not old.values:
@@ -131,7 +131,7 @@ def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[
 
 
 def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, theta: float) -> None:
-    """Refuse `rope_parameters` that say more than, or differ from, `rope_scaling`, which counts."""
+    """Refuse `rope_parameters` that differ from `rope_scaling`, or have additional settings."""
     base = config.float("rope_theta", theta)
     modern_base = modern.float("rope_theta", base)
 
@@ -180,7 +180,7 @@ def _positive(scaling: HFConfig, name: str, value: float) -> float:
 
 
 def _original(config: HFConfig, scaling: HFConfig) -> int:
-    """Return the context before it was extended. The key outside the section counts first."""
+    """Return the context length before extension. A key outside the section takes precedence."""
     key = "original_max_position_embeddings"
     original = config.int(key, scaling.int(key, config.int("max_position_embeddings")))
     _positive(scaling, key, original)
@@ -190,7 +190,8 @@ def _original(config: HFConfig, scaling: HFConfig) -> int:
 def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: int) -> list[float]:
     """Return Llama 3.1's divisors, as in its reference implementation.
 
-    They are `factor` for long wavelengths, 1 for short ones, and a blend for those between.
+    The divisor is `factor` for long wavelengths, 1 for short wavelengths, and a blend between these
+    limits.
     """
     factor = _factor(scaling)
     low = scaling.float("low_freq_factor")
@@ -213,8 +214,8 @@ def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: in
 def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, original: int) -> Rope:
     """Return YaRN's constants (Peng et al., 2023).
 
-    High frequencies, which rotate often within the original context, are kept. Low ones are divided
-    by `factor`. Those between are blended along a ramp of dimensions.
+    High frequencies, which rotate often within the original context, are kept. Low frequencies are
+    divided by `factor`. Frequencies in between are blended along a ramp of dimensions.
     """
     factor = _factor(scaling, config.int("max_position_embeddings") / original)
     # Zero means the default here, as in transformers.
@@ -222,7 +223,7 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
     slow = scaling.float("beta_slow", 1.0) or 1.0
 
     def dimension(turns: float) -> float:
-        """Return the index of the frequency with so many turns within the original context."""
+        """Return the index of the frequency with this many turns within the original context."""
         wavelength = original / (_positive(scaling, "beta", turns) * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -260,8 +261,8 @@ def _longrope(
 ) -> Rope:
     """Return LongRoPE's constants (Ding et al., 2024) for sequences of the original context.
 
-    Longer sequences would rotate every position differently, so KV of shorter ones could not be
-    reused.
+    Longer sequences would rotate every position differently, so the KV of shorter sequences could
+    not be reused.
     """
     short = _divisors(scaling, "short_factor", head_dim)
     long = _divisors(scaling, "long_factor", head_dim)
