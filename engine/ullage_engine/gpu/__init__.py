@@ -1,5 +1,5 @@
-"""The driver's figures of the engine's GPUs, and the smaller batch while GPUs are throttled.
+"""GPU metrics from the driver, and a smaller batch while GPUs are throttled.
 
-A thread of the server's process asks NVML, and pure functions decide. This room knows neither torch
-nor the worker.
+A thread of the server process queries NVML, and pure functions decide. This package depends on
+neither torch nor the worker.
 """

@@ -1,7 +1,7 @@
-"""The monitor of the engine's GPUs, for metrics and for a smaller batch while they are throttled.
+"""Monitors the engine's GPUs, for metrics and for a smaller batch while GPUs are throttled.
 
-A thread asks the driver about once a second. No other thread waits for it. If a call does not
-return, the event loop continues, logs the hang, and exports no stale gauges.
+A thread queries the driver about once per second. No other thread waits for this thread. If a call
+does not return, the event loop continues, logs the hang, and exports no stale gauges.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ class MonitorTimes:
 
     interval_s: float = 1.0
     links_every_s: float = 10.0
-    """Interval of samples with NVLinks, whose counters take a call for each link and kind."""
+    """Interval of samples with NVLinks. Their counters take one call per link and kind."""
     silent_s: float = 10.0
-    """Seconds without an answer after which the driver counts as hung."""
+    """Seconds without a response after which the driver is considered hung."""
 
 
 class GpuMonitor:
     """The monitor of one engine's GPUs on one node. Use it in the event loop that started it.
 
     Args:
-        num_gpus: number of GPUs that the engine uses here.
-        throttling: the rules of the smaller batch.
+        num_gpus: number of GPUs that the engine uses on this node.
+        throttling: the rules for the smaller batch.
         on_boost: called with the state whenever the batch share changes.
         times: the intervals.
     """
@@ -58,15 +58,15 @@ class GpuMonitor:
         self.is_silent = False
         """Whether the driver hangs."""
         self._failures: set[tuple[str, str]] = set()
-        """Failures that were logged, by the GPU's index and the error."""
+        """Failures that have been logged, by GPU index and error."""
         self._stopping = threading.Event()
         self.samples: Sequence[GpuSample] = ()
-        """The latest samples, empty before the first ones and while the driver hangs."""
+        """The latest samples. Empty before the first samples and while the driver hangs."""
         self.xid_errors: Counter[tuple[str, str, int]] = Counter()
-        """Xid errors since the start, by the GPU's index and uuid and the number of the error."""
+        """Xid errors since the start, by GPU index, GPU UUID and error code."""
 
     def start(self) -> None:
-        """Begin to ask the driver."""
+        """Start to query the driver."""
         self._loop = asyncio.get_running_loop()
         self._await_answer()
         # A daemon thread, since the process may end while a call hangs.
@@ -112,10 +112,10 @@ class GpuMonitor:
             return None
 
     def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
-        """Take Xid errors until the next sample is due.
+        """Receive Xid errors until the next sample is due.
 
         Returns:
-            The stream, None if it has ended.
+            The stream, or None if the stream has ended.
         """
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:
@@ -130,7 +130,7 @@ class GpuMonitor:
         return events
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, unless the loop has ended."""
+        """Call a function in the event loop, unless the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:

@@ -1,8 +1,9 @@
-"""Figures of GPUs from NVIDIA's driver, by NVML (the package nvidia-ml-py).
+"""GPU metrics from NVIDIA's driver, through NVML (the package nvidia-ml-py).
 
-Every call may fail in its own way. A figure is None if the GPU, the MIG instance, the driver or the
-container does not offer it. Any other failure is None, too, and is counted. A call to a hung driver
-does not return, so make all calls from one thread that no other thread waits for.
+Every call may fail separately. A metric is None if the GPU, the MIG instance, the driver or the
+container does not provide it. After any other failure, the metric is also None, and the failure is
+counted. A call to a hung driver does not return, so make all calls from one thread that no other
+thread waits for.
 """
 
 import ctypes
@@ -20,10 +21,10 @@ THROTTLE_REASONS: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "hw_power_brake": 0x80,
 }
-"""Bits of NVML's clock event reasons that slow a GPU down, by DCGM's names."""
+"""Bits of NVML's clock event reasons that slow down a GPU, by DCGM's names."""
 
 NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
-"""Kinds of NVLink errors, in the order of NVML's numbers."""
+"""Kinds of NVLink errors, in the order of NVML's constants."""
 
 
 class NvmlUnavailableError(Exception):
@@ -32,41 +33,41 @@ class NvmlUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """The driver's figures of one GPU at one moment, None where the driver does not offer one."""
+    """The metrics of one GPU at one moment. A metric is None if the driver does not provide it."""
 
     index: str
-    """Number of the GPU in the driver's order."""
+    """Index of the GPU in the driver's order."""
     uuid: str
     memory_total_bytes: float | None
     memory_used_bytes: float | None
     memory_free_bytes: float | None
     memory_reserved_bytes: float | None
-    """Memory that the driver keeps for itself, which does not count as used."""
+    """Memory that the driver reserves. It is not counted as used."""
     power_watts: float | None
     power_limit_watts: float | None
     temperature_celsius: float | None
     sm_clock_hertz: float | None
     memory_clock_hertz: float | None
     utilization_ratio: float | None
-    """Share of the last moment in which a kernel ran, 0 to 1."""
+    """Share of the last sample period in which a kernel ran, 0 to 1."""
     memory_utilization_ratio: float | None
-    """Share of the last moment in which memory was read or written, 0 to 1."""
+    """Share of the last sample period in which memory was read or written, 0 to 1."""
     throttle_reasons: frozenset[str] | None
     """The active reasons of `THROTTLE_REASONS`."""
     ecc_uncorrected_errors: float | None
     """Errors since the driver was loaded."""
     remapped_rows: Mapping[str, int]
-    """Rows of memory that were replaced, by cause: corrected or uncorrected."""
+    """Number of remapped memory rows, by cause: corrected or uncorrected errors."""
     row_remap_pending: float | None
-    """1 while a row waits for a reset of the GPU to be replaced."""
+    """1 while a row needs a GPU reset to be remapped, otherwise 0."""
     row_remap_failed: float | None
-    """1 if a row could not be replaced."""
+    """1 if a row could not be remapped, otherwise 0."""
     nvlinks_active: float | None
     nvlink_errors: Mapping[str, int]
-    """Sum of the errors of all links, by kind."""
+    """Number of errors on all links together, by kind."""
     pcie_replays: float | None
     failed_calls: Mapping[str, int]
-    """Calls that failed so far, by the error."""
+    """Number of failed calls so far, by error."""
 
 
 class Nvml:
@@ -95,17 +96,17 @@ class Nvml:
             raise NvmlUnavailableError(f"NVML says {self.name_of(error)}") from error
 
     def name_of(self, error: Any) -> str:
-        """Return an error's name, such as GpuIsLost, without a call of the driver."""
+        """Return an error's name, such as GpuIsLost, without calling the driver."""
         name: str = type(error).__name__.removeprefix("NVMLError_")
         return name if name != "NVMLError" else f"error {error.value}"
 
     def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the answer of the first function that exists, None if it fails.
+        """Return the result of the first function that exists, or None if the function fails.
 
         Args:
-            errors: counts failures, but not figures that are not offered.
-            names: a function, and its names in older bindings or drivers.
-            arguments: those of the function.
+            errors: counter of failures. Metrics that are not provided are not counted.
+            names: a function's name, and its names in older bindings or drivers.
+            arguments: arguments of the function.
         """
         for name in names:
             function = getattr(self.module, name, None)
@@ -126,7 +127,7 @@ class Nvml:
         nodes of equal GPUs.
 
         Raises:
-            NvmlUnavailableError: there is none.
+            NvmlUnavailableError: there is no such GPU.
         """
         handles = itertools.islice(self._visible(environment.get("CUDA_VISIBLE_DEVICES")), limit)
         if gpus := [Gpu(self, handle, number) for number, handle in enumerate(handles)]:
@@ -143,7 +144,7 @@ class Nvml:
             yield handle
 
     def _find(self, entry: str, count: int) -> Any:
-        """Return the GPU of an entry of CUDA_VISIBLE_DEVICES, None if there is no such GPU."""
+        """Return the GPU of an entry in CUDA_VISIBLE_DEVICES, or None if there is no such GPU."""
         if entry.isdecimal():
             handle = self._ask("nvmlDeviceGetHandleByIndex", int(entry))
             return handle and self._first_instance(handle)
@@ -156,7 +157,7 @@ class Nvml:
         return None
 
     def _first_instance(self, handle: Any) -> Any:
-        """Return the MIG instance that CUDA uses of a divided GPU, or the GPU itself."""
+        """Return the MIG instance that CUDA uses on a partitioned GPU, or the GPU itself."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0]:
             return handle
@@ -171,10 +172,10 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU or MIG instance, with its own memory and all other figures of the whole GPU."""
+    """One GPU or MIG instance. All metrics except memory are those of the whole GPU."""
 
     def __init__(self, nvml: Nvml, handle: Any, number: int) -> None:
-        """Ask for the identity of a GPU, whose index is `number` if the driver offers none."""
+        """Query the identity of a GPU. Its index is `number` if the driver provides no index."""
         self._nvml = nvml
         self._handle = handle
         self._failed: Counter[str] = Counter()
@@ -190,11 +191,11 @@ class Gpu:
 
     @property
     def address(self) -> int | None:
-        """The driver's identity of the whole GPU, which events have, too."""
+        """The driver's identity of the whole GPU, which events also carry."""
         return _address(self._whole)
 
     def sample(self, *, with_links: bool) -> GpuSample:
-        """Ask for all figures. Those of NVLinks take many calls and need `with_links`."""
+        """Query all metrics. NVLink metrics take many calls and are only read with `with_links`."""
         module = self._nvml.module
         if with_links:
             self._ask_links()
@@ -231,17 +232,18 @@ class Gpu:
         )
 
     def free_and_total_bytes(self) -> tuple[int, int] | None:
-        """Return the free and the total bytes, None if they are unknown.
+        """Return the free and the total bytes of GPU memory, or None if they are unknown.
 
-        Unlike CUDA, NVML needs no context, which would itself take memory of the GPU.
+        Unlike CUDA, NVML needs no context. A context would itself take GPU memory.
         """
         memory = self._memory()
         return None if memory is None else (int(memory.free), int(memory.total))
 
     def process_bytes(self) -> dict[int, int]:
-        """Return the bytes of each process that computes on the GPU, by the driver's process id.
+        """Return the GPU memory in bytes of each compute process, by the driver's process ID.
 
-        Empty if the driver offers none, as in some containers, under MPS and on Windows.
+        The result is empty if the driver provides no such data, as in some containers, under MPS
+        and on Windows.
         """
         listed = self._query(
             "nvmlDeviceGetComputeRunningProcesses_v3",
@@ -255,7 +257,7 @@ class Gpu:
         return dict(sizes)
 
     def register_xid_events(self, event_set: Any) -> bool:
-        """Register for Xid errors of the GPU, and return False if the GPU sends none."""
+        """Register for Xid errors of the GPU. Return False if the GPU sends no such events."""
         module = self._nvml.module
         try:
             module.nvmlDeviceRegisterEvents(
@@ -316,7 +318,7 @@ class XidEvents:
     """The stream of the driver's Xid errors.
 
     Raises:
-        NvmlUnavailableError: no GPU sends any.
+        NvmlUnavailableError: no GPU sends Xid errors.
     """
 
     def __init__(self, nvml: Nvml, gpus: list[Gpu]) -> None:
@@ -333,7 +335,7 @@ class XidEvents:
             raise NvmlUnavailableError("no GPU sends events")
 
     def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
-        """Wait for the next Xid error, and return None if there was none in time.
+        """Wait for the next Xid error. Return None after a timeout.
 
         Raises:
             NvmlUnavailableError: no more errors will come.

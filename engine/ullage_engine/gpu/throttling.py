@@ -1,4 +1,4 @@
-"""Boost off: the smaller batch while GPUs are throttled, decided purely.
+"""Boost off: pure functions that choose a smaller batch while GPUs are throttled.
 
 The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
 power, so that the clocks recover.
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ullage_common.config.engine import ThrottlingSection
 
 MAX_GAP_S = 2.0
-"""Most seconds that the time between two samples counts, since the state between is unknown."""
+"""Maximum seconds that count between two samples, because the state between samples is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +18,13 @@ class BoostState:
     """The decisions so far."""
 
     batch_share: float = 1.0
-    """Share of the largest batch that may run. Below 1 boost is off."""
+    """Share of the largest batch that may run. If it is below 1, boost is off."""
     reasons: frozenset[str] = frozenset()
-    """Reasons why the share shrank since it was 1."""
+    """Reasons why the share has been reduced since it was 1."""
     throttled_s: float = 0.0
-    """Seconds of throttling less seconds without it, at least 0, since the last step."""
+    """Seconds with throttling minus seconds without throttling since the last step, at least 0."""
     clear_s: float = 0.0
-    """Seconds without throttling up to now, since the last step."""
+    """Seconds without throttling until now, since the last step."""
 
     @property
     def is_off(self) -> bool:
@@ -35,9 +35,9 @@ class BoostState:
 def counted_reasons(
     section: ThrottlingSection, gpus: Iterable[frozenset[str] | None]
 ) -> frozenset[str] | None:
-    """Return the throttle reasons of all GPUs together, since the slowest sets the pace.
+    """Return the throttle reasons of all GPUs together, because the slowest GPU sets the pace.
 
-    None if the driver offers none.
+    Return None if the driver provides no reasons.
     """
     reported = [reasons for reasons in gpus if reasons is not None]
     if not reported:
@@ -60,7 +60,7 @@ def advance(
     Args:
         section: the configured rules.
         state: the state before.
-        reasons: the present reasons, of `counted_reasons`.
+        reasons: the current reasons, from `counted_reasons`.
         elapsed_s: seconds since the last sample.
     """
     if reasons is None:
