@@ -1,4 +1,4 @@
 """The layout of a model over tensor and pipeline ranks, and the transport between them.
 
-It knows layouts and transport, and nothing of layers, workers or requests.
+This package has only layouts and transport. It does not depend on layers, workers or requests.
 """

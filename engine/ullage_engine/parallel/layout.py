@@ -2,8 +2,9 @@
 
 The layout is pure arithmetic, so it is the same after every restart, and the ledger can reserve
 transfers before they are allocated. Rank = stage * tensor + tensor rank: ranks that share a layer
-are neighbours, because they communicate twice a layer, and stages only once a step. Layers are cut
-into stages so that the largest stage is as small as possible, by several measures in turn.
+have adjacent ranks, because they communicate twice per layer, and stages only once per step. Layers
+are split into stages so that the largest stage is as small as possible, by several measures in
+turn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.protocol.worker_state import RankPlace
 
 Criterion = Callable[[int, int, int], int]
-"""Function of `index`, `start` and `end` that returns the cost of the index-th run.
+"""A function of `index`, `start` and `end` that returns the cost of the run at this index.
 
 A longer run never costs less.
 """
@@ -44,7 +45,7 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Return the smallest possible value of the criterion's largest cost within the limits."""
+    """Return the smallest possible maximum cost by a criterion within the limits."""
 
     @cache
     def best(index: int, start: int) -> float:
@@ -111,9 +112,9 @@ class RankLayout:
     """The arrangement of a group of ranks."""
 
     tensor: int = 1
-    """Ranks that share each layer."""
+    """Number of ranks that share each layer."""
     pipeline: int = 1
-    """Stages, each with a run of the layers."""
+    """Number of stages, each with a run of the layers."""
 
     @property
     def world(self) -> int:
@@ -125,11 +126,11 @@ class RankLayout:
         return rank // self.tensor
 
     def tensor_rank(self, rank: int) -> int:
-        """Return the place of a rank among the ranks that share its layers."""
+        """Return the index of a rank among the ranks that share its layers."""
         return rank % self.tensor
 
     def rank(self, stage: int, tensor_rank: int) -> int:
-        """Return the rank at a place of a stage."""
+        """Return the rank at an index within a stage."""
         return stage * self.tensor + tensor_rank
 
     def is_first(self, rank: int) -> bool:
@@ -150,7 +151,7 @@ def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
     """Return the layout of a configuration.
 
     Raises:
-        LayoutError: the configured numbers contradict each other.
+        LayoutError: the configured values contradict each other.
     """
     for name, value in (("tensor", tensor), ("pipeline", pipeline)):
         if value < 1:
@@ -194,14 +195,14 @@ def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> Non
 
 
 def share(count: int, parts: int, index: int) -> Share:
-    """Return the index-th of `parts` runs of `count` things, as even as possible."""
+    """Split `count` items into `parts` runs, as evenly as possible. Return the run at `index`."""
     return Share(count * index // parts, count * (index + 1) // parts)
 
 
 def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
     """Return the KV heads of a rank.
 
-    With more tensor ranks than heads, it is one head, which several ranks share.
+    With more tensor ranks than heads, the result is one head, which several ranks share.
     """
     tensor = layout.tensor
     index = layout.tensor_rank(rank)
@@ -223,8 +224,8 @@ def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
     """Return the layers of each stage.
 
     First, the most attention layers of any stage are minimised, because the stage with the least
-    room for KV limits the number of blocks. Ties are broken by the work of the slowest stage, then
-    by the largest weights.
+    memory for KV limits the number of blocks. Ties are broken by the work of the slowest stage,
+    then by the largest weights.
     """
     if pipeline == 1:
         return [Share(0, model_config.num_layers)]
@@ -300,7 +301,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return the number of a layer's weights: all of them, or the active ones of one token."""
+    """Return the number of a layer's weights: all weights, or the active weights per token."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts
@@ -314,7 +315,7 @@ def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) ->
 
 
 def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, itemsize: int) -> int:
-    """Return the bytes of the buffers of one rank: partial sums, rows received and rows sent."""
+    """Return the size in bytes of a rank's buffers: partial sums, received rows and sent rows."""
     buffers = (layout.tensor > 1) + (not layout.is_first(rank)) + (not layout.is_last(rank))
     return buffers * max_rows * hidden * itemsize
 
@@ -322,16 +323,16 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
 def group_kv_bytes(
     model_config: ModelConfig, layout: RankLayout, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Return the bytes of a token in a KV block on all ranks together.
+    """Return the bytes per token in a KV block, summed over all ranks.
 
-    Heads that several ranks keep count once for each rank. With `windowed`, layers with sliding
-    windows have blocks of their own.
+    Heads that several ranks keep are counted once per rank. With `windowed`, layers with sliding
+    windows have separate blocks.
     """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.page_bytes_per_token(itemsize, windowed=windowed) for part in parts)
 
 
 def group_state_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:
-    """Return the bytes of one sequence's convolution state on all ranks together."""
+    """Return the size in bytes of one sequence's convolution state, summed over all ranks."""
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.state_bytes(itemsize) for part in parts)

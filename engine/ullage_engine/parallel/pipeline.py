@@ -1,10 +1,10 @@
 """Pipeline parallelism: process groups, micro-batches, and the transfers of hidden rows.
 
-Groups are NCCL between GPUs and gloo between processes on a CPU. Every rank makes every group, in
+Groups are NCCL between GPUs and gloo between processes on a CPU. Every rank creates every group, in
 the same order. There are two kinds of groups: the ranks that share a layer, and the pairs of a rank
-and its successor in the next stage. A pair has a communicator of its own, so that a stage's
-receives never wait behind its sends. A step is split into micro-batches that flow through the
-stages one behind the other. Hidden rows are received one micro-batch ahead, and sent while the next
+and its successor in the next stage. A pair has a separate communicator, so that a stage's receives
+never wait behind its sends. A step is split into micro-batches that flow through the stages one
+behind the other. Hidden rows are received one micro-batch ahead, and sent while the next
 micro-batch is computed.
 """
 
@@ -24,7 +24,7 @@ from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 
 MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
-"""Least tokens of a micro-batch by device. A smaller one costs more than it hides.
+"""Minimum tokens per micro-batch, by device. A smaller micro-batch costs more than it hides.
 
 Every micro-batch reads the weights of a stage once more. The read is free while the products take
 longer: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a processor a bfloat16
@@ -188,7 +188,7 @@ class PipelineRank:
     """A rank's part in the work of its group: micro-batches, transfers and sums.
 
     Buffers are allocated once. On CUDA transfers overlap with the computation: they are launched on
-    a stream of their own, and NCCL makes the computing stream wait for the rows that it needs.
+    a separate stream, and NCCL makes the computing stream wait for the rows that it needs.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class PipelineRank:
             max_rows: rows of the largest product of a whole step, padding included.
             hidden: width of hidden rows.
             dtype: type of hidden rows.
-            max_batches: most micro-batches of a step.
+            max_batches: maximum number of micro-batches in a step.
             splits_chunks: whether a chunk may be split over several micro-batches, which is false
                 if a layer has a convolution state.
         """
@@ -220,9 +220,9 @@ class PipelineRank:
         self.samples = rank == layout.sampling_rank
         """Whether this rank samples tokens."""
         self.is_alone = group is None
-        """Whether there is no other rank."""
+        """Whether this rank is the only rank."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
-        """Sum in place over the ranks that share a layer, None if only one rank has the layer."""
+        """Sums in place over the ranks that share a layer. None if only one rank has the layer."""
 
         self._group = group
         self._hidden = hidden
@@ -255,7 +255,7 @@ class PipelineRank:
         )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
-        """Start the transfers of a step with these numbers of rows of its micro-batches."""
+        """Start the transfers of a step whose micro-batches have these numbers of rows."""
         received = self._parts(self._received, rows)
         sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)
@@ -277,17 +277,17 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def micro_batches(
     plan: StepPlan, max_batches: int, min_tokens: int, *, splits_chunks: bool = False
 ) -> list[StepPlan]:
-    """Cut a plan into at most `max_batches` micro-batches of about equal size.
+    """Split a plan into at most `max_batches` micro-batches of about equal size.
 
-    Chunks are dealt out whole. With `splits_chunks`, chunks of several tokens fill the
+    Chunks are not split by default. With `splits_chunks`, chunks of several tokens fill the
     micro-batches evenly, one after another. The rest of a split chunk finds the KV of its
     beginning, since every stage computes micro-batches in their order. Every rank splits the same
-    plan the same way. Moves are left out, since they are made before the step.
+    plan the same way. Moves are omitted, because they are made before the step.
 
     Args:
-        plan: plan to cut.
-        max_batches: most micro-batches.
-        min_tokens: least tokens of a micro-batch, if the plan has so many.
+        plan: plan to split.
+        max_batches: maximum number of micro-batches.
+        min_tokens: minimum tokens per micro-batch, if the plan has this many.
         splits_chunks: whether a chunk may be split over several micro-batches.
     """
     sizes = [len(chunk.token_ids) for chunk in plan.chunks]
@@ -313,7 +313,7 @@ def micro_batches(
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Append chunks to batches, and cut a chunk if a batch has its even share of the tokens."""
+    """Append chunks to batches, and split a chunk if a batch has its even share of the tokens."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0

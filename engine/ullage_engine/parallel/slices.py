@@ -1,12 +1,12 @@
 """The part of each prepared tensor that a rank holds, by the tensor's name.
 
-Matrices that widen (qkv, gate_up, conv_in) are cut by output, head by head or channel by channel.
-Matrices that narrow (output, down, conv_out) are cut by the same inputs, so that a layer needs one
-sum over its ranks after each of them. Norms and the router are small, and every rank holds them
-whole. The vocabulary is whole, too, and only the first and the last stage hold it.
+Matrices that widen (qkv, gate_up, conv_in) are split by output, head by head or channel by channel.
+Matrices that narrow (output, down, conv_out) are split by the same inputs, so that a layer needs
+one sum over its ranks after each of them. Norms and the router are small, so every rank holds them
+completely. The vocabulary is not split either, and only the first and the last stage hold it.
 
-One rule cuts plain matrices and the tensors of quantised ones: along rows or columns. Each tensor
-knows its axis of rows and of columns, and how many of them lie together
+One rule splits both plain matrices and the tensors of quantised matrices: along rows or columns.
+Each tensor defines its axes of rows and columns, and how many rows or columns one element holds
 (`quantization.formats.Piece`).
 """
 
@@ -31,7 +31,7 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.quantization.formats import Encoding, encoding_of_one, piece_of, pieces_of
 
 ROW_PARALLEL = ("output", "down", "conv_out")
-"""Matrices whose products are partial sums, one on each tensor rank."""
+"""Matrices whose matmul results are partial sums, one on each tensor rank."""
 
 ADDED_ONCE = ("experts_down_bias",)
 """Biases that are added to a partial sum: all tensor ranks except the first have zeros instead."""
@@ -135,7 +135,7 @@ class Slicer:
         return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's part of a tensor, None if the rank does not hold any."""
+        """Return the rank's part of a tensor, or None if the rank holds no part."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 
@@ -148,7 +148,7 @@ def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Ten
 def check_groups(
     pool: str, model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> None:
-    """Check that ranks cut quantised matrices between groups of numbers that lie together.
+    """Check that ranks split quantised matrices only between groups of packed values.
 
     Raises:
         LayoutError: a rank would get a part of a group.
@@ -184,7 +184,7 @@ def _is_possible(
 def _broken_groups(
     model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> Iterator[str]:
-    """Yield a description of every group of numbers that a cut would split."""
+    """Yield a description of every group of packed values that a cut would split."""
     for rank in range(layout.tensor if layout.tensor > 1 else 0):
         cuts = _cuts(model_config, layout, rank)
         for name, encoding in encodings.items():
@@ -204,7 +204,7 @@ def _broken_groups(
 
 
 def _num_matrices(model_config: ModelConfig, name: str) -> int:
-    """Return the number of matrices that a tensor holds, one above the other."""
+    """Return the number of matrices that are stacked in a tensor."""
     experts = model_config.experts
     return experts.num_experts if experts is not None and ".experts_" in name else 1
 
