@@ -1,4 +1,4 @@
 """Number formats: how quantised weights are packed, scaled and rounded.
 
-This room knows arithmetic on tensors. It must not know checkpoints, layers or kernels.
+This package has only arithmetic on tensors. It must not depend on checkpoints, layers or kernels.
 """

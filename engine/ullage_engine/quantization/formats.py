@@ -1,9 +1,10 @@
-"""Formats of quantised matrices: how weights are rounded, and how they lie in memory.
+"""Formats of quantised matrices: how weights are rounded, and how they are laid out in memory.
 
 weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
 
-In MXFP4, values and scales are codes: a value is one of 16 numbers, and a scale is a power of two.
-A block has a scale of one byte, and 16 bytes whose low halves are the first 16 numbers.
+In MXFP4, values and scales are codes: a value is one of 16 floating-point values, and a scale is a
+power of two. A block has a scale of one byte, and 16 bytes whose low halves are the codes of the
+first 16 values.
 
 Matrices have the same layout in memory and in prepared files.
 
@@ -15,8 +16,8 @@ Matrices have the same layout in memory and in prepared files.
   and of value 0 in int8. The codes are ordered by runs of four columns: the first run of all rows,
   then the next run. In int4 the upper halves of the bytes have the second half of the group.
 
-Scales are rounded to their stored type before values are rounded, so a value's error is half a step
-for every type.
+Scales are rounded to their stored dtype before values are rounded, so a value's error is half a
+step for every dtype.
 """
 
 import math
@@ -40,10 +41,10 @@ Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
 * mxfp4 is for experts of checkpoints that have it. Nothing is rounded to it."""
 
 INT4_GROUP = 32
-"""Columns that share a scale and a zero when weights are rounded to int4."""
+"""Number of columns that share a scale and a zero when weights are rounded to int4."""
 
 TILE_GROUPS = (16, 32)
-"""Columns of a tile that share a scale."""
+"""Number of columns in a tile that share a scale."""
 
 MIN_VALUE: dict[Format, int] = {"int8": -128, "int4": -8, "w8a8": -127}
 MAX_VALUE: dict[Format, int] = {"int8": 127, "int4": 7, "w8a8": 127}
@@ -66,10 +67,10 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, int]
     """Shape (out, in)."""
     group: int
-    """Columns that share a scale. If it is all columns, each row has one scale."""
+    """Number of columns that share a scale. If all columns do, each row has one scale."""
     has_zeros: bool = False
     is_tiled: bool = False
-    """Whether int8 or int4 numbers lie in tiles instead of by rows."""
+    """Whether int8 or int4 values are stored in tiles instead of rows."""
 
     @property
     def num_groups(self) -> int:
@@ -84,16 +85,16 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A quantised matrix, with each number in its own element."""
+    """A quantised matrix in unpacked form, with one value per element."""
 
     format: Format
     values: torch.Tensor
-    """Numbers [out, in], int8 or float8_e4m3fn. int4 is from -8 to 7. mxfp4 is uint8 from 0 to
+    """Values [out, in], int8 or float8_e4m3fn. int4 ranges from -8 to 7. mxfp4 is uint8 from 0 to
     15."""
     scales: torch.Tensor
-    """Scales [out, groups]. Those of mxfp4 are uint8 exponents with a bias of 127."""
+    """Scales [out, groups]. For mxfp4, scales are uint8 exponents with a bias of 127."""
     zeros: torch.Tensor | None = None
-    """Offsets [out, groups] that are added."""
+    """Offsets [out, groups] that are added to the scaled values."""
 
     @property
     def encoding(self) -> Encoding:
@@ -121,19 +122,19 @@ class Quantized:
 
 
 def mxfp4_numbers() -> torch.Tensor:
-    """Return the number of each code, float32 [16]."""
+    """Return the value of each MXFP4 code, float32 [16]."""
     magnitudes = torch.tensor(MXFP4_MAGNITUDES)
     return torch.cat([magnitudes, -magnitudes])
 
 
 def mxfp4_powers() -> torch.Tensor:
-    """Return the factor of each scale, float32 [256]: 2^(byte - 127), and NaN for 255."""
+    """Return the factor for each scale byte, float32 [256]: 2^(byte - 127), and NaN for 255."""
     powers = [math.ldexp(1.0, code - MXFP4_BIAS) for code in range(255)]
     return torch.tensor([*powers, math.nan])
 
 
 def stacked(parts: list[Quantized]) -> Quantized:
-    """Stack matrices along their rows. Their encodings may only differ in the number of rows."""
+    """Stack matrices along their rows. Encodings may differ only in the number of rows."""
     first = parts[0]
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Quantized(
@@ -152,7 +153,7 @@ def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Return the same weights in an encoding with wider numbers, smaller groups or zeros."""
+    """Return the same weights in an encoding with wider values, smaller groups or zeros."""
     scales = quantized.scales
     zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
@@ -165,9 +166,9 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 
 
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
-    """Return the encoding of weights of this shape.
+    """Return the encoding for weights of this shape.
 
-    If the groups of int4 do not divide the columns, it is int8.
+    If the group size of int4 does not divide the number of columns, the encoding is int8.
     """
     columns = shape[1]
     if format != "int4":
@@ -194,15 +195,15 @@ ZEROS = "zeros"
 PIECES = (VALUES, SCALES, ZEROS)
 
 _FACTOR_BYTES = 2 * 2 * TILE_ROWS
-"""Bytes of a tile's scales and offsets, which are float16."""
+"""Size in bytes of a tile's float16 scales and offsets."""
 
 
 class Axis(NamedTuple):
-    """An axis of a stored tensor along which a matrix's rows or columns lie."""
+    """An axis of a stored tensor that corresponds to a matrix's rows or columns."""
 
     dim: int
     unit: int = 1
-    """Number of rows or columns in one element."""
+    """Number of rows or columns per element."""
 
 
 class Piece(NamedTuple):
@@ -213,14 +214,14 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     rows: Axis = Axis(0)
     columns: Axis | None = Axis(1)
-    """Axis of the columns, None if the tensor holds for all columns."""
+    """Axis of the columns, or None if the tensor applies to all columns."""
 
     def axis(self, is_of_rows: bool) -> Axis | None:
         return self.rows if is_of_rows else self.columns
 
 
 class Packed(NamedTuple):
-    """A stored matrix."""
+    """A matrix in stored form, as packed tensors."""
 
     encoding: Encoding
     pieces: dict[str, torch.Tensor]
@@ -231,12 +232,12 @@ class Packed(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """Scales [out, groups]. In tiles they are part of the values."""
+        """Scales [out, groups]. In tiles, scales are part of the values."""
         return self.pieces[SCALES]
 
     @property
     def zeros(self) -> torch.Tensor | None:
-        """Offsets [out, groups], None if there are none or if they are part of the values."""
+        """Offsets [out, groups], or None if there are none or if they are part of the values."""
         return self.pieces.get(ZEROS)
 
     def split(self, count: int) -> "list[Packed]":
@@ -271,7 +272,7 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
 
 def piece_of(encoding: Encoding, name: str) -> Piece:
-    """Return the piece of `pieces_of` with this name. Its type may differ from the stored one."""
+    """Return the piece of `pieces_of` with this name. Its dtype may not be the stored dtype."""
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
 
@@ -282,7 +283,7 @@ def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
 
 
 def code_bytes(encoding: Encoding) -> int:
-    """Return the bytes of a tile's codes."""
+    """Return the size in bytes of a tile's codes."""
     return encoding.group * TILE_ROWS // (2 if encoding.format == "int4" else 1)
 
 
@@ -325,7 +326,7 @@ def _stored_values(quantized: Quantized) -> torch.Tensor:
 
 
 def scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
-    """Return the stored type of scales and zeros, if the computing type is `dtype`."""
+    """Return the stored dtype of scales and zeros for the computing dtype `dtype`."""
     if encoding.is_tiled:
         return torch.float16
     types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
@@ -338,7 +339,7 @@ def _codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack numbers from 0 to 15, [rows, columns], to bytes [rows, columns / 2]."""
+    """Pack values from 0 to 15, [rows, columns], into bytes [rows, columns / 2]."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
@@ -347,7 +348,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
-    """Pack a matrix, whose groups are the encoding's, to [rows / 16, groups, bytes of a tile]."""
+    """Pack a matrix with the encoding's groups into tiles [rows / 16, groups, bytes per tile]."""
     least = MIN_VALUE[encoding.format]
     group = encoding.group
     tiles = encoding.shape[0] // TILE_ROWS
@@ -369,7 +370,7 @@ def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
 
 
 def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
-    """Return the matrix of all tiles or some rows of tiles, the inverse of `pack_tiles`."""
+    """Return the matrix in these tiles or in some rows of tiles, the inverse of `pack_tiles`."""
     least = MIN_VALUE[encoding.format]
     size = code_bytes(encoding)
     group = encoding.group
@@ -388,8 +389,8 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 def _code_shift(encoding: Encoding) -> int:
     """Return the value whose weight is a tile's offset.
 
-    For int4 it is the least value, as in Q4_1. For int8 it is 0, since the least value has such a
-    large weight that rounding it to float16 would show.
+    For int4, this is the smallest value, as in Q4_1. For int8, it is 0, because the weight of the
+    smallest value is so large that its rounding to float16 would cause a noticeable error.
     """
     return MIN_VALUE["int4"] if encoding.format == "int4" else 0
 
@@ -412,13 +413,13 @@ def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1
 
 
 _TINY = 1e-12
-"""Scale of weights that are all zero, which all types but float16 can represent."""
+"""Scale for weights that are all zero. All dtypes except float16 can represent this scale."""
 
 _LEAST_FLOAT16 = 2.0**-24
 
 
 def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
-    """Round weights [out, in] to an encoding, if the computing type is `dtype`."""
+    """Round weights [out, in] to an encoding, for the computing dtype `dtype`."""
     weights = weights.to(torch.float32)
     dtype = scale_type(encoding, dtype)
     match encoding.format:
@@ -435,7 +436,7 @@ def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Q
 def quantise_symmetric(
     weights: torch.Tensor, format: Format, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Round to 127 steps on each side of zero, with one scale for each group of a row.
+    """Round to 127 steps on each side of zero, with one scale per group of a row.
 
     |weight - dequantised| <= scale / 2, for scale = max|group| / 127.
     """
@@ -448,7 +449,7 @@ def quantise_symmetric(
 
 
 def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """Round to E4M3, with one scale for each row.
+    """Round to E4M3, with one scale per row.
 
     |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 mantissa bits,
     and half of the smallest subnormal step 2^-9. If a scale is rounded down, values beyond 448
@@ -460,7 +461,7 @@ def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quantized:
-    """Round to 16 steps from the group's least to its greatest weight, zero among them.
+    """Round to 16 steps from the group's smallest to its largest weight, including zero.
 
     The zero point is a whole number of steps, as in GPTQ and AWQ, so weights of zero stay zero.
     Narrower ranges have a smaller squared error, but were measured to be worse

@@ -1,16 +1,16 @@
-"""GGUF's quantised blocks, which are kept as int4 or int8 with their own groups.
+"""Reads GGUF's quantised blocks, which are kept as int4 or int8 with the same groups.
 
 weight = value * scale + zero, with a scale and a zero for each group of a row. Kinds with four bits
 are kept as int4, and wider kinds as int8. The result is exact, except for the rounding of scales
 and zeros to their stored type.
 
-Blocks of 32 numbers:
+Blocks of 32 values:
 
 * Q4_0 has a float16 scale, and Q4_1 a minimum as well. Four-bit codes follow, as in `formats`.
 * Q5_0 and Q5_1 also have the fifth bits in four bytes before the four-bit halves.
 * Q8_0 has a float16 scale and signed bytes.
 
-Blocks of 256 numbers:
+Blocks of 256 values:
 
 * Q4_K and Q5_K have two float16 factors, of eight scales and eight minimums of six bits each.
 * Q6_K has sixteen scales, which are signed bytes, and their float16 factor at the end.
@@ -30,7 +30,7 @@ class _Kind(NamedTuple):
     format: Format
     group: int
     num_bytes: int
-    """Bytes of a block."""
+    """Size of a block in bytes."""
     read: Callable[[torch.Tensor], "_Groups"]
 
 
@@ -59,7 +59,7 @@ def _bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Read the float16 number at byte `start` of each block, as float32."""
+    """Read the float16 value at byte `start` of each block, as float32."""
     stored = blocks[..., start : start + 2].contiguous()
     return stored.view(torch.float16).squeeze(-1).to(torch.float32)
 
@@ -155,7 +155,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Return the encoding that keeps a matrix of these blocks, None if there is none."""
+    """Return the encoding that keeps a matrix of these blocks, or None if none can."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None

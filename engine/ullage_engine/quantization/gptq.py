@@ -1,11 +1,11 @@
-"""GPTQ: rounding of matrices to int4 that minimises the error of products, not of weights.
+"""GPTQ: rounds matrices to int4 and minimises the error of matmul results, not of weights.
 
 Over all inputs x of a matrix W, rounding it to Q costs Σ |(W - Q) x|², which is the trace of (W -
 Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after another, and the
 columns that are not rounded yet compensate the error (Frantar et al. 2022, arXiv:2210.17323).
 Scales and zeros of groups are chosen first, from all weights of a group. Each error is weighted by
-the mean square of its input. So columns can be rounded in any order, and those with the largest
-inputs come first.
+the mean square of its input. Therefore columns can be rounded in any order, and columns with the
+largest inputs come first.
 
 Rows are rounded independently of each other.
 """
@@ -25,20 +25,20 @@ from ullage_engine.quantization.formats import (
 
 DAMPING = 0.01
 """Share of the mean of the Gram matrix's diagonal that is added to the diagonal, so that inputs
-that calibration did not see matter a little, too."""
+that did not occur in calibration also have a small weight."""
 
 RATIOS = (1.0, 0.85)
-"""Ranges that are tried for a group, as shares of the distance from its least to its greatest
+"""Ranges that are tried for a group, as shares of the distance from its smallest to its largest
 weight."""
 
 REFITS = 2
-"""Number of times that scale and zero are fitted again to the rounded values."""
+"""Number of times that scale and zero are refitted to the rounded values."""
 
 BLOCK_COLUMNS = 32
-"""Columns whose errors all later columns compensate together."""
+"""Number of columns whose errors are compensated together in all later columns."""
 
 ROW_ELEMENTS = 1 << 24
-"""Most weights that are rounded at once, in whole rows, which bounds the memory."""
+"""Maximum number of weights that are rounded at once, in whole rows. This bounds the memory."""
 
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
@@ -48,12 +48,12 @@ _LEAST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers to which weights are rounded: value * scale + zero, by group."""
+    """The values to which weights are rounded: value * scale + zero, by group."""
 
     scales: torch.Tensor
-    """Scales [out, groups] in their stored type."""
+    """Scales [out, groups] in their stored dtype."""
     zeros: torch.Tensor
-    """Zeros [out, groups] in their stored type."""
+    """Zeros [out, groups] in their stored dtype."""
 
     def round(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the values nearest to weights [out, in], as float32."""
@@ -75,16 +75,16 @@ class Grid:
 def fit_grid(
     weights: torch.Tensor, group: int, importance: torch.Tensor, dtype: torch.dtype
 ) -> Grid:
-    """Choose the scales and zeros with the least squared error of rounded weights.
+    """Choose the scales and zeros that minimise the squared error of the rounded weights.
 
     Several ranges are tried. A weighted regression fits scale and zero to the rounded values, which
     are then rounded again.
 
     Args:
         weights: float32 [out, in].
-        group: columns of a group.
+        group: number of columns per group.
         importance: weight of each column's squared error, float32 [in].
-        dtype: stored type of scales and zeros.
+        dtype: stored dtype of scales and zeros.
     """
     grouped = _grouped(weights, weights.shape[1] // group)
     least = max(1e-3 * float(importance.mean()), _LEAST)
@@ -170,14 +170,14 @@ def quantise_calibrated(
     """Round weights to int4 for inputs with this Gram matrix.
 
     By the damped Gram matrix, no row's error is larger than if every weight were rounded to the
-    nearest value. With a diagonal Gram matrix all weights are rounded to the nearest. If inputs are
-    infinite or NaN, all columns count equally.
+    nearest value. With a diagonal Gram matrix, all weights are rounded to the nearest value. If
+    inputs are infinite or NaN, all columns have equal weight.
 
     Args:
         weights: [out, in].
         gram: Σ x xᵀ over inputs, or any multiple of it, float32 [in, in].
-        group: columns of a group.
-        dtype: stored type of scales and zeros.
+        group: number of columns per group.
+        dtype: stored dtype of scales and zeros.
         report: called after each slice of rows. A slice takes seconds.
     """
     if not gram.isfinite().all():
@@ -205,20 +205,20 @@ def quantise_calibrated(
 def nearest_calibrated(
     weights: torch.Tensor, squares: torch.Tensor, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Round each weight to the nearest number of a grid that is fitted to the mean input squares.
+    """Round each weight to the nearest value of a grid that is fitted to the mean input squares.
 
     Args:
         weights: [out, in].
         squares: sums of squares of the inputs, or any multiple, float32 [in].
-        group: columns of a group.
-        dtype: stored type of scales and zeros.
+        group: number of columns per group.
+        dtype: stored dtype of scales and zeros.
     """
     grid = fit_grid(weights.to(torch.float32), group, squares, dtype)
     return grid.quantized(grid.round(weights.to(torch.float32)))
 
 
 def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper triangular U with UᵀU = G⁻¹, None if it does not exist numerically."""
+    """Return the upper triangular U with UᵀU = G⁻¹, or None if U does not exist numerically."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
@@ -229,12 +229,12 @@ def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
 def _compensated(
     weights: torch.Tensor, grid: Grid, group: int, order: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """Round column after column in `order`, and compensate each error in later columns.
+    """Round one column after another in `order`, and compensate each error in later columns.
 
     Args:
         weights: float32 [out, in].
         grid: scales and zeros.
-        group: columns of a group.
+        group: number of columns per group.
         order: order of the columns.
         factor: factor of the Gram matrix's inverse, in the same order.
 
@@ -269,7 +269,7 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Return by how much the products' error with `values` exceeds that with `others`, by row."""
+    """Return, per row, how far the matmul error with `values` exceeds the error with `others`."""
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram
     return products.mul_(2 * weights - first - second).sum(dim=1)
