@@ -2,17 +2,17 @@
 
 A text that ships with the package is run through the model once, layer by layer. Each matrix is
 rounded when the text first reaches it (`ullage_engine.quantization.gptq`), and from then on
-computes with its rounded weights. So later matrices compensate the errors of earlier ones. Only one
-layer is in memory at a time, with the hidden states of the text.
+computes with its rounded weights. Therefore later matrices compensate the errors of earlier
+matrices. Only one layer is in memory at a time, with the hidden states of the text.
 
 A single expert gets only a small part of the text, so all experts of a layer are rounded for the
 inputs of all of them. The inputs of their second matrices have nothing in common. These matrices
-are rounded to the nearest numbers, with groups that are fitted to the mean squares of inputs.
+are rounded to the nearest values, with groups that are fitted to the mean squares of inputs.
 Experts are rounded after the text has passed their layer, so the next layer gets their unrounded
 results.
 
 Every pod that rounds at load repeats the calibration before it is ready. If it would take a device
-too much time or memory, weights are rounded to the nearest numbers at load, and only `ullage
+too much time or memory, weights are rounded to the nearest values at load, and only `ullage
 quantize` calibrates.
 """
 
@@ -55,10 +55,10 @@ TEXT = Path(__file__).with_name("calibration.txt")
 """Prose, dialogue, code and tables in several languages, written for calibration."""
 
 VERSION = 1
-"""Version of the method. Raise it when matrices are rounded to other numbers."""
+"""Version of the method. Increment it when matrices are rounded to different values."""
 
 WINDOW = 512
-"""Tokens of the text that are computed as one sequence."""
+"""Number of tokens of the text that are computed as one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Cost:
 
 
 AT_LOAD = {"cpu": Cost(12e12, 1 << 30), "cuda": Cost(2e15, 16 << 30)}
-"""Largest cost of a calibration before a pod is ready, by kind of device.
+"""Maximum cost of a calibration before a pod is ready, by device type.
 
 On a CPU it is about two minutes of two cores (a core does 50 G operations a second), and the memory
 that pods request in addition to their weights. The cost on a GPU was not measured."""
@@ -100,13 +100,13 @@ class Int4Calibration:
 
     text: Path = TEXT
     max_tokens: int = 16_384
-    """Most tokens of the text that are read."""
+    """Maximum number of tokens of the text that are read."""
     is_at_load: bool = False
     """Whether a pod waits for the calibration, so that `AT_LOAD` bounds its cost."""
 
     @cached_property
     def name(self) -> str:
-        """A name that is unique to the way in which this calibration rounds."""
+        """A name that identifies how this calibration rounds."""
         digest = hashlib.sha256(self.text.read_bytes()).hexdigest()[:16]
         bound = " at load" if self.is_at_load else ""
         return f"{VERSION} {self.max_tokens} {digest}{bound}"
@@ -161,7 +161,7 @@ class Int4Calibration:
         return LayerCalibration(model_config, hidden, token_ids.shape[1], report, remedy)
 
     def _windows(self, files: ModelFiles, model_config: ModelConfig) -> list[list[int]]:
-        """Cut the tokens of the text into sequences of equal length."""
+        """Split the tokens of the text into sequences of equal length."""
         tokenizer = load_tokenizer(files.path)
         token_ids = tokenizer.encode_rendered(self.text.read_text(encoding="utf-8"))
         token_ids = [each for each in token_ids if each < model_config.vocab][: self.max_tokens]
@@ -205,7 +205,7 @@ def estimated_cost(
 
 @contextmanager
 def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
-    """Turn an error of the device or its memory into a CalibrationError about a subject."""
+    """Convert a device or memory error into a CalibrationError about a subject."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -491,7 +491,7 @@ def _gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(prepared: PreparedTensor) -> tuple[int, torch.dtype]:
-    """Return the columns of a group, and the type of scales and zeros."""
+    """Return the number of columns per group, and the dtype of scales and zeros."""
     assert prepared.encoding is not None, "only matrices are rounded"
     return prepared.encoding.group, scale_type(prepared.encoding, prepared.dtype)
 

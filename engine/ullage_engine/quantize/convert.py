@@ -69,7 +69,7 @@ STATISTICS = "calibration.safetensors"
 """File with the largest activations in the folder of a w8a8 model. The index does not name it."""
 
 EMBEDDING = "model.embed_tokens.weight"
-"""Name of the embedding, which is looked up and not multiplied."""
+"""Name of the embedding, which is used for lookups and not for matmuls."""
 
 _COPIED = (
     "tokenizer_config.json",
@@ -82,7 +82,7 @@ Json = dict[str, object]
 
 
 class ModelDirectory:
-    """A model's directory, which is written shard by shard."""
+    """A model directory that is written shard by shard."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -190,7 +190,7 @@ def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
 def unfinished_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the output, which is removed at the end.
 
-    Leftovers of a killed run are removed, too.
+    Leftovers of a killed run are also removed.
 
     Raises:
         WeightsError: another run writes the same output.
@@ -248,10 +248,10 @@ def quantization_config(format: Format, plain: list[str]) -> Json:
 
 
 Progress = Callable[[str, int, int], None]
-"""Callback with the stage, and its done and total numbers."""
+"""Callback with the stage, the done count and the total count."""
 
 CALIBRATION_TOKENS = 16_384
-"""Tokens of a text that are used for calibration. The rest is not read."""
+"""Number of tokens of a text that are used for calibration. The rest is not read."""
 
 _CPU = torch.device("cpu")
 _SCALES = torch.bfloat16
@@ -267,13 +267,13 @@ class Conversion:
     format: Format
     output: Path
     text: Path | None = None
-    """Text to calibrate w8a8 with."""
+    """Text for the calibration of w8a8."""
     alpha: float = 0.5
     """Share of the quantisation difficulty that moves from activations to weights."""
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the quantised model, and return the bytes of its safetensors.
+    """Write the quantised model, and return the size of its safetensors in bytes.
 
     Raises:
         WeightsError: the model, the text or the output folder cannot be used, or there is too
