@@ -1,4 +1,5 @@
-"""Text to token ids and back, from tokenizer.json or GGUF metadata.
+"""Converts text to token ids and back, with tokenizer.json or GGUF metadata.
 
-It knows neither models nor requests. The server and the quantisation tool read it without torch.
+This package depends on neither models nor requests. The server and the quantisation tool use it
+without torch.
 """

@@ -1,7 +1,7 @@
-"""Turns tokens into text while they arrive, in whole characters and without stop strings.
+"""Converts tokens to text as they arrive, in whole characters and without stop strings.
 
-Bytes of an incomplete character are held back, as is text that may turn out to be the beginning of
-a stop string. The cost of a token does not depend on the length of the text before it.
+Bytes of an incomplete character are held back, and so is text that may be the beginning of a stop
+string. The cost of a token does not depend on the length of the text before it.
 """
 
 import codecs
@@ -18,8 +18,8 @@ class TokenBytes:
     """The bytes of each token in the text. Special tokens have none.
 
     Attributes:
-        problem: reason why tokens cannot become text, if the decoder is neither byte-level nor
-            SentencePiece with byte fallback, empty if they can.
+        problem: reason why tokens cannot be converted to text, because the decoder is neither byte-
+            level nor SentencePiece with byte fallback. Empty if they can be converted.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ class TokenBytes:
         return b"" if token_id in self._special else self.spelling(token_id)
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not, empty for an id without a token."""
+        """Return the bytes of a token, special or not. Empty for an id without a token."""
         text = self._known.get(token_id)
         if text is None:
             added = self._added.get(token_id)
@@ -55,7 +55,7 @@ class TokenBytes:
 
 
 class TextPiece(NamedTuple):
-    """New text, and the stop string that ended it, empty if none did."""
+    """New text, and the stop string that ended the text, or an empty string."""
 
     text: str
     stop_string: str
@@ -65,8 +65,8 @@ class Detokenizer:
     """The text of one answer, token by token.
 
     The pieces' concatenation, `flush` included, is the decoded text of all tokens up to the stop
-    string that is completed first. If one character completes two, the longer counts. With
-    `special_tokens` special tokens are text, too.
+    string that is completed first. If one character completes two stop strings, the longer string
+    counts. With `special_tokens`, special tokens are also part of the text.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Take a token. After a piece with a stop string nothing more may be pushed."""
+        """Add a token. After a piece with a stop string, no more tokens may be pushed."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
@@ -117,13 +117,13 @@ class StopMatcher:
         return TextPiece(pending[:kept], "")
 
     def flush(self) -> str:
-        """Return the text that was held back, as no more is coming."""
+        """Return the text that was held back, because no more text will follow."""
         held = self._held
         self._held = ""
         return held
 
     def _advance(self, character: str) -> str:
-        """Add one character, and return the stop string that it completes, or an empty one."""
+        """Add one character. Return the stop string that it completes, or an empty string."""
         completed = ""
         for index, stop in enumerate(self._stops):
             matched = self._matched[index]

@@ -13,7 +13,7 @@ from ullage_common.wire.limits import SAMPLING_RANGES
 
 Values = Mapping[str, object]
 SamplingDefaults = Mapping[str, Any]
-"""Values by field of `ullage.inference.v1.SamplingParams`."""
+"""Values, keyed by the fields of `ullage.inference.v1.SamplingParams`."""
 
 _REMEDY = "set model.generationDefaults to false to serve without its recommendations"
 
@@ -126,7 +126,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermarking_config": (),
     }
 )
-"""Keys that are not supported, with the values that change nothing. Null changes nothing either."""
+"""Unsupported keys, with the values that have no effect. Null has no effect either."""
 
 _GGUF_PREFIX = "general.sampling."
 _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
@@ -153,7 +153,7 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
         "xtc_threshold": "xtc_probability",
     }
 )
-"""Parameters of a key that is refused where it would change anything."""
+"""Parameters of a key that is refused if it would have an effect."""
 
 
 class GenerationError(Exception):
@@ -213,7 +213,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a value that a request might have, too."""
+    """Return a value after checking that a request could also have this value."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

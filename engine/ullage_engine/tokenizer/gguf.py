@@ -34,9 +34,10 @@ class _Kind:
     """How a family of byte-level BPE tokenizers splits text before merging."""
 
     split: str = ""
-    """Regular expression of one piece, empty for GPT-2's own."""
+    """Regular expression that matches one piece, or an empty string for GPT-2's expression."""
     single_digits: bool = False
-    """Whether every digit is a piece of its own, cut before the split."""
+    """Whether every digit is a separate piece, split off before the regular expression is
+    applied."""
     whole_words: bool = False
     """Whether a piece that is in the vocabulary becomes one token without merging."""
     normal_form: Literal["", "NFC"] = ""
@@ -105,7 +106,7 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
 def _post_processor(
     metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
 ) -> processors.PostProcessor | None:
-    """Make the processor that puts special tokens around raw text, None if text gets none."""
+    """Create the processor that adds special tokens around raw text, or None if there are none."""
     special = special_token_ids(metadata)
     added = {
         "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),
@@ -182,8 +183,8 @@ def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
 def _added_tokens(metadata: Mapping[str, Value], tokens: list[str]) -> Iterator[AddedToken]:
     """Yield the tokens that are matched whole in text: control tokens and user-defined ones.
 
-    Control tokens are left out when decoding. Ends by their names are control tokens, even if the
-    file gives them another type.
+    Control tokens are omitted when decoding. Tokens with known names of end tokens are control
+    tokens, even if the file gives them another type.
     """
     ends = end_names(metadata)
     for token_id, token in enumerate(tokens):

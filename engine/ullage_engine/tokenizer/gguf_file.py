@@ -2,7 +2,8 @@
 
 A file begins with its metadata: magic `GGUF`, version (uint32), tensor count and pair count
 (uint64), then pairs of (string key, uint32 type, value). A string is a uint64 length and UTF-8
-bytes. An array is a uint32 element type, a uint64 count and its elements. All is little-endian.
+bytes. An array is a uint32 element type, a uint64 count and its elements. All values are
+little-endian.
 """
 
 import mmap
@@ -38,7 +39,7 @@ Value = int | float | bool | str | list["Value"]
 
 
 class GgufError(Exception):
-    """The file is not a readable GGUF file. The message is one line that names it."""
+    """The file is not a readable GGUF file. The message is one line that names the file."""
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
@@ -52,7 +53,7 @@ def read_metadata(path: Path) -> dict[str, Value]:
 
 
 def read_architecture(path: Path) -> Value | None:
-    """Read the architecture that a GGUF file names, and no more of the header than up to it.
+    """Read the architecture of a GGUF file, and the header only up to this key.
 
     Raises:
         GgufError: as `read_metadata`.

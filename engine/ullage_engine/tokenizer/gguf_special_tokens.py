@@ -54,7 +54,7 @@ END_TOKENS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     }
 )
-"""Tokens that end an answer by their names, as in llama.cpp.
+"""Names of tokens that end an answer, as in llama.cpp.
 
 Files with several ends often give the id of only one.
 """
@@ -72,7 +72,7 @@ _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
 def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
     """Return ids of special tokens by their names in chat templates.
 
-    In a file that names no end-of-sequence token the first other end stands for it.
+    If a file names no end-of-sequence token, the first other end token is used in its place.
     """
     ids = {}
     for name, keys in _SPECIAL_TOKENS.items():

@@ -1,8 +1,8 @@
 """The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata.
 
-With it come the special tokens, chat templates and sampling parameters that the model's files name.
-Text becomes token ids in two ways. Raw text gets the special tokens that the tokenizer puts around
-it. A rendered chat template does not, because it writes them itself.
+The model's files also define special tokens, chat templates and sampling parameters. Text is
+converted to token ids in two ways. The tokenizer adds special tokens around raw text. It adds none
+around a rendered chat template, because the template itself contains them.
 """
 
 import json
@@ -30,9 +30,9 @@ log = logging.getLogger("ullage.engine")
 Json = Mapping[str, object]
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""File with the default chat template, which replaces those of tokenizer_config.json."""
+"""File with the default chat template. It replaces the templates in tokenizer_config.json."""
 TEMPLATE_FOLDER = "additional_chat_templates"
-"""Folder with files of further chat templates."""
+"""Folder with additional chat templates."""
 
 _NO_PRE = (
     "tokenizer.ggml.pre is missing: text is split as GPT-2 does, and answers are worse if the "
@@ -55,17 +55,17 @@ class ModelTokenizer:
     json_bytes: bytes
     """Contents of a tokenizer.json."""
     chat_template: str
-    """Jinja source, empty if the model has none."""
+    """Jinja source, or an empty string if the model has no chat template."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end generation."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of special tokens by their names in templates, such as `bos_token`."""
     tool_chat_template: str = ""
-    """Jinja source for conversations with tools, empty if `chat_template` serves them, too."""
+    """Jinja source for conversations with tools, or an empty string if `chat_template` is used."""
     chat_adds_bos: bool = False
     """Whether `bos_token` is added to a rendered conversation that does not begin with it."""
     sampling_defaults: SamplingDefaults = field(default_factory=dict)
-    """Sampling parameters for requests that leave them out."""
+    """Sampling parameters for requests that omit them."""
 
     @property
     def bos_token(self) -> str:
@@ -97,19 +97,19 @@ class ModelTokenizer:
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat template, behind a BOS token if `chat_adds_bos`.
+        """Return the ids of a rendered chat template, after a BOS token if `chat_adds_bos`.
 
         Special tokens in the text are recognised.
         """
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return a conversation's ids, behind a BOS token if `chat_adds_bos`."""
+        """Return a conversation's ids, after a BOS token if `chat_adds_bos`."""
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of the tokens, special tokens left out."""
+        """Return the text of the tokens, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
@@ -220,10 +220,10 @@ def _text(value: object) -> str:
 
 
 def _chat_templates(path: Path, config: Json) -> tuple[str, str]:
-    """Return the template of conversations without tools and that of those with tools.
+    """Return the template for conversations without tools and the template for those with tools.
 
-    They are in files of their own or in the configuration, where they have names if there are
-    several. A template is empty if there is none of its kind.
+    The templates are in separate files or in the configuration, where they have names if there are
+    several. A template is an empty string if it does not exist.
     """
     templates = _template_files(path) or _configured_templates(path, config)
     if templates and "default" not in templates:
@@ -327,7 +327,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Json:
-    """Read a JSON object, and return an empty one if the file, which is optional, is absent."""
+    """Read a JSON object from an optional file. Return an empty object if the file is absent."""
     if not path.is_file():
         return {}
     try:
