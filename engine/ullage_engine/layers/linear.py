@@ -40,11 +40,11 @@ PASS_ROWS = 64
 _MOST = 127
 """Largest value of a rounded activation."""
 _LEAST_SCALE = 1e-12
-"""Least scale of a row of activations, so that a row of zeros does not divide by zero."""
+"""Minimum scale of a row of activations. It avoids a division by zero for rows of zeros."""
 _EXACT_TERMS = 1024
-"""Products of int8 that float32 adds up exactly: 1024 * 127 * 127 < 2^24."""
+"""Number of int8 products whose float32 sum is exact: 1024 * 127 * 127 < 2^24."""
 _CUDA_LEAST_ROWS = 32
-"""Rows that int8 products are padded to on CUDA: cuBLAS multiplies int8 from 17 rows on."""
+"""Number of rows to which int8 matmuls are padded on CUDA: cuBLAS needs at least 17 rows."""
 
 FusedProduct = Callable[..., None]
 """A kernel like `ullage_engine.kernels.triton.quantized_matmul`, with the same arguments."""
@@ -71,7 +71,7 @@ class PlainLinear:
     """Unquantised linear layer."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """Multiply by `rows` [out, in], as checkpoints store weights."""
+        """Create a layer from `rows` [out, in], as checkpoints store weights."""
         self._weight = rows.t()
         self.shape = (rows.shape[1], rows.shape[0])
 
@@ -83,10 +83,10 @@ class PlainLinear:
 
 
 class RowInvariantLinear:
-    """Unquantised linear layer with batch-invariant products."""
+    """Unquantised linear layer with batch-invariant matmuls."""
 
     def __init__(self, rows: torch.Tensor, products: RowProducts) -> None:
-        """Multiply by `rows` [out, in], as checkpoints store weights."""
+        """Create a layer from `rows` [out, in], as checkpoints store weights."""
         self._weight = rows.t()
         self._products = products
         self.shape = (rows.shape[1], rows.shape[0])
@@ -108,24 +108,24 @@ class Dequantizer(Protocol):
     def fill(self, start: int, end: int) -> torch.Tensor:
         """Return rows start to end, dequantised, as [end - start, in].
 
-        They lie in scratch memory, which the next call overwrites.
+        The rows are in scratch memory, which the next call overwrites.
         """
         ...
 
 
 def dequant_rows(encoding: Encoding, itemsize: int) -> int:
-    """Return the number of rows of a panel, at least one."""
+    """Return the number of rows per panel, at least one."""
     rows, columns = encoding.shape
     return min(rows, max(1, PANEL_BYTES // (columns * itemsize)))
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Return the bytes of scratch memory for the weights of panels of `rows` rows."""
+    """Return the scratch memory in bytes for the weights of panels with `rows` rows."""
     return rows * encoding.shape[1] * itemsize
 
 
 def nibble_bytes(encoding: Encoding, rows: int) -> int:
-    """Return the bytes of scratch memory for the unpacked int4 of `rows` rows."""
+    """Return the scratch memory in bytes for the unpacked int4 values of `rows` rows."""
     return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
 
 
