@@ -4,7 +4,7 @@ Channel j of a matrix's input is divided by s_j, and column j of the matrix is m
 the product does not change: s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (Xiao et al. 2023,
 arXiv:2211.10438, equation 4). The division is folded into the weights of the norm before the
 matrix, so it costs nothing. The maxima come from a calibration text, which `TextPass` runs through
-the model without an engine. Benchmarks of quality use `TextPass`, too.
+the model without an engine. Quality benchmarks also use `TextPass`.
 """
 
 from collections.abc import Callable
@@ -36,10 +36,10 @@ class TextPass:
 
         Args:
             loaded: the model.
-            dtype: the computing type.
-            window: most tokens of a window.
-            wrap: returns a replacement of each matrix. Without it the results are those of an
-                engine with default types.
+            dtype: the computing dtype.
+            window: maximum number of tokens per window.
+            wrap: returns a replacement of each matrix. Without `wrap`, the results are those of an
+                engine with default dtypes.
             kv_dtype: type of stored KV.
         """
         limits = StepLimits(
@@ -59,7 +59,7 @@ class TextPass:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's KV."""
+        """Size of one token's KV in bytes."""
         return self._runner.kv_block_bytes // BLOCK_TOKENS
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
@@ -85,7 +85,7 @@ class TextPass:
 
 
 WINDOW = 512
-"""Tokens of the calibration text that are computed at once."""
+"""Number of tokens of the calibration text that are computed at once."""
 
 FED_BY = {"qkv": "mixer_norm", "conv_in": "mixer_norm", "gate_up": "mlp_norm"}
 """The matrices whose input is a norm's output, and that norm."""
@@ -129,9 +129,9 @@ def calibrate(
 
     Args:
         loaded: the model.
-        dtype: the computing type.
+        dtype: the computing dtype.
         tokens: the text.
-        progress: called with the done and the total tokens.
+        progress: called with the number of done tokens and the total.
     """
     maxima: Maxima = {}
 
@@ -156,7 +156,7 @@ def smoothing(
     Args:
         activations: largest |activation| of each channel, [in].
         weights: weights of the matrix, [out, in].
-        norm: weights of the norm, [in]. The new ones have their type.
+        norm: weights of the norm, [in]. The new weights have the same dtype.
         alpha: share of the quantisation difficulty that moves to the weights.
     """
     largest = weights.abs().amax(dim=0).float().clamp_(min=_LEAST)
