@@ -18,8 +18,8 @@ class TokenBytes:
     """The bytes of each token in the text. Special tokens have none.
 
     Attributes:
-        problem: reason why tokens cannot be converted to text, because the decoder is neither byte-
-            level nor SentencePiece with byte fallback. Empty if they can be converted.
+        problem: reason why tokens cannot be converted to text, because the decoder is neither
+            byte-level nor SentencePiece with byte fallback. Empty if they can be converted.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
