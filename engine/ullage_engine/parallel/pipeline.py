@@ -78,14 +78,14 @@ class RankGroup:
                 distributed.all_reduce(tensor, group=self._tensor)
 
     def send(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begin to send to the next stage. The tensor must not change until the work is done."""
+        """Start sending to the next stage. The tensor must not change until the send is done."""
         with ranges("transfer"):
             work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
         assert work is not None, "a rank of the pair"
         return work
 
     def receive(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begin to receive from the previous stage, as many rows as the tensor has."""
+        """Start receiving from the previous stage as many rows as the tensor has."""
         work = distributed.irecv(tensor, self.rank - self.layout.tensor, group=self._before)
         assert work is not None, "a rank of the pair"
         return work
@@ -95,7 +95,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Make groups, and return the group that this rank is in, or None."""
+        """Create groups, and return the group to which this rank belongs, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -132,9 +132,9 @@ class StepTransfers:
         self._receiving = self._begin_receiving(0)
 
     def receive(self, index: int) -> torch.Tensor | None:
-        """Receive the hidden rows of a micro-batch, and begin to receive the next ones.
+        """Receive the hidden rows of a micro-batch, and start receiving the next micro-batch.
 
-        Micro-batches come in their order. The first stage, which embeds, gets None.
+        Micro-batches are received in order. The first stage embeds tokens and gets None.
         """
         if not self._received:
             return None
@@ -145,7 +145,7 @@ class StepTransfers:
         return self._received[index]
 
     def send(self, index: int, hidden: torch.Tensor) -> bool:
-        """Begin to send the hidden rows of a micro-batch to the next stage.
+        """Start sending the hidden rows of a micro-batch to the next stage.
 
         Returns:
             False on the last stage, which sends nothing.
@@ -174,7 +174,7 @@ class StepTransfers:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Launch transfers on their own stream, behind the work of the computing stream so far."""
+        """Launch transfers on a separate stream, after the work queued on the computing stream."""
         if self._stream is None:
             yield
             return
@@ -204,9 +204,9 @@ class PipelineRank:
         """Allocate the buffers of a rank.
 
         Args:
-            group: the group, None for a rank that computes alone and so splits, sums and sends
-                nothing.
-            max_rows: rows of the largest product of a whole step, padding included.
+            group: the group, or None for a rank that computes alone and therefore splits, sums and
+                sends nothing.
+            max_rows: number of rows in the largest matmul of a whole step, including padding.
             hidden: width of hidden rows.
             dtype: type of hidden rows.
             max_batches: maximum number of micro-batches in a step.
@@ -280,9 +280,9 @@ def micro_batches(
     """Split a plan into at most `max_batches` micro-batches of about equal size.
 
     Chunks are not split by default. With `splits_chunks`, chunks of several tokens fill the
-    micro-batches evenly, one after another. The rest of a split chunk finds the KV of its
-    beginning, since every stage computes micro-batches in their order. Every rank splits the same
-    plan the same way. Moves are omitted, because they are made before the step.
+    micro-batches evenly, one after another. The later parts of a split chunk find the KV of the
+    earlier parts, because every stage computes micro-batches in their order. Every rank splits the
+    same plan the same way. Moves are omitted, because they are made before the step.
 
     Args:
         plan: plan to split.
