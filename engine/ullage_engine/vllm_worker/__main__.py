@@ -17,7 +17,7 @@ from ullage_engine.worker import loop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker, or the process of a follower, and return the exit status."""
+    """Run a worker or a follower, and return the exit status of the process."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--follow" in given:
         from ullage_engine.vllm_worker.group import follow
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compute(arguments: Sequence[str]) -> int:
-    """Compute this node's part for the follower that started this process."""
+    """Run the vLLM ranks of this node, for the follower that started this process."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m ullage_engine.vllm_worker")
     parser.add_argument("--node", type=int, required=True, help="rank of this node")

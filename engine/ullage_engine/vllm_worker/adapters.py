@@ -27,23 +27,23 @@ log = logging.getLogger("ullage.engine.vllm")
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
 """Suffixes of tensors that are not weight matrices and get no LoRA matrices."""
 _LOOK_S = 5.0
-"""Seconds between two reads of the list of adapters by a follower."""
+"""Seconds between a follower's reads of the list of adapters."""
 _NUMBERS_OF = {"I32": 8}
 """Number of 4-bit values that quantised formats pack into one element of a dtype."""
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
-    """Predict the bytes of one adapter on a device that holds all layers of the checkpoint.
+    """Predict the size of one adapter in bytes, on a device that holds all layers.
 
     For each weight matrix of the model, an adapter has two matrices of rank `rank`.
 
     Args:
         folder: folder of the checkpoint.
         rank: LoRA rank of a slot.
-        item_bytes: bytes of one element.
+        item_bytes: bytes per element.
 
     Returns:
-        The bytes, or 0 if the folder has no safetensors.
+        The size in bytes, or 0 if the folder has no safetensors files.
 
     Raises:
         WeightsError: the checkpoint is incomplete.
@@ -63,7 +63,7 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Return inputs plus outputs of a matrix, summed over experts; 0 for other tensors."""
+    """Return a matrix's inputs plus outputs, summed over experts, or 0 for any other tensor."""
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
     *experts, rows, columns = shape
@@ -73,12 +73,12 @@ def _sides(name: str, dtype: str, shape: list[int]) -> int:
 
 
 def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spare: int) -> int:
-    """Return how many adapters are loaded at a time: at most `most`, at least one.
+    """Return how many adapters may be loaded at a time: at least one and at most `most`.
 
     Args:
-        most: configured number.
-        room_bytes: memory for adapters.
-        size: bytes of a slot.
+        most: configured maximum.
+        room_bytes: memory available for adapters.
+        size: bytes per slot.
         copy_bytes: bytes of the same memory that a loaded adapter takes in addition to its slot.
         num_spare: slots that stay empty.
     """
@@ -88,9 +88,9 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
 
 
 def fetch_adapters(config: EngineConfig) -> None:
-    """Download the adapters of a follower, now and after each edit, until the process ends.
+    """Download a follower's adapters now and after each edit, until the process ends.
 
-    The follower's ranks load an adapter when the leader's ranks do.
+    The follower's ranks load an adapter when the leader's ranks load it.
     """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
@@ -109,7 +109,7 @@ def fetch_adapters(config: EngineConfig) -> None:
 
 
 class Turns:
-    """Decides which adapters may have a slot, for sequences that ask in order of importance.
+    """Assigns adapter slots to sequences, which ask for them in order of importance.
 
     No sequence starves. A sequence that finds all slots in use claims the slot of the least
     recently used adapter, and no later sequence may start with that adapter.
@@ -130,7 +130,7 @@ class Turns:
         self._in_use = in_use
         self._loaded = loaded
         self._others = list(loaded)
-        """Loaded adapters that no sequence has asked for and that give way to none."""
+        """Loaded adapters that no sequence has asked for and no other adapter will replace."""
         self._free = free
         self._slots: dict[str, str | None] = {}
 
@@ -181,7 +181,7 @@ class Adapters:
     ) -> str | None:
         """Return the adapter to unload so that the sequence's adapter gets its slot.
 
-        The more important sequences of `waiting` claim their slots first.
+        More important sequences in the waiting queue claim their slots first.
 
         Returns:
             The adapter to unload; an empty string if no adapter must be unloaded; None if the
@@ -205,7 +205,7 @@ class Adapters:
                 yield each
 
     def _turns(self, holders: Iterable[VllmSequence]) -> Turns:
-        """Return the turns, given all sequences. The running ones use their adapters."""
+        """Return a snapshot of the slots, in which running sequences use their adapters."""
         in_use = {each.request.adapter for each in holders if each.is_running}
         free = self._num_slots - len(self._loaded)
         return Turns(self._names, self._loaded, in_use, free)
@@ -218,7 +218,7 @@ class Adapters:
             slot: adapter to unload first; empty for none.
 
         Raises:
-            AdapterError: the adapter cannot be loaded. The slot is free then.
+            AdapterError: the adapter cannot be loaded. The slot is left free.
         """
         if adapter not in self._names:
             return
@@ -239,7 +239,8 @@ class Adapters:
         Args:
             name: name of the adapter.
             folder: folder of its files.
-            is_checked: whether a previous worker has loaded it. The check is skipped then.
+            is_checked: whether a previous worker has loaded the adapter, so that the check is
+                skipped.
         """
         self._core.add_adapter(name, folder)
         try:

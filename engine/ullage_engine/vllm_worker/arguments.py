@@ -10,17 +10,15 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.ranks import EXTENSION
 
 _CPU_CHUNK_TOKENS = 512
-"""Most prompt tokens per step on CPUs, where thousands would exceed the step deadline."""
+"""Maximum prompt tokens per step on CPUs, where thousands would exceed the step deadline."""
 
 
 def check(config: EngineConfig) -> None:
     """Refuse settings that vLLM does not support or that Ullage does not support with vLLM.
 
     Raises:
-        WorkerStartError: one line that names the field and the remedy.
-
-    Raises:
-        WorkerStartError: one line naming the field and what to set.
+        WorkerStartError: a setting is not supported. The message is one line that names the field
+            and what to set.
     """
     ranks = config.parallelism
     if problem := refusal_by_vllm(config.model, config.memory):
@@ -56,9 +54,9 @@ def engine_args(
         config: the engine's configuration.
         folder: folder of the checkpoint.
         dtype: type of weights and activations.
-        device_share: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs.
+        device_share: fraction of a GPU's memory that vLLM may use, from 0 to 1. None on CPUs.
         node: this node, for an engine that spans several nodes.
-        adapter_slots: most adapters that are loaded at a time.
+        adapter_slots: maximum number of adapters loaded at a time.
     """
     model = config.model
     batching = config.batching
@@ -106,7 +104,7 @@ def engine_args(
 def _format_args(folder: Path) -> dict[str, Any]:
     """Return the arguments that make vLLM read the same files as the native engine.
 
-    By default, vLLM prefers Mistral's own format to that of transformers.
+    By default, vLLM prefers files in Mistral's own format to files in the transformers format.
     """
     names = {path.name for path in folder.glob("*.safetensors")}
     own = {name for name in names if name.startswith("consolidated")}
@@ -124,7 +122,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Return the arguments for chunked prefill; empty if vLLM decides."""
+    """Return vLLM's arguments for chunked prefill, or none to keep vLLM's defaults."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:
@@ -133,15 +131,15 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Return the rank of all slots: vLLM's smallest that holds `memory.max_lora_rank`."""
+    """Return the LoRA rank of all slots: vLLM's smallest rank that holds `memory.max_lora_rank`."""
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
 def spare_slots(is_cpu: bool) -> int:
-    """Return the number of slots that stay empty.
+    """Return the number of adapter slots that must stay empty.
 
-    On CPUs, if a batch mixes adapters and the base model, vLLM computes the base model's sequences
-    with the last slot.
+    If a batch on CPUs mixes adapters and the base model, vLLM computes the base model's sequences
+    with the last slot, which must therefore be empty.
     """
     return 1 if is_cpu else 0
 
@@ -160,7 +158,7 @@ def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dic
 
 
 def core_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """Return the cores of each rank in the format of VLLM_CPU_OMP_THREADS_BIND."""
+    """Return the CPU cores of each rank, in the format of VLLM_CPU_OMP_THREADS_BIND."""
     share = len(cores) // num_ranks
     if share == 0:
         return "nobind"

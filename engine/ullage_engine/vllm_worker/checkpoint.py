@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 def checkpoint_folder(
     files: ModelFiles, dtype: str, folder: Path, on_wait: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of a model's checkpoint; convert a GGUF file first.
+    """Return the folder of a model's checkpoint, and convert a GGUF file to a checkpoint first.
 
     A GGUF file is converted only once, to weights of type `dtype`.
 
@@ -68,7 +68,7 @@ def checkpoint_folder(
 
 
 def written_bytes(folder: Path) -> int:
-    """Return the bytes written so far of the checkpoint that is being converted in `folder`."""
+    """Return how many bytes of the checkpoint have been written to `folder` so far."""
     sizes = []
     for path in (folder / _UNFINISHED).glob("*"):
         with contextlib.suppress(FileNotFoundError):  # just finished and renamed
@@ -77,9 +77,9 @@ def written_bytes(folder: Path) -> int:
 
 
 def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
-    """Lock the folder, once no other engine of this host holds the lock.
+    """Lock the folder, after waiting for any other engine on this host that holds the lock.
 
-    A lock ends with its process.
+    The kernel releases a lock when the process that holds it ends.
     """
     is_waiting = False
     while True:
@@ -138,7 +138,7 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
 def _check_whole(path: Path, missing: Collection[str]) -> None:
     """Refuse a file that lacks tensors of its model.
 
-    transformers would fill them with random numbers.
+    transformers would fill missing tensors with random values.
     """
     if missing:
         raise WeightsError(
@@ -148,7 +148,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Save a model without traces of its GGUF file, since transformers would refuse to."""
+    """Save a model without references to its GGUF file, which transformers refuses to save."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

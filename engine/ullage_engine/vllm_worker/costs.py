@@ -1,4 +1,4 @@
-"""Longest lengths and block counts of sequences: pure functions of the memory profile."""
+"""Maximum lengths and block counts of sequences, as pure functions of the memory profile."""
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.requests import EngineRequest
@@ -7,14 +7,14 @@ from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence
 
 
 class BlockCosts:
-    """Lengths and block counts of sequences, given a profile and an engine's limits."""
+    """Computes lengths and block counts of sequences from a profile and an engine's limits."""
 
     def __init__(self, profile: MemoryProfile, limits: EngineLimits) -> None:
         self._profile = profile
         self._limits = limits
 
     def longest(self, request: EngineRequest, num_samples: int) -> int:
-        """Return the most tokens that each of `num_samples` samples of a request may have."""
+        """Return the maximum number of tokens for each of a request's `num_samples` samples."""
         profile = self._profile
         longest = self._limits.max_model_len
         if not profile.block_bytes:
@@ -31,16 +31,17 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return the number of blocks for the tokens that a sequence is charged for."""
+        """Return the number of KV blocks for the tokens that a sequence is charged for."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:
-        """Return the number of blocks of a sequence, without those it will share with its parent.
+        """Return a sequence's number of KV blocks, without the blocks that its parent will share.
 
         Args:
             sequence: the sequence.
-            num_tokens: its length in tokens.
-            resumed: whether it resumes after a preemption, so that all `num_tokens` are its prompt.
+            num_tokens: length of the sequence in tokens.
+            resumed: whether the sequence resumes after a preemption, so that vLLM treats all
+                `num_tokens` as prompt.
         """
         shared = 0
         if sequence.parent is not None:

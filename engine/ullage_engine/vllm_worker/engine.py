@@ -1,8 +1,8 @@
-"""Serving with vLLM: admit requests by free blocks, pass them to vLLM, take its outputs.
+"""The vLLM engine: admits requests by free KV blocks, passes them to vLLM, and takes the outputs.
 
-vLLM schedules and computes. It gets a request only after the blocks of the prompt and the expected
-output are reserved. A request that outgrows its reservation preempts a less important one
-(`run_queue`). So vLLM itself never preempts.
+vLLM schedules and computes. The engine passes a request to vLLM only after reserving the blocks of
+the prompt and the expected output. A request that outgrows its reservation preempts a less
+important request (`run_queue`). Therefore vLLM itself never preempts.
 """
 
 import time
@@ -32,11 +32,11 @@ from ullage_engine.vllm_worker.step_metrics import StepMetrics
 from ullage_engine.vllm_worker.tiers import ConnectorTransfers
 
 _QUEUE_BATCHES = 4
-"""Size of the waiting queue in batches. More requests are better queued by the router."""
+"""Size of the waiting queue, in batches. The router queues further requests."""
 
 
 class OutOfMemoryFault(Exception):
-    """An injected fault that stands for vLLM's error when a step runs out of memory."""
+    """An injected fault that simulates vLLM's out-of-memory error in a step."""
 
 
 class VllmEngine:
@@ -54,15 +54,15 @@ class VllmEngine:
         """Create an engine without requests.
 
         Args:
-            core: vLLM.
+            core: vLLM's engine.
             profile: memory costs of the model's tokens.
             limits: limits of this engine.
             reservations: reserved blocks of vLLM's pool.
-            clock: time in seconds.
-            tiers: transfers of KV to and from tiers outside the device; None without tiers.
+            clock: returns the time in seconds.
+            tiers: transfers KV to and from tiers outside the device. None without tiers.
         """
         self.on_failed_step: Callable[[Exception], object] = lambda _: None
-        """Called with the error of a step, after which vLLM is broken."""
+        """Callback for an error in a step that has broken vLLM. It receives the error."""
         self.tiers = tiers
         self.reservations = reservations
         self.adapters = Adapters(core, limits.adapter_slots)
@@ -81,7 +81,7 @@ class VllmEngine:
         )
         self._num_submitted = 0
         self._faults: list[int] = []
-        """Numbers of steps that are made to run out of memory."""
+        """Step numbers at which an out-of-memory error is injected."""
 
     # figures -------------------------------------------------------------------------------------
 
@@ -97,11 +97,11 @@ class VllmEngine:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that computed something."""
+        """Number of steps in which vLLM computed something."""
         return self._metrics.num_steps
 
     def stats(self) -> SchedulerStats:
-        """Return statistics of the queue, the pool and the steps."""
+        """Return statistics of the queue, the KV pool and the steps."""
         size = self._profile.block_bytes
         metrics = self._metrics
         reservations = self.reservations
@@ -143,13 +143,13 @@ class VllmEngine:
         )
 
     def releases(self) -> list[ReleaseState]:
-        """Return the predicted releases of memory, soonest first."""
+        """Return the predicted releases of KV memory, soonest first."""
         return soonest_releases(self._expected_releases())
 
     # requests in and out -------------------------------------------------------------------------
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled; start compiling it if not."""
+        """Return whether a request's grammar is compiled. If not, start compiling the grammar."""
         return self._core.is_compiled(request.grammar)
 
     def submit_group(
@@ -157,11 +157,10 @@ class VllmEngine:
     ) -> Rejected | list[TokenOutput]:
         """Admit all samples of one prompt, or refuse all of them.
 
-        A resumed request is refused only if it is invalid. Otherwise it may have to wait for
-        memory.
+        A resumed request is refused only if it is invalid. A valid one may have to wait for memory.
 
         Returns:
-            The refusal, which names the first sample; or the outputs of samples that need no step.
+            The refusal, which names the first sample, or the outputs of samples that need no step.
         """
         pool_bytes = self._profile.kv_pool_bytes
         if refusal := refuse_duplicates(requests, self._queue.by_id, pool_bytes):
@@ -180,7 +179,7 @@ class VllmEngine:
         ]
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request and free its memory; ignore unknown ids.
+        """Drop a request and free its memory. Ignore unknown ids.
 
         Args:
             request_id: the request.
@@ -196,7 +195,7 @@ class VllmEngine:
         self._queue.start_deferred()
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a share of `max_sequences`, 0 to 1, but to at least one request."""
+        """Limit the batch to a fraction (0 to 1) of `max_sequences`, at least one request."""
         self._core.set_max_running(max(1, int(self._limits.max_sequences * min(1.0, share))))
 
     def withhold(self, num_bytes: int) -> None:
@@ -205,7 +204,7 @@ class VllmEngine:
         self.reservations.num_withheld = -(-num_bytes // size) if size else 0
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Make one step fail after `after_steps` more steps."""
+        """Inject an out-of-memory error into the step after the next `after_steps` steps."""
         self._faults.append(self._metrics.num_steps + after_steps)
 
     def take_failed(self) -> list[RequestFailed]:
@@ -221,9 +220,6 @@ class VllmEngine:
 
         Raises:
             Exception: vLLM's engine is broken. Another worker resumes all requests.
-
-        Raises:
-            Exception: vLLM's engine is broken; another worker resumes all requests.
         """
         started = self._clock()
         try:
@@ -245,10 +241,10 @@ class VllmEngine:
         return results
 
     def _take(self, output: CoreOutput) -> TokenOutput | Embedding | None:
-        """Advance a sequence by its output of a step, and return the message to the client.
+        """Add a step's output to its sequence, and return the message to the client.
 
         Returns:
-            None if the sequence was cancelled in the meantime or has failed.
+            The message, or None if the sequence was cancelled in the meantime or has failed.
         """
         sequence = self._queue.by_id.get(output.request_id)
         if sequence is None or not sequence.is_running:
@@ -279,7 +275,7 @@ class VllmEngine:
         )
 
     def _fail(self, sequence: VllmSequence, output: CoreOutput) -> None:
-        """Fail a sequence that vLLM has failed."""
+        """Fail a sequence for which vLLM has reported an error."""
         self._queue.remove(sequence)
         self._core.forget(output.request_id)
         message = output.error or "vLLM gave it up; see the engine's log"
@@ -305,9 +301,9 @@ class VllmEngine:
         return None
 
     def _group(self, requests: list[EngineRequest]) -> list[VllmSequence]:
-        """Create the sequences of one arrival.
+        """Create the sequences of requests that arrived together.
 
-        If vLLM caches their common prefix, all sequences but the first are children of the first.
+        If vLLM caches their common prefix, the first sequence is the parent of all others.
         """
         self._num_submitted += 1
         if not self._limits.keeps_prompts:
@@ -352,10 +348,10 @@ class VllmEngine:
         return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
     def _start_group(self, group: list[VllmSequence]) -> Rejected | None:
-        """Pass the first of new samples to vLLM and reserve the blocks of all of them.
+        """Reserve the blocks of all new samples, and pass the first sample to vLLM.
 
         Returns:
-            The refusal if the blocks do not fit. No sample is kept then.
+            The refusal if the blocks do not fit. In that case no sample is kept.
         """
         queue = self._queue
         needed = sum(self._costs.charged_blocks(each) for each in group)
@@ -404,7 +400,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield the expected release of each sequence: seconds until then, and bytes."""
+        """Yield the seconds until each sequence is expected to end, and the bytes released then."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

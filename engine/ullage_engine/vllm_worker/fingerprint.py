@@ -1,4 +1,4 @@
-"""Facts that decide the bits of answers of an engine with vLLM. Imports no vLLM."""
+"""Facts on which the exact bits of a vLLM engine's answers depend. Does not import vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.worker.fingerprint import digest_of_json, yes_or_no
 
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
-"""Files of a model that hold its sizes and the quantisation of its weights."""
+"""Model files that hold the model's dimensions and the quantisation of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,13 @@ class Backend:
     dtype: str
     """Type of weights and activations."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The vLLM environment variables that are set and may select kernels."""
+    """The set vLLM environment variables that may affect the choice of kernels."""
 
 
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return the facts that decide the bits of KV, and of answers without adapters.
+    """Return the facts on which the bits of KV, and of answers without adapters, depend.
 
     Args:
         config: the engine's configuration.
@@ -68,9 +68,9 @@ def engine_facts(
 
 
 def _config_digest(files: ModelFiles) -> str:
-    """Return a digest of the files that hold a model's sizes and quantisation.
+    """Return a digest of the files that hold a model's dimensions and quantisation.
 
-    A GGUF file holds both itself. The digest of its weights covers them.
+    A GGUF file itself holds both, so the digest of the weights covers them.
     """
     paths = [files.path / name for name in _CONFIG_FILES] if files.format == "directory" else []
     return digest_of_json({path.name: read_json(path) for path in paths if path.is_file()})

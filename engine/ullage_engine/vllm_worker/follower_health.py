@@ -1,7 +1,7 @@
 """Liveness and readiness of a follower, for the kubelet's probes.
 
 A separate thread answers over HTTP. The follower records a heartbeat whenever it polls its
-connection. A hung follower therefore fails its probe although the HTTP thread goes on.
+connection. A hung follower therefore fails its probe although the HTTP thread still runs.
 """
 
 import threading
@@ -18,7 +18,7 @@ _READ_TIMEOUT_S = 5.0
 
 
 class FollowerHealth:
-    """Liveness and readiness of a follower. Any thread may read them."""
+    """Liveness and readiness of a follower. Thread-safe to read."""
 
     def __init__(self) -> None:
         self.is_computing = False
@@ -35,7 +35,7 @@ class FollowerHealth:
         return time.monotonic() - self._looked_at < HUNG_AFTER_S
 
     def status(self, path: str) -> int:
-        """Return the HTTP status for a probe's path."""
+        """Return the HTTP status code for the path of a probe."""
         holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
         if path not in holds:
             return HTTPStatus.NOT_FOUND
@@ -54,7 +54,7 @@ class FollowerHealth:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Log nothing: the kubelet asks every few seconds."""
+                """Log nothing, because the kubelet probes every few seconds."""
 
         server = ThreadingHTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
         server.socket.close()

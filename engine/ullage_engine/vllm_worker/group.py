@@ -1,9 +1,9 @@
-"""Nodes that compute as one engine: how they find each other, and how they end together.
+"""Nodes that run one engine together: how they join each other, and how they end together.
 
-Each follower holds one connection to the leader while both compute. The follower sends its revision
+Each follower keeps one connection to the leader while both compute. The follower sends its revision
 and its rank. Once all followers have joined, the leader sends Start, and every node starts vLLM. A
-node that loses a connection ends its vLLM. The leader's server then restarts its worker, and the
-followers join again. TCP keep-alives detect a vanished node within 10 s.
+node that loses a connection ends its vLLM. The leader's server then restarts the leader's worker,
+and the followers join again. TCP keep-alives detect a vanished node within 10 s.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from ullage_engine.worker.loop import Report
 log = logging.getLogger("ullage.engine.group")
 
 REVISION = "ULLAGE_GROUP_REVISION"
-"""Environment variable with the revision of the pods. Pods of different revisions form no group."""
+"""Environment variable with the pod's revision. All pods of a group have the same revision."""
 LOADED_FD = "ULLAGE_LOADED_FD"
-"""Environment variable with a file descriptor.
+"""Environment variable with the number of a file descriptor.
 
-A node's compute process writes a byte to it once its ranks have loaded the model.
+A node's compute process writes a byte to this descriptor once its ranks have loaded the model.
 """
 
 KEEPALIVE = {
@@ -53,21 +53,21 @@ KEEPALIVE = {
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
 }
-"""TCP keep-alive: idle seconds, seconds between probes, and lost probes that end a connection."""
+"""TCP keep-alive: idle seconds, seconds between probes, and lost probes until a connection ends."""
 
 _LONGEST_MESSAGE = 4096
-"""Maximum bytes of a message."""
+"""Maximum size of a message in bytes."""
 _SEND_TIMEOUT_S = 5.0
 _NEWS_S = 5.0
-"""Seconds between two heartbeats of a follower that waits."""
+"""Seconds between the heartbeats of a waiting follower."""
 _LOOK_S = 1.0
-"""Seconds between two progress reports of a leader that waits."""
+"""Seconds between the progress reports of a waiting leader."""
 _RETRY_S = 1.0
 """Seconds between a follower's attempts to join."""
 
 
 class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
-    """The only message that a follower sends."""
+    """The request to join a leader, which is the only message that a follower sends."""
 
     revision: str
     rank: int
@@ -75,16 +75,16 @@ class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Message of the leader to all followers: start computing."""
+    """Message from the leader that tells all followers to start computing."""
 
     rank_bytes: int
-    """Memory of a rank's device on the leader. Every node plans its adapter slots with it."""
+    """Memory of a rank's device on the leader, from which every node plans its adapter slots."""
     model_version: str = ""
-    """The leader's version of a model in a bucket; empty for other sources."""
+    """The version of the leader's model files in a bucket. Empty for other sources."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Message of the leader to a follower that cannot join now and will retry."""
+    """Message from the leader to a follower that cannot join now and will retry."""
 
     reason: str
 
@@ -118,7 +118,7 @@ class NodeRoster:
 
 
 class NodeConnection:
-    """One end of a follower's connection. Each message is a line of JSON."""
+    """One end of a connection between follower and leader. Each message is a line of JSON."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
@@ -148,7 +148,7 @@ class NodeConnection:
         """Read the available data.
 
         Returns:
-            The message, or None while it is incomplete.
+            A message, or None while the message is incomplete.
 
         Raises:
             OSError: the connection is lost, or the message is too long.
@@ -172,7 +172,7 @@ def _unmapped(address: str) -> str:
 
 
 class Leader:
-    """Waits for all followers, and later for the first one that is lost."""
+    """The leader of a group, which waits until all followers join and later until one is lost."""
 
     def __init__(
         self, listener: socket.socket, revision: str, num_nodes: int, start: Start
@@ -187,10 +187,10 @@ class Leader:
         """Wait until all followers have joined, then send them Start.
 
         Args:
-            on_wait: called about every second with the ranks that have not joined.
+            on_wait: called about every second with the ranks that have not joined yet.
 
         Returns:
-            The address by which followers reach this node.
+            The address at which followers reach this node.
         """
         with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ, None)
@@ -212,7 +212,7 @@ class Leader:
         return next(iter(self._ranks.values())).own_address
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Start a thread that calls `on_lost` with the rank of the first follower lost."""
+        """Start a thread that calls `on_lost` with the rank of the first follower that is lost."""
 
         def wait() -> None:
             with selectors.DefaultSelector() as selector:
@@ -277,7 +277,7 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """End this process and the ranks of its node, since the group cannot compute without `rank`."""
+    """End this process and its node's ranks, because the group cannot compute without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
     # worker.
@@ -285,12 +285,12 @@ def end_worker(rank: int) -> NoReturn:
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: str = "") -> Node:
-    """Wait for this worker's followers. Afterwards this process ends when any follower is lost.
+    """Wait for this worker's followers. Once all have joined, end this process if any is lost.
 
     Args:
         group: size and port of the group.
         report: called with the number of followers that have joined.
-        rank_bytes: memory of a rank's device on this node.
+        rank_bytes: memory of a rank's device on this node, in bytes.
         model_version: version of the model's files in a bucket; empty if the model is in no bucket.
 
     Returns:
@@ -326,9 +326,9 @@ def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: st
 
 
 class Follower:
-    """Joins its leader and computes with it, again and again, until SIGTERM or SIGINT.
+    """A follower, which repeatedly joins its leader and computes, until SIGTERM or SIGINT.
 
-    If the signal arrives while the leader computes, the follower goes on until the leader ends.
+    If the signal arrives while the leader computes, the follower continues until the leader ends.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class Follower:
                 time.sleep(_RETRY_S)
 
     def _fetched(self, fetch: Callable[[], str]) -> str:
-        """Download in a thread, since a download takes minutes and probes go on meanwhile."""
+        """Download in a thread, so that probes are answered during the minutes of a download."""
         version: Future[str] = Future()
 
         def run() -> None:
@@ -402,7 +402,7 @@ class Follower:
         self._is_ending = True
 
     def _join(self) -> tuple[NodeConnection, Start]:
-        """Join the leader; return the connection and the leader's Start message."""
+        """Join the leader, and return the connection and the leader's Start message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
             try:
@@ -431,7 +431,7 @@ class Follower:
             time.sleep(_RETRY_S)
 
     def _compute(self, connection: NodeConnection, start: Start) -> None:
-        """Run vLLM until it or the leader ends."""
+        """Run vLLM until vLLM or the leader ends."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
         command = self._command(connection.peer_address, start)

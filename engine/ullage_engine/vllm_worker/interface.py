@@ -1,4 +1,4 @@
-"""Protocols that describe vLLM to the rest of this package.
+"""Protocols through which the rest of this package uses vLLM.
 
 `bindings.VllmCore` implements them.
 """
@@ -27,7 +27,7 @@ class AdapterError(Exception):
     """Request field that names the adapter. The adapter is at fault, not the engine."""
 
     def __init__(self, name: str, reason: str) -> None:
-        """Create an error with a one-line reason for the engine's operator. It may name files."""
+        """Create an error with a one-line reason for the engine's log, which may name files."""
         super().__init__(
             f"adapter {name} cannot be loaded; ask for another model, and have whoever runs the "
             "service read the engine's log"
@@ -44,15 +44,15 @@ class CoreOutput(msgspec.Struct, frozen=True):
     """Why the request ended; empty if more output follows."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
-    """Tokens whose KV was in the prefix cache when the request started."""
+    """Number of tokens whose KV was in the prefix cache when the request started."""
     num_loaded_tokens: int = 0
-    """Further tokens whose KV was loaded from tiers outside the device."""
+    """Number of further tokens whose KV was loaded from tiers outside the device."""
     error: str = ""
-    """Why vLLM or the grammar failed the request, as one line for the client."""
+    """One line for the client that says why the request failed in vLLM or in its grammar."""
     field: str = ""
-    """Request field that is at fault; empty if the engine is at fault."""
+    """Request field that caused the failure. Empty if the engine caused it."""
     embedding: bytes = b""
-    """Embedding of the prompt, which ends the request: float32, little-endian."""
+    """Embedding of the prompt, as little-endian float32 bytes. It completes the request."""
 
     @property
     def num_reused_tokens(self) -> int:
@@ -68,7 +68,7 @@ class Prefix(Protocol):
 
     @property
     def num_held(self) -> float:
-        """Blocks that a request with this prefix would hold; see `Blocks.num_held`."""
+        """Number of blocks that a request with this prefix would hold. See `Blocks.num_held`."""
 
 
 class Blocks(Protocol):
@@ -80,14 +80,15 @@ class Blocks(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that no request holds, including blocks of the prefix cache."""
+        """Number of blocks that no request holds. Blocks in the prefix cache count as free."""
 
     def num_held(self, request_id: str) -> float:
-        """Return the number of blocks that a request already holds; 0 before it starts.
+        """Return the number of blocks that a request already holds, or 0 before the request starts.
 
-        A shared block counts in full for each of its holders, since each keeps it until the end. A
-        shared block of a sliding window is divided equally among its holders. A holder whose window
-        leaves the block allocates another one while the shared block is still in use.
+        A shared block counts in full for each request that holds it, because each keeps the block
+        until the request ends. A shared block of a sliding window is divided equally among the
+        requests that hold it. When the window of one of them moves past the block, that request
+        allocates another block while the shared block is still in use.
         """
 
     def num_in_tables(self, request_id: str) -> int:
@@ -97,16 +98,16 @@ class Blocks(Protocol):
         """Return the number of tokens whose KV is stored or being computed."""
 
     def hold_prefix(self, request_id: str) -> Prefix:
-        """Pin the cached blocks of a request's tokens, even if it ended in the last step."""
+        """Pin the cached blocks of a request, even if the request ended in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         """Return the number of blocks that become free when all these prefixes are released.
 
-        A window block that requests hold too counts by the prefixes' share of its holders.
+        If requests also hold a sliding-window block, only the prefixes' share of the block counts.
         """
 
     def release(self, prefix: Prefix) -> None:
-        """Unpin the blocks of a prefix. They stay cached until the pool needs them."""
+        """Unpin the blocks of a prefix. The blocks stay cached until the pool needs them."""
 
 
 class Core(Protocol):
@@ -116,16 +117,16 @@ class Core(Protocol):
     def blocks(self) -> Blocks: ...
 
     def is_compiled(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled; start compiling it if not."""
+        """Return whether a grammar is compiled. If not, start compiling the grammar."""
 
     def add_adapter(self, name: str, folder: str) -> None:
-        """Register the folder of a LoRA adapter under a name that was never used before."""
+        """Register the folder of a LoRA adapter under a name that has never been used before."""
 
     def remove_adapter(self, name: str) -> None:
         """Unregister an adapter that is in no slot."""
 
     def check_adapter(self, name: str) -> None:
-        """Read an adapter like `load_adapter`, but do not keep it.
+        """Read an adapter like `load_adapter`, but do not keep the adapter loaded.
 
         Raises:
             AdapterError: the adapter cannot be read or does not fit the model.
@@ -151,16 +152,16 @@ class Core(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; ignore requests that have ended.
+        """Abort a request. Ignore requests that have ended.
 
-        Its blocks are free at once, or within the next steps if several steps are in flight.
+        The request's blocks are free at once, or within the next steps if several are in flight.
         """
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended."""
 
     def set_max_running(self, num_requests: int) -> None:
-        """Limit the requests of a batch. Requests that already run are not stopped."""
+        """Limit the number of requests per batch. Requests that already run are not stopped."""
 
     def step(self) -> list[CoreOutput]:
         """Compute one step and return the outputs of its requests.

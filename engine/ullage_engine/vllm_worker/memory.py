@@ -1,4 +1,4 @@
-"""Memory ledger of a vLLM start, and measurement of the memory in use."""
+"""The memory ledger of a worker with vLLM, and measurement of the memory in use."""
 
 import logging
 import math
@@ -30,11 +30,11 @@ from ullage_engine.worker.device import (
 log = logging.getLogger("ullage.engine.vllm")
 
 _STAGING_BYTES = 64 << 20
-"""Host bytes for messages, token lists, grammars and queues, which vary with the load."""
+"""Bytes of host memory for messages, token lists, grammars and queues, which vary with the load."""
 
 
 class StartMemory:
-    """The memory ledger of a start, on CPUs and GPUs."""
+    """The memory ledger of a starting vLLM worker, on CPUs and GPUs."""
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class StartMemory:
         Args:
             config: the engine's configuration.
             host_tier: memory for KV outside the device; None without a host tier.
-            limits: limits of the KV pool and of a step after earlier out-of-memory errors.
+            limits: limits of the KV pool and of a step that follow from earlier out-of-memory
+                errors.
         """
         self._config = config
         self._limits = limits
         self.host_tier = host_tier
         self._shared_bytes = 0
-        """Resident bytes of this node's ranks that belong to the host tier."""
+        """Bytes of the host tier that count as resident memory of this node's ranks."""
         self._num_ranks = config.gpus
         self._num_nodes = config.group.nodes
         self._num_here = config.num_local_ranks
@@ -62,8 +63,10 @@ class StartMemory:
         self._gpus: list[GpuAtStart] = []
         """This node's GPUs, one for each rank; empty on CPUs."""
         self._meter: MemoryMeter | None = None
-        """Meter of the only rank's GPU, which this process computes on; None: ranks are processes
-        of their own, or it is a CPU's."""
+        """Memory meter of the GPU, if this process itself is the only rank.
+
+        None on CPUs, and if ranks are separate processes.
+        """
         memory = config.memory
         if self.is_cpu:
             cores = sorted(os.sched_getaffinity(0))[: (config.server.threads or 1 << 20)]
@@ -83,9 +86,9 @@ class StartMemory:
             # The standby worker has already imported this process's libraries.
             self.ledger.reserve("standby", self._context // self._num_nodes)
         self.adapter_slots = 0
-        """Adapters that are loaded at a time."""
+        """Maximum number of adapters loaded at a time."""
         self._copy_bytes = 0
-        """Most bytes of a CPU's memory that ranks take for an adapter in addition to its slot."""
+        """Maximum bytes of CPU memory that ranks take for an adapter in addition to its slot."""
 
     @property
     def rank_bytes(self) -> int:
@@ -95,12 +98,12 @@ class StartMemory:
     def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
         """Decide how many adapters are loaded at a time.
 
-        All nodes load the same number: as many as fit on a rank's device of the leader.
+        All nodes load the same number of adapters: as many as fit on a rank's device of the leader.
 
         Args:
             folder: folder of the checkpoint.
             dtype: type of the adapters' weights.
-            rank_bytes: memory of a rank's device on the leader.
+            rank_bytes: memory of a rank's device on the leader, in bytes.
 
         Raises:
             WeightsError: the checkpoint is incomplete.
@@ -127,9 +130,9 @@ class StartMemory:
 
     @property
     def device_share(self) -> float | None:
-        """Share of each GPU's memory that vLLM plans with; None on CPUs.
+        """Fraction of each GPU's memory that vLLM may use. None on CPUs.
 
-        vLLM does not see the memory of CPUs.
+        On CPUs, vLLM does not see the device's memory.
         """
         if self.is_cpu:
             return None
@@ -142,8 +145,8 @@ class StartMemory:
     def _reserve_for_others(self) -> None:
         """Set aside the part of the budget that other processes hold.
 
-        vLLM plans with the same share of every GPU and refuses to start if less than that is free.
-        The fullest GPU therefore decides for all.
+        vLLM uses the same fraction of every GPU's memory and refuses to start if less is free. The
+        fullest GPU therefore decides for all GPUs.
         """
         memory = [(gpu.free_bytes, gpu.total_bytes) for gpu in self._gpus]
         share, fullest = largest_share_of_others(memory, self.ledger.threshold)
@@ -160,10 +163,11 @@ class StartMemory:
         """Return the KV bytes of each rank.
 
         Args:
-            vllm_bytes: bytes that vLLM leaves to KV on each rank. vLLM counts from the moment when
-                a rank had its device context, so the context itself is not included.
+            vllm_bytes: bytes that vLLM leaves for KV on each rank. vLLM counts memory from the
+                moment when a rank has created its device context, so its figures do not include
+                the context.
             adapter_bytes: bytes of the adapter slots of all ranks.
-            free_first: free bytes of each rank's GPU at that moment; empty on CPUs.
+            free_first: free bytes of each rank's GPU at that moment. Empty on CPUs.
         """
         config = self._config
         ledger = self.ledger
@@ -197,7 +201,7 @@ class StartMemory:
         return [min(bound, bound if self.is_cpu else size) for size in vllm_bytes]
 
     def _contexts(self, free_first: list[int]) -> list[int]:
-        """Return the bytes of each rank's context, libraries and transfer buffers.
+        """Return the bytes of each rank's device context, libraries and transfer buffers.
 
         GPUs of other nodes are assumed to have had as much free memory as the same GPUs of this
         node.
@@ -209,7 +213,7 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Record the memory of the finished start in the ledger."""
+        """Record in the ledger how much memory the finished start uses."""
         if "model" not in {each.name for each in self.ledger.states()}:
             # vLLM does not ask for a pool size if the model has no KV.
             adapter_bytes = core.blank_slots()
@@ -222,7 +226,7 @@ class StartMemory:
             self._meter = MemoryMeter(torch.device("cuda", 0), self._gpus[0])
 
     def attached(self) -> None:
-        """Record the host tier in the ledger, once all ranks have attached it."""
+        """Record the host tier in the ledger, once all ranks have attached the tier's memory."""
         assert self.host_tier is not None
         self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
         self._shared_bytes = self.host_tier.num_bytes * self._num_here
@@ -264,16 +268,16 @@ class StartMemory:
         return used - self._shared_bytes
 
     def allocator_bytes(self) -> int:
-        """Return the bytes of torch's allocator on the first GPU; 0 if a rank holds them."""
+        """Return the bytes of torch's GPU allocator in this process, 0 if it is not a rank."""
         return 0 if self._meter is None else self._meter.reserved_bytes()
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the first device, or of the container on CPUs."""
+        """Return the free bytes of the first GPU, or of the container on CPUs."""
         return free_bytes() if self.is_cpu else free_of(self._gpus[0].gpu)
 
 
 def _local_gpus(num_ranks: int) -> list[GpuAtStart]:
-    """Wait until ended processes have returned their memory, and return the ranks' GPUs.
+    """Wait until ended processes have freed their GPU memory, and return the ranks' GPUs.
 
     Raises:
         WorkerStartError: the driver shows fewer GPUs than ranks.

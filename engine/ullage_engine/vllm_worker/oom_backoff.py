@@ -1,9 +1,9 @@
-"""Lower memory limits for the worker that follows an out-of-memory error.
+"""Lower memory limits for the worker that starts after an out-of-memory error.
 
 vLLM cannot continue after a step that ran out of memory, so its worker ends. A new worker that took
 the same memory would fail in the same way. A file in the engine's run_dir records the memory that a
 worker took and the out-of-memory errors so far. The workers of one server share the file. A new
-server ignores it.
+server ignores the old server's file.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ log = logging.getLogger("ullage.engine.vllm")
 FILE = "vllm-memory.json"
 
 _POOL_SHARE = 7 / 8
-"""Share of the previous KV pool that the next worker takes."""
+"""Size of the next worker's KV pool, as a fraction of the previous one."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
-"""Seconds after an out-of-memory error until a worker takes all memory again."""
+"""Seconds after an out-of-memory error until a new worker takes all available memory again."""
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -35,11 +35,11 @@ class Taken(msgspec.Struct, frozen=True):
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool for the longest sequence, or of this pool if it is smaller."""
+    """Bytes of a KV pool that holds the longest sequence, or of this pool if that is smaller."""
     chunk_tokens: int = 0
-    """Most prompt tokens of a step; 0 if prompts are not chunked."""
+    """Maximum prompt tokens per step, or 0 if prompts are not chunked."""
     least_chunk_tokens: int = 0
-    """Tokens of the largest block. Models with states compute whole blocks."""
+    """Tokens per block of the largest kind. Models with recurrent states compute whole blocks."""
 
 
 class MemoryLimits(msgspec.Struct, frozen=True):
@@ -47,12 +47,12 @@ class MemoryLimits(msgspec.Struct, frozen=True):
 
     kv_bytes: int | None = None
     reserve_bytes: int = 0
-    """Bytes that stay free in addition to `memory.safety_reserve`."""
+    """Bytes to keep free in addition to `memory.safety_reserve`."""
     chunk_tokens: int | None = None
 
 
 def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
-    """Return the limits of the next worker, after one that took `taken` ran out of memory."""
+    """Return the limits for the next worker, after a worker that took `taken` ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
@@ -66,24 +66,24 @@ def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
 
 
 class _History(msgspec.Struct):
-    """Content of the file."""
+    """Content of the file that the workers of one server share."""
 
     server: str = ""
     limits: MemoryLimits = MemoryLimits()
     taken: Taken | None = None
-    """Memory of the latest worker; None if it ended before that was known."""
+    """Memory that the latest worker took. None if the worker ended before the amount was known."""
     ran_out_at: float = 0.0
     """Time of the latest out-of-memory error, in seconds since the epoch."""
     num_unreported: int = 0
-    """Out-of-memory errors that no worker has reported in its state yet."""
+    """Number of out-of-memory errors that no worker has reported in its state yet."""
     is_running: bool = False
-    """Whether a worker started and has not recorded why it ended."""
+    """Whether the latest worker has started and has not recorded why it ended."""
     num_kills: int = 0
-    """Processes that the kernel's OOM killer had ended when that worker started."""
+    """Number of processes that the OOM killer had killed when the latest worker started."""
 
 
 class OomBackoff:
-    """The out-of-memory errors of one server's workers."""
+    """The history of out-of-memory errors in the workers of one server."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class OomBackoff:
             run_dir: folder of the file.
             server: name of the server, unique among servers of the folder; empty for this process's
                 parent.
-            kills: returns how many processes the kernel's OOM killer has ended; None to ask the
+            kills: returns how many processes the kernel's OOM killer has killed. None to ask the
                 kernel.
-            clock: time in seconds since the epoch.
+            clock: returns the time in seconds since the epoch.
         """
         self._path = run_dir / FILE
         self._clock = clock
@@ -129,9 +129,9 @@ class OomBackoff:
         self._write()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Record the error of a step, which ends this worker.
+        """Record an error in a step, which ends this worker.
 
-        If memory ran out, the server counts that by the exit status.
+        The server recognises an out-of-memory error by the worker's exit status and counts it.
         """
         self._on_error(error)
         self._write()
@@ -139,13 +139,13 @@ class OomBackoff:
     def on_failed_start(self, error: Exception) -> None:
         """Record an error during startup.
 
-        If memory ran out, the next worker counts that in its reports.
+        If the error is an out-of-memory error, the next worker reports it.
         """
         self._history.num_unreported += self._on_error(error)
         self._write()
 
     def take_unreported(self) -> int:
-        """Return the number of unreported out-of-memory errors, and reset it."""
+        """Return the number of unreported out-of-memory errors, and reset this number to 0."""
         num_events = self._history.num_unreported
         self._history.num_unreported = 0
         if num_events:
@@ -188,6 +188,6 @@ class OomBackoff:
 
 
 def _parent() -> str:
-    """Return an id of the parent process that no earlier process had."""
+    """Return an id of the parent process that no earlier process has had."""
     parent = psutil.Process(os.getppid())
     return f"{parent.pid} {parent.create_time()}"

@@ -1,4 +1,4 @@
-"""Progress of a start, measured by the bytes that it takes."""
+"""Progress of a worker's start, measured by the bytes it uses or writes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.worker.loop import Report
 
 _PROGRESS_S = 1.0
-"""Seconds between two reports of a stage."""
+"""Seconds between two progress reports of a stage."""
 
 
 class StartProgress:
-    """Reports the stages of a start to the server, since vLLM reports none while it loads."""
+    """Reports the progress of a start to the server, because vLLM reports none while loading."""
 
     def __init__(self, report: Report, used_bytes: Callable[[], int]) -> None:
         self._report = report
@@ -20,14 +20,14 @@ class StartProgress:
         self._lock = threading.Lock()
         self._stage = ""
         self._total = 0
-        """Bytes that the stage is going to take; 0: unknown."""
+        """Bytes that the stage is expected to take, or 0 if unknown."""
         self._first = 0
         """Bytes in use when the stage began."""
         self._most = 0
-        """Most bytes in use since."""
+        """Maximum bytes in use since the stage began."""
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """End the current stage and begin one of `total_bytes` bytes, or 0 if unknown."""
+        """End the current stage, and begin one that takes `total_bytes` bytes (0 if unknown)."""
         with self._lock:
             self._end()
             self._stage = stage
@@ -37,13 +37,13 @@ class StartProgress:
             self._send(0, total_bytes or 1)
 
     def repeat(self) -> None:
-        """Report the stage again, while this process waits for another process."""
+        """Report the current stage again, while this process waits for another process."""
         with self._lock:
             self._send(0, self._total or 1)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Report the bytes in use or written every second while they grow."""
+        """Report the bytes in use or written every second, while the number grows."""
         ended = threading.Event()
 
         def look() -> None:

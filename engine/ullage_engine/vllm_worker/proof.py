@@ -1,14 +1,14 @@
-"""Proof that vLLM computes like a verified start of the same model. Imports no vLLM.
+"""Proof that vLLM computes the same results as in a verified start. Does not import vLLM.
 
-The probe consists of two ordinary requests. Its steps compute a prompt, a prompt together with a
-decode, and two decodes. Every output token is fixed beforehand, so ties between equally likely
-tokens cannot make two starts differ. The comparison takes the log-probabilities of that token and
-of the most likely ones, sorted: two equally likely tokens may swap places, but their probabilities
-may not change.
+A start computes a probe of two ordinary requests. The steps of the probe compute a prompt, a prompt
+together with a decode, and two decodes. Every output token is fixed beforehand, so ties between
+equally likely tokens cannot make two starts differ. The proof compares the log-probabilities of the
+output token and of the most likely tokens in sorted order. Two equally likely tokens may swap
+places, but their probabilities may not change.
 
-Each rank also digests its rotary tables and its weights. Weights are compared only for unquantised
-checkpoints, for which vLLM checks that every weight was loaded. Quantised formats may contain
-memory that is never written.
+Each rank also computes digests of its rotary tables and its weights. Weights are compared only for
+unquantised checkpoints, because vLLM checks that every weight of these was loaded. Tensors of
+quantised formats may contain memory that is never written.
 """
 
 import inspect
@@ -36,30 +36,31 @@ from ullage_engine.vllm_worker.interface import CoreOutput
 _PROMPTS = (32, 16)
 """Lengths of the probe's prompts. The second request starts while the first one decodes."""
 _OUTPUTS = (3, 2)
-"""Lengths of the outputs."""
+"""Numbers of output tokens of the probe's requests."""
 _TOP = 20
-"""Number of most likely tokens that are compared.
+"""Number of most likely tokens whose log-probabilities are compared.
 
-The error bound is a share of a row's spread, and a row of too few numbers may have no spread.
+The error bound is a fraction of the spread of the compared values. Too few values may have no
+spread.
 """
 _BIAS = 100.0
-"""Logit bias of the fixed token, the largest that vLLM accepts."""
+"""Logit bias that fixes the output token. It is the largest bias that vLLM accepts."""
 _STEP = 7919
-"""Distance between consecutive prompt tokens, modulo the vocabulary size.
+"""Difference between consecutive prompt token ids, modulo the vocabulary size.
 
-The distance is prime, so tokens repeat only if the vocabulary size is a multiple of it.
+The difference is prime, so token ids repeat only if the vocabulary size is a multiple of it.
 """
 _TABLE_WORDS = ("cos", "sin", "inv_freq")
-"""Parts of the names of rotary tables."""
+"""Substrings by which the names of rotary tables are recognised."""
 
 _NO_PART = {
     *("model", "served_model_name", "master_addr", "master_port"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes"),
 }
-"""Arguments of vLLM that do not change its results.
+"""Arguments of vLLM that do not affect results.
 
-They are paths, node addresses, and the size of the KV pool, which depends on the memory that other
-processes hold.
+These are paths, node addresses, and the size of the KV pool. That size depends on the memory that
+other processes hold.
 """
 
 _FOLDER = Path(__file__).parent
@@ -71,16 +72,16 @@ class Probe:
 
     vocab_size: int
     room_tokens: int
-    """Most tokens of a sequence."""
+    """Maximum number of tokens per sequence."""
     is_embedding: bool = False
     may_draft: bool = False
-    """Whether steps may draft tokens. vLLM accepts no logit biases then."""
+    """Whether vLLM uses speculative decoding, with which it accepts no logit biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return the requests of the probe. The second starts when the first has a token.
+        """Return the probe's two requests. The second starts once the first has an output token.
 
         Args:
-            run: number of the probe in this process. Different runs share no KV.
+            run: index of the run in this process. Different runs share no KV.
         """
         return [self._request(number, run) for number in range(1 if self._is_single else 2)]
 
@@ -90,12 +91,12 @@ class Probe:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities per step, without that of the output token."""
+        """Number of log-probabilities per step, not counting the output token's."""
         return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
     def sizes(self) -> str:
-        """Lengths of prompts and outputs, as text."""
+        """Lengths of the probe's prompts and outputs, as text."""
         return str([(len(each.token_ids), each.max_tokens) for each in self.requests(0)])
 
     def _request(self, number: int, run: int) -> EngineRequest:
@@ -123,7 +124,7 @@ class Probe:
 
 
 class ProvenCore(Protocol):
-    """The engine to be proven."""
+    """The engine whose results are to be proven."""
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
         """Run the probe's requests and keep none of their state.
@@ -133,10 +134,10 @@ class ProvenCore(Protocol):
         """
 
     def digests(self) -> list[dict[str, str]]:
-        """Return digests of each rank's tensors in memory, by name."""
+        """Return, for each rank, digests of its tensors in memory by tensor name."""
 
     def changed_table(self) -> str:
-        """Recompute the tables of all ranks; return the name of one that differs, or ""."""
+        """Recompute all ranks' rotary tables, and return the name of one that differs, or ""."""
 
 
 def proof_file(
@@ -146,7 +147,7 @@ def proof_file(
     probe: Probe,
     arguments: Mapping[str, Any],
 ) -> ProofFile:
-    """Return the file for the proofs of all ranks.
+    """Return the path of the file that holds the proofs of all ranks.
 
     Args:
         folder: folder of proofs.
@@ -180,9 +181,9 @@ def take_proofs(
         core: the engine.
         probe: the probe.
         outputs: outputs of the probe's first run.
-        tolerance: accepted difference of two numbers.
-        verifies: whether to compute everything a second time and compare, since there is no earlier
-            verified start.
+        tolerance: accepted difference between two values.
+        verifies: whether to compute everything a second time and compare, because no earlier start
+            was verified.
 
     Raises:
         ProofError: the two computations differ.
@@ -210,7 +211,7 @@ def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) ->
 
 
 def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
-    """Return the log-probabilities of each token, or the numbers of an embedding."""
+    """Return the log-probabilities of each token, or the values of an embedding."""
     rows: list[list[float]] = []
     for output in outputs:
         if output.embedding:
@@ -224,7 +225,7 @@ def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
 def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
     """Return digests of a model's rotary tables and of the weights that are parameters.
 
-    Libraries may have packed other weights into memory of their own.
+    Libraries may have packed other weights into their own memory.
     """
     tensors = {name: each for name, each in model.named_buffers() if _is_table(name, each)}
     if with_weights:

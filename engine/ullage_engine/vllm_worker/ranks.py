@@ -1,12 +1,12 @@
 """Ullage's extension of vLLM's rank processes.
 
 A resumed request continues where a previous worker's output ended. vLLM's scheduler receives that
-output like the output of a preempted request. The model runner for CPUs receives only the prompt of
-a new request, so the extension adds the output. Penalties then count the output, and sampling
-continues the sequence of random numbers instead of starting again. The runner for GPUs receives all
-tokens, and its random numbers are a function of seed and position.
+output like the output of a preempted request. The CPU model runner receives only the prompt of a
+new request, so the extension adds the output. Penalties then count the output, and sampling
+continues the sequence of random numbers instead of restarting it. The GPU model runner receives
+all tokens, and its random numbers are a function of seed and position.
 
-Each rank ends with the process that started it.
+Each rank ends when the process that started it ends.
 """
 
 import multiprocessing
@@ -16,22 +16,22 @@ from typing import Any, Self
 from ullage_engine.worker.loop import die_with_parent
 
 RESUMED = "ullage_resumed"
-"""Key in `extra_args` of a request's output so far, a list of token ids."""
+"""Key in `extra_args` for a request's output so far, which is a list of token ids."""
 
 EXTENSION = f"{__name__}.WorkerExtension"
-"""Value of vLLM's argument `worker_extension_cls`."""
+"""Value of vLLM's argument `worker_extension_cls`, which names the extension class."""
 
 _LARGEST_DRAW = 1 << 31
-"""Upper bound of the number that the CPU sampler draws per token of a seeded request."""
+"""Upper bound of the random number that the CPU sampler draws per token of a seeded request."""
 
 
 class WorkerExtension:
-    """Methods that each of vLLM's workers gets in addition to its own."""
+    """Methods that vLLM adds to each of its rank workers."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Tie the rank's process to the process that started it.
+        """Make this rank's process end when the process that started it ends.
 
-        vLLM's ranks by themselves notice the end of that process only between two steps.
+        Without this, vLLM's ranks notice the end of the parent process only between two steps.
         """
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
@@ -51,7 +51,7 @@ class WorkerExtension:
         return digest_model(runner.get_model(), with_weights=with_weights)
 
     def ullage_changed_table(self) -> str:
-        """Recompute this rank's rotary tables; return the name of one that differs, or ""."""
+        """Recompute this rank's rotary tables, and return the name of one that differs, or ""."""
         from ullage_engine.vllm_worker.proof import changed_table
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class WorkerExtension:
         On CPUs, vLLM skips this step if the size of the KV pool is given.
 
         Returns:
-            Processor time of the step in seconds.
+            CPU time of the step in seconds.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         runner.warming_up_model()
@@ -76,13 +76,13 @@ class WorkerExtension:
     def ullage_free_first(self) -> int:
         """Return the bytes free on this rank's GPU before the weights were loaded.
 
-        At that moment the rank had its context and transfer buffers. vLLM counts its own memory
-        from then on.
+        At that moment the rank had its device context and transfer buffers. vLLM counts only the
+        memory that it takes afterwards.
         """
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
-        """Zero this rank's empty adapter slots to make them resident; return their bytes."""
+        """Zero this rank's empty adapter slots to make them resident, and return their bytes."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         num_bytes = {}  # by address, since tensors may share storage
         for module in runner.get_model().modules():
@@ -95,10 +95,10 @@ class WorkerExtension:
         return sum(num_bytes.values())
 
     def ullage_load_adapter(self, adapter: Any) -> str:
-        """Load an adapter; return an error message, or an empty string on success.
+        """Load an adapter, and return an error message, or an empty string on success.
 
-        vLLM's own call raises at the first rank that fails, and takes the answers of the other
-        ranks for answers to its next call.
+        vLLM's own call raises at the first rank that fails, and then mistakes the answers of the
+        other ranks for answers to the next call.
         """
         try:
             is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ class WorkerExtension:
         return ""
 
     def ullage_follow_resumed(self) -> None:
-        """Make the model runner treat the earlier output of a resumed request as its own."""
+        """Make the model runner treat a resumed request's earlier output as its own output."""
         # Slow to import. A follower's first process manages vLLM's processes and does not compute.
         import torch
 
@@ -145,7 +145,7 @@ class WorkerExtension:
     def ullage_receive_stages(self) -> None:
         """Give the CPU model runner its buffers for the output of the previous pipeline stage.
 
-        By itself the runner allocates them only in the warm-up of compiled models.
+        Otherwise the runner allocates these buffers only in the warm-up of compiled models.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1

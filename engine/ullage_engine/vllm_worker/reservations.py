@@ -1,11 +1,11 @@
-"""Reservations of blocks of vLLM's pool, so that vLLM never has to preempt.
+"""Reservations of blocks in vLLM's KV pool, so that vLLM never has to preempt.
 
-Every request in vLLM has the blocks of its prompt and expected output reserved. vLLM allocates them
-as it computes. At every moment, in blocks,
+Every request in vLLM has reserved blocks for its prompt and expected output. vLLM allocates the
+blocks while it computes. At every moment, in blocks,
 
     sum over requests of (reserved - held) <= free
 
-so a request within its reservation always finds a block. Idle sessions give their blocks back as
+so a request within its reservation always finds a free block. Idle sessions release their blocks as
 soon as a request reserves them.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ullage_engine.vllm_worker.interface import Blocks, Prefix
 
 _ROUNDING = 1e-6
-"""Upper bound of the rounding error of sums of block shares."""
+"""Upper bound of the rounding error in sums of fractional blocks."""
 
 
 @dataclass(slots=True)
@@ -40,42 +40,42 @@ class Reservations:
         """Create an empty set of reservations.
 
         Args:
-            blocks: the pool.
-            session_blocks: most blocks that one session keeps; 0 if sessions keep none.
+            blocks: vLLM's KV blocks.
+            session_blocks: maximum blocks that one session keeps. 0 if sessions keep none.
             session_idle_s: seconds after which an idle session ends.
-            clock: time in seconds.
+            clock: returns the time in seconds.
         """
         self._blocks = blocks
         self._session_blocks = session_blocks
         self._session_idle_s = session_idle_s
         self._clock = clock
         self._reserved: dict[str, int] = {}
-        """Blocks of each reservation."""
+        """Number of reserved blocks of each request."""
         self._prefixes: dict[str, Prefix] = {}
-        """Cached blocks that are held for requests which vLLM has not started."""
+        """Cached blocks that are pinned for requests that vLLM has not started."""
         self._known_committed: float | None = None
         self._known_reclaimable: float | None = None
-        """Sums over all reservations and sessions; None: blocks have changed hands since."""
+        """Cached sums over all reservations and sessions. None if they are out of date."""
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        """Sessions by key, the longest unused first."""
+        """Sessions by key, least recently used first."""
         self.num_withheld = 0
-        """Blocks withheld from new requests, since other processes took memory of the device."""
+        """Number of blocks withheld from new requests, since other processes took the memory."""
 
     # what there is -------------------------------------------------------------------------------
 
     @property
     def num_committed(self) -> int:
-        """Blocks that are reserved but not held yet."""
+        """Number of blocks that are reserved but not held yet."""
         return math.ceil(self._committed - _ROUNDING)
 
     @property
     def num_reclaimable(self) -> int:
-        """Blocks that only idle sessions hold."""
+        """Number of blocks that only idle sessions hold."""
         return math.floor(self._reclaimable + _ROUNDING)
 
     @property
     def num_unreserved(self) -> int:
-        """Blocks free for new reservations; negative while vLLM has yet to free some."""
+        """Number of blocks free for new reservations. Negative until vLLM frees missing blocks."""
         # Shares of blocks add up to whole blocks, so only their sum is rounded.
         unreserved = self._blocks.num_free + self._reclaimable - self._committed
         return math.floor(unreserved + _ROUNDING)
@@ -111,7 +111,7 @@ class Reservations:
         """Reserve blocks for a request while at least `spared` blocks stay unreserved.
 
         Returns:
-            False if the blocks do not fit. Nothing is reserved then.
+            True, or False if the blocks do not fit and nothing is reserved.
         """
         assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
@@ -126,7 +126,7 @@ class Reservations:
         The blocks of the prefix count as part of the reservation.
 
         Returns:
-            False if the blocks do not fit while at least `spared` blocks stay unreserved.
+            False if the blocks do not fit with at least `spared` blocks left unreserved.
         """
         assert request_id not in self._reserved, "reserved already"
         self._prefixes[request_id] = self._hold_prefix(request_id)
@@ -138,7 +138,7 @@ class Reservations:
         return True
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
-        """Raise a reservation to at least `num_blocks`; return False if they do not fit."""
+        """Raise a reservation to at least `num_blocks`. Return False if the blocks do not fit."""
         missing = num_blocks - self._reserved[request_id]
         if missing > 0:
             if missing > self.num_unreserved:
@@ -148,7 +148,7 @@ class Reservations:
         return True
 
     def shrink(self, request_id: str, num_blocks: int) -> bool:
-        """Lower a reservation to `num_blocks`; return False while the request uses more."""
+        """Lower a reservation to `num_blocks`. Return False while the request uses more blocks."""
         # A shared block counts in full: the request owns it alone once all other windows have left
         # it.
         if self._blocks.num_in_tables(request_id) > num_blocks:
@@ -157,14 +157,14 @@ class Reservations:
         return True
 
     def release(self, request_id: str) -> None:
-        """End a reservation, if there is one. vLLM frees the held blocks."""
+        """End a request's reservation, if there is one. vLLM frees the held blocks."""
         # The request may just have ended, which gave blocks back.
         self._forget_sums()
         self._reserved.pop(request_id, None)
         self._let_go(request_id)
 
     def on_step(self) -> None:
-        """Unpin the prefixes of requests that have started and now hold the blocks themselves."""
+        """Unpin the prefixes of requests that have started and now hold their blocks themselves."""
         self._forget_sums()
         for request_id in [each for each in self._prefixes if self._blocks.num_held(each)]:
             self._let_go(request_id)
@@ -174,7 +174,7 @@ class Reservations:
     # sessions ------------------------------------------------------------------------------------
 
     def keep_session(self, key: str, request_id: str) -> None:
-        """Pin the cached blocks of a request that just ended, for its session's next request."""
+        """Pin the cached blocks of an ended request, for the next request of its session."""
         if not self._session_blocks:
             return
         prefix = self._hold_prefix(request_id)
@@ -187,7 +187,7 @@ class Reservations:
         self._make_free()
 
     def use_session(self, key: str) -> bool:
-        """Mark a session as used; return whether any blocks are kept for it."""
+        """Mark a session as used, and return whether any blocks are kept for the session."""
         session = self._sessions.get(key)
         if session is None:
             return False
@@ -223,13 +223,12 @@ class Reservations:
     def _forget_sums(self) -> None:
         """Invalidate the cached sums.
 
-        Blocks change hands in a step, at the end of a request, and when a prefix is pinned or
-        released.
+        The sums change in a step, at the end of a request, and when a prefix is pinned or released.
         """
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many reserved blocks a request does not hold yet."""
+        """Return how many of its reserved blocks a request does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held

@@ -1,8 +1,8 @@
-"""Admitted sequences: the running ones, and those that wait for blocks or an adapter.
+"""The queue of admitted sequences, which run or wait for KV blocks or an adapter.
 
-Blocks are reserved for a sequence before vLLM gets it, and again before it outgrows its
-reservation. If no blocks are left, the least important sequence is preempted: vLLM aborts it, and
-later it resumes with its prompt and all tokens so far.
+Blocks are reserved for a sequence before vLLM gets the sequence, and again before the sequence
+outgrows its reservation. If no blocks are left, the least important sequence is preempted: vLLM
+aborts the sequence, which later resumes with its prompt and all tokens so far.
 """
 
 import bisect
@@ -20,11 +20,11 @@ from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, rank_of
 
 _MARGIN_TOKENS = 2
-"""A sequence is charged for more tokens this many tokens before its reservation ends."""
+"""Number of unused reserved tokens at which a sequence's reservation is extended."""
 
 
 class RunQueue:
-    """Starts, grows, preempts and removes sequences, the most important ones first."""
+    """Starts, extends, preempts and removes sequences. The most important ones come first."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RunQueue:
         self.deferred: list[VllmSequence] = []
         """Sequences that wait for blocks or for an adapter's slot, the most important first."""
         self.failed: list[RequestFailed] = []
-        """Requests given up, for the server."""
+        """Failed requests, which are still to be reported to the server."""
         self.num_preemptions = 0
 
         self._core = core
@@ -52,9 +52,9 @@ class RunQueue:
         self._adapters = adapters
         self._events = events
         self._growing: dict[str, VllmSequence] = {}
-        """Running sequences that are charged for less than they may become."""
+        """Running sequences that may outgrow the length for which blocks are reserved."""
         self._shrinking: dict[str, VllmSequence] = {}
-        """Running sequences with blocks reserved that only their prompts needed."""
+        """Running sequences with reserved blocks that only their prompts needed."""
 
     @property
     def num_waiting(self) -> int:
@@ -68,18 +68,17 @@ class RunQueue:
     def num_spared(self) -> int:
         """Number of blocks that new requests may not take.
 
-        They are the withheld blocks and the blocks of all sequences that wait for nothing but
-        blocks.
+        These are the withheld blocks and the blocks of all sequences that wait only for blocks.
         """
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
     def num_spared_for(self, waiting: Iterable[VllmSequence]) -> int:
-        """Return the blocks that new requests may not take while the given sequences wait."""
+        """Return how many blocks new requests may not take while the given sequences wait."""
         num_blocks = sum(self._costs.charged_blocks(each) for each in waiting)
         return self._reservations.num_withheld + num_blocks
 
     def slot_for(self, sequence: VllmSequence) -> str | None:
-        """Return the adapter to unload for this sequence's adapter; see `Adapters.slot_for`."""
+        """Return the adapter to unload for this sequence's adapter. See `Adapters.slot_for`."""
         return self._adapters.slot_for(sequence, self.by_id.values(), self.deferred)
 
     # start and end -------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ class RunQueue:
         return self._reservations.reserve(sequence.request_id, num_blocks, spared)
 
     def defer(self, sequence: VllmSequence) -> None:
-        """Queue a sequence until blocks are available, independent of its parent and children."""
+        """Detach a sequence from parent and children, and queue it until blocks are available."""
         sequence.parent = None
         sequence.children = []
         bisect.insort(self.deferred, sequence, key=rank_of)
@@ -106,7 +105,7 @@ class RunQueue:
     def start_deferred(self) -> None:
         """Start waiting sequences, the most important ones first.
 
-        No sequence overtakes another one that waits for blocks. Otherwise small sequences would
+        No sequence overtakes a sequence that waits for blocks. Otherwise small sequences would
         starve a large one. Sequences that wait for an adapter's slot are skipped.
         """
         while first := next(self._adapters.with_slots(self.by_id.values(), self.deferred), None):
@@ -116,7 +115,7 @@ class RunQueue:
                 return
 
     def start_children(self, parent: VllmSequence) -> None:
-        """Start the samples that waited until vLLM had the blocks of their common prompt."""
+        """Start the samples that waited for vLLM to compute the KV of their common prompt."""
         children = parent.children
         parent.children = []
         for child in children:
@@ -148,11 +147,11 @@ class RunQueue:
         self.by_id.pop(sequence.request_id, None)
 
     def _start(self, sequence: VllmSequence, spared: int = 0, *, is_cached: bool = False) -> bool:
-        """Reserve all blocks of a sequence and pass it to vLLM; return False if they do not fit.
+        """Reserve a sequence's blocks and pass it to vLLM. Return False if the blocks do not fit.
 
         Args:
             sequence: the sequence.
-            spared: blocks that must stay unreserved.
+            spared: number of blocks that must stay unreserved.
             is_cached: whether the prefix cache is likely to hold much of the sequence. If not, the
                 cache is only looked up when the sequence does not fit otherwise.
         """
@@ -177,9 +176,9 @@ class RunQueue:
         return False
 
     def _give(self, sequence: VllmSequence) -> bool:
-        """Pass a sequence to vLLM; return True.
+        """Pass a sequence to vLLM, and return True.
 
-        A sequence that vLLM rejects fails and does not run.
+        If vLLM rejects the sequence, the sequence fails and does not run.
         """
         request = sequence.request
         if len(sequence.token_ids) > len(request.token_ids):
@@ -207,7 +206,7 @@ class RunQueue:
     def _stop(self, sequence: VllmSequence) -> None:
         """Abort a sequence in vLLM, if it runs, and end its reservation.
 
-        Samples that waited for this sequence wait for blocks instead.
+        Samples that waited for this sequence now wait for blocks instead.
         """
         if sequence.is_running:
             self._core.abort(sequence.request_id)
@@ -236,19 +235,19 @@ class RunQueue:
     # blocks of running sequences -----------------------------------------------------------------
 
     def on_token(self, sequence: VllmSequence) -> None:
-        """Record that vLLM has produced tokens of a sequence."""
+        """Record that vLLM has produced tokens for a sequence."""
         if not sequence.has_token:
             sequence.has_token = True
             if self._has_windows:
                 self._shrinking[sequence.request_id] = sequence
 
     def adjust_reservations(self) -> None:
-        """Shrink reservations of sequences that decode now, and extend those nearly used up."""
+        """Shrink the reservations of decoding sequences, and extend reservations nearly used up."""
         self._shrink_reservations()
         self._extend_reservations()
 
     def _shrink_reservations(self) -> None:
-        """Reserve only the blocks that decodes need, once windows have moved past the prompts."""
+        """Shrink reservations to what decodes need, once windows have moved past the prompts."""
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._costs.charged_blocks(sequence)
             if self._reservations.shrink(request_id, num_blocks):
@@ -266,9 +265,9 @@ class RunQueue:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: VllmSequence) -> None:
-        """Reserve the charged blocks of a sequence; preempt the least important ones if necessary.
+        """Reserve the charged blocks of a sequence, if necessary by preempting sequences.
 
-        The sequence itself may be among the preempted ones.
+        The least important sequences are preempted, possibly including the sequence itself.
         """
         num_blocks = self._costs.charged_blocks(sequence)
         while not self._reservations.extend(sequence.request_id, num_blocks):
@@ -279,7 +278,7 @@ class RunQueue:
                 return
 
     def _preempt(self, sequence: VllmSequence) -> None:
-        """Take a sequence's blocks and queue it. It resumes when its blocks fit again."""
+        """Take a sequence's blocks, and queue the sequence until its blocks fit again."""
         if sequence.is_running:
             sequence.num_preemptions += 1
             self._events.on_preempted(sequence.request, sequence.num_preemptions, False)

@@ -1,4 +1,4 @@
-"""Admitted requests as sequences, and the limits of an engine."""
+"""The state of admitted requests (sequences), and the limits of an engine."""
 
 from dataclasses import dataclass, field
 
@@ -11,25 +11,25 @@ class EngineLimits:
     """Limits of one engine."""
 
     max_model_len: int
-    """Longest sequence that vLLM accepts, in tokens."""
+    """Maximum length of a sequence that vLLM accepts, in tokens."""
     max_sequences: int
-    """Most requests of one batch."""
+    """Maximum number of requests per batch."""
     lookahead_tokens: int
-    """Tokens that vLLM may store beyond a request's last known token.
+    """Number of tokens that vLLM may store beyond a request's last known token.
 
-    They belong to steps in flight and to speculation.
+    These tokens come from steps in flight and from speculative decoding.
     """
     shares_prompts: bool
     """Whether vLLM caches computed KV, so that samples of one prompt share it."""
     keeps_prompts: bool = True
-    """Whether requests with a common prefix share its KV as well."""
+    """Whether different requests with a common prefix share its KV as well."""
     adapter_slots: int = 0
-    """Most adapters that are loaded at a time."""
+    """Maximum number of adapters loaded at a time."""
 
 
 @dataclass(slots=True, eq=False)
 class VllmSequence:
-    """One admitted request. The sequence is running once vLLM has it."""
+    """One admitted request. A sequence is running once it has been passed to vLLM."""
 
     request: EngineRequest
     arrival: int
@@ -41,16 +41,16 @@ class VllmSequence:
     """Length for which blocks are reserved, in tokens."""
     is_running: bool = False
     parent: "VllmSequence | None" = None
-    """Sample of the same prompt whose blocks this sequence will share.
+    """Another sample of the same prompt, whose blocks this sequence will share.
 
-    The sequence starts after the first token of its parent.
+    The sequence starts after its parent's first token.
     """
     children: "list[VllmSequence]" = field(default_factory=list)
-    """Samples that wait for this sequence's first token."""
+    """Samples that wait for this sequence's first token before they start."""
     has_token: bool = False
     """Whether the sequence has produced a token since it started to run."""
     num_computed: int = 0
-    """Number of computed tokens at the last check, for a sequence that has no token yet."""
+    """Number of computed prompt tokens at the last check, while the sequence has no output yet."""
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
 
@@ -60,12 +60,12 @@ class VllmSequence:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of the sequence was ever computed."""
+        """Whether no part of the sequence has been computed yet."""
         return not (self.num_computed or self.num_preemptions)
 
     @property
     def session_key(self) -> str:
-        """The session's key, unique across salts and adapters; empty without a session."""
+        """Key of the session, unique across cache salts and adapters. Empty without a session."""
         key = self.request.session_key
         return f"{self.request.adapter}\0{key}" if key else ""
 
@@ -85,12 +85,12 @@ class VllmSequence:
 
     @property
     def final_tokens(self) -> int:
-        """Longest length that the sequence can reach, in tokens."""
+        """Maximum length that the sequence can reach, in tokens."""
         return min(self.limit, self.request.num_prompt_tokens + self.request.max_tokens)
 
 
 def no_beams(request: EngineRequest) -> RequestFailed:
-    """Return the refusal of a beam search's hypothesis."""
+    """Return the refusal of a request for beam search, which this engine does not support."""
     return RequestFailed(
         request_id=request.request_id,
         field="samples.beam",

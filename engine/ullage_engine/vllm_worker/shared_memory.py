@@ -1,9 +1,9 @@
-"""Files of vLLM's ranks in shared memory. A start removes those of killed ranks.
+"""Removal of shared-memory files that killed ranks of vLLM have left behind.
 
-Ring buffers between ranks take 240 MiB each once they are used, and count as memory of the pod
-until it ends. Their names (`psm_1a2b3c4d`) do not show their owner. So an engine with several ranks
-writes a record of the files that its own processes map, into the same folder. The next start of the
-same engine removes the recorded files that no process maps any more, and nothing else.
+Each ring buffer between ranks takes 240 MiB once it is used, and counts as memory of the pod until
+the pod ends. The file names (`psm_1a2b3c4d`) do not show their owner. An engine with several ranks
+therefore writes a record of the files that its own processes map, into the same folder. The next
+start of the same engine removes the recorded files that no process maps any more, and nothing else.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ FOLDER = Path("/dev/shm")
 PROCESSES = Path("/proc")
 
 _NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
-"""File names of Python's shared memory and semaphores, vLLM's CPU ranks, and NCCL."""
+"""Patterns of the file names that Python, vLLM's CPU ranks and NCCL use in shared memory."""
 
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _PAUSE_SHARE = 1 / 8
-"""Pause between two records, as a share of the engine's age.
+"""Pause between two updates of the record, as a fraction of the engine's age.
 
 Most files are created during startup.
 """
@@ -40,7 +40,7 @@ Most files are created during startup.
 class _File(msgspec.Struct, frozen=True, array_like=True):
     name: str
     inode: int
-    """Inode, which distinguishes a later file of the same name."""
+    """Inode, which distinguishes the file from a later file of the same name."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -48,19 +48,19 @@ class _Record(msgspec.Struct, frozen=True):
 
     pid: int
     created: float
-    """Start time of the process, which distinguishes a later process with the same id."""
+    """Start time of the process, which distinguishes it from a later process with the same id."""
     files: list[_File]
 
 
 class SharedMemory:
-    """The files in shared memory of one engine's processes on this node."""
+    """The shared-memory files of one engine's processes on this node."""
 
     def __init__(self, engine: str, folder: Path = FOLDER, processes: Path = PROCESSES) -> None:
         """Create the record of an engine.
 
         Args:
             engine: name of the engine, unique among the engines that use the folder.
-            folder: folder of shared memory.
+            folder: folder of shared-memory files, such as /dev/shm.
             processes: folder like /proc.
         """
         self._prefix = f"ullage-ranks-{hashlib.sha256(engine.encode()).hexdigest()[:16]}-"
@@ -73,7 +73,7 @@ class SharedMemory:
         self._watcher = threading.Thread(target=self._watch, name="shared-memory", daemon=True)
 
     def sweep(self) -> list[str]:
-        """Remove the files that ended processes of this engine left; return their names."""
+        """Remove the files that ended processes of this engine left, and return their names."""
         records = dict(self._records())
         recorded = {file for record in records.values() for file in record.files}
         present = {file for file in recorded if self._inode(self._folder / file.name) == file.inode}
@@ -90,7 +90,7 @@ class SharedMemory:
         return removed
 
     def note(self) -> None:
-        """Add the files that this process and its children map now to the record."""
+        """Record the files that this process and its children map now."""
         pids = [self._process.pid, *(each.pid for each in self._process.children(recursive=True))]
         used = _mapped((self._processes / str(pid) for pid in pids), self._folder)
         paths = {path for name in _NAMES for path in self._folder.glob(name)} if used else set()
@@ -143,7 +143,7 @@ class SharedMemory:
                     yield path, record
 
     def _inode(self, path: Path) -> int | None:
-        """Return the inode of a file that belongs to this user; None for other files."""
+        """Return the inode of a file that belongs to this user, or None for any other file."""
         try:
             stat = path.lstat()
         except FileNotFoundError:
@@ -152,7 +152,7 @@ class SharedMemory:
 
 
 def shared_memory_of(server: ServerSection, node: int = 0) -> SharedMemory:
-    """Return the shared memory of an engine on the node of index `node`."""
+    """Return the record of an engine's shared-memory files on the node with index `node`."""
     return SharedMemory(f"{server.run_dir}\0{server.engine_id}\0{node}")
 
 
@@ -164,10 +164,10 @@ def _is_running(record: _Record) -> bool:
 
 
 def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
-    """Return the inodes of the folder's file system that processes of this user map.
+    """Return the inodes that processes of this user map, in the file system of the folder.
 
-    Paths would not identify them: a semaphore is created and mapped under another name than its
-    final one.
+    Paths would not identify the files, because a semaphore is created and mapped under another name
+    than its final one.
     """
     device = folder.stat().st_dev
     own = f"{os.major(device):02x}:{os.minor(device):02x}".encode()

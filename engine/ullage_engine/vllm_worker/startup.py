@@ -1,4 +1,4 @@
-"""Startup of a worker: from a configuration to vLLM's engine with a memory ledger."""
+"""Startup of a worker: builds vLLM's engine and its memory ledger from a configuration."""
 
 import logging
 import threading
@@ -60,34 +60,35 @@ log = logging.getLogger("ullage.engine.vllm")
 
 @dataclass(frozen=True, slots=True)
 class StartedVllm:
-    """vLLM's engine with its ledger, profile and ranks."""
+    """A started vLLM engine with its memory ledger, memory profile and ranks."""
 
     engine: VllmEngine
     core: vllm_core.VllmCore
     ledger: Ledger
-    """Reservations of all ranks together."""
+    """Memory reservations of all ranks together."""
     used_bytes: Callable[[], int]
     free_memory: FreeMemoryMonitor
-    """Watches the memory of rank 0's device that other processes take."""
+    """Monitor of the memory that other processes take on rank 0's device."""
     profile: MemoryProfile
     max_model_len: int
     name: str
-    """Name by which clients request the model."""
+    """Name that clients use to request the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """Fingerprint of everything that decides the bits of the answers."""
+    """Fingerprint of everything on which the exact bits of the answers depend."""
     shared_memory: SharedMemory
     backoff: OomBackoff
     kv_space: bytes = b""
-    """Namespace of the KV blocks in tiers outside the device; empty without tiers."""
+    """Namespace of the KV blocks in tiers outside the device. Empty without tiers."""
     num_oom_events: int = 0
-    """Earlier out-of-memory errors that no worker has counted.
+    """Number of earlier out-of-memory errors that no worker has reported.
 
-    An out-of-memory error of this worker ends it, and the server counts that by the exit status.
+    An out-of-memory error in this worker ends the worker, and the server counts the error by the
+    exit status.
     """
 
     def state(self) -> WorkerState:
-        """Measure memory and load, end idle sessions, and withhold KV that others took.
+        """Measure memory and load, end idle sessions, and withhold KV memory that others took.
 
         Raises:
             GroupLostError: a rank's process has ended.
@@ -112,7 +113,7 @@ class StartedVllm:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the served model and its first state."""
+        """Return the message that describes the served model and the worker's first state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -143,14 +144,14 @@ class StartedVllm:
         """Record for the next worker why this worker ends.
 
         Raises:
-            MemoryShortError: memory ran out while other processes held part of the device's.
+            MemoryShortError: memory ran out while other processes held part of the device's memory.
         """
         self.backoff.on_failed_step(error)
         if is_out_of_memory(error) and (missing := self.free_memory.missing_bytes()):
             raise MemoryShortError(f"others took {mib(missing)} of the device") from error
 
     def stop(self) -> None:
-        """End the processes of other ranks."""
+        """Stop the processes of the other ranks."""
         self.core.close()
         self.shared_memory.close()
 
@@ -165,11 +166,11 @@ def start(
     Args:
         config: the engine's configuration.
         report: called with the progress of the start.
-        host_tier: memory for KV outside the device; None without a host tier.
+        host_tier: memory for KV outside the device. None without a host tier.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line with the remedy.
-        ProofError: the worker computes differently from a verified start.
+        ProofError: this start computes other results than a verified start.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -257,10 +258,10 @@ def _start(
 def _prove(
     core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
 ) -> None:
-    """Compare this start with a verified one, or store it as the verified one.
+    """Compare this start's results with a verified start's, or store them as the verified ones.
 
     Raises:
-        ProofError: this start computes differently.
+        ProofError: this start computes other results than the verified start.
     """
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
@@ -273,7 +274,7 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return the memory that this start took. The next start takes less if memory runs out."""
+    """Return the memory that this start took. If memory runs out, the next start takes less."""
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
@@ -297,12 +298,12 @@ def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: StartMemory)
 
 
 def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
-    """Compute a follower's part until one of its ranks ends.
+    """Run a follower's ranks until one of them ends.
 
     Args:
         config: the engine's configuration.
         node: this node's place in the group.
-        rank_bytes: memory of a rank's device on the leader.
+        rank_bytes: memory of a rank's device on the leader, in bytes.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line with the remedy.
@@ -324,7 +325,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
 
 
 def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
-    """Check the configuration before anything is loaded, and remove files of killed ranks.
+    """Check the configuration before loading, and remove shared-memory files of killed ranks.
 
     Args:
         config: the engine's configuration.
@@ -351,9 +352,9 @@ class _Loaded:
     arguments: dict[str, Any]
     """Arguments of `vllm.EngineArgs`."""
     max_model_len: int
-    """Longest sequence of the model as configured, in tokens."""
+    """Maximum sequence length of the model as configured, in tokens."""
     weights_digest: digest.Wait
-    """Waits for the digest of the weight files and returns it."""
+    """Function that waits for the digest of the weight files and returns the digest."""
 
 
 def _load(
@@ -429,7 +430,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return the facts that decide the bits of answers without adapters.
+    """Return the facts on which the exact bits of answers without adapters depend.
 
     Args:
         core: vLLM's engine.
@@ -451,10 +452,10 @@ def _kv_space(
 ) -> bytes:
     """Return the namespace of the engine's KV outside the device.
 
-    The namespace covers everything except tokens that decides a block's bytes.
+    A block's bytes depend only on its tokens and on what the namespace covers.
 
     Returns:
-        The namespace; empty if no KV is kept outside the device.
+        The namespace, or an empty string if no KV is kept outside the device.
     """
     try:
         block_bytes, block_format = core.tier_format()

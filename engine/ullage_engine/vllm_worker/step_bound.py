@@ -1,17 +1,17 @@
-"""Upper bound of the time of a vLLM step, by which the server detects a hang."""
+"""Upper bound of the duration of a vLLM step, which lets the server detect a hang."""
 
 _ATTENTION_COST = 4.0
-"""Time of attention, relative to matrix products with the same number of operations.
+"""Duration of attention, relative to matmuls with the same number of operations.
 
 Attention kernels are slower on CPUs.
 """
 _MATRIX_SHARE = 3.0
-"""Operations of all matrices of a layer, relative to its query and output projections.
+"""Operations of all matmuls in a layer, relative to its query and output projections.
 
-A lower bound.
+This is a lower bound.
 """
 _KV_BYTES_PER_S = 2e9
-"""Bytes of KV that decodes read per second, at least."""
+"""Lower bound of the KV bytes that decodes read per second."""
 
 
 def longest_step_s(
@@ -19,16 +19,18 @@ def longest_step_s(
 ) -> float:
     """Return an upper bound of a step's time in seconds.
 
-    A warm-up computes the most tokens of a step, but without their attention. The cost of attention
-    grows with the context. It equals that of the query and output projections when the context has
-    as many tokens as the hidden state has elements. Decodes read the KV pool once. The bound is
-    loose on purpose: a healthy step that exceeded it several times would count as a hang.
+    The warm-up computes the maximum number of tokens per step, but without their attention. The
+    cost of attention grows with the context. Attention costs as much as the query and output
+    projections when the context has as many tokens as the hidden state has elements. Decodes read
+    the KV pool once. The bound is loose on purpose, because a healthy step that took several times
+    as long as the bound would count as a hang.
 
     Args:
-        warm_up_s: seconds that a thread computed in the largest step of a stage; 0 if not measured.
-        num_stages: pipeline stages, which compute a step one after the other.
-        max_model_len: longest context in tokens.
-        hidden_size: elements of a token's hidden state.
+        warm_up_s: seconds of computation per thread in the largest step of a stage. 0 if not
+            measured.
+        num_stages: number of pipeline stages, which compute a step one after the other.
+        max_model_len: maximum context length in tokens.
+        hidden_size: number of elements in a token's hidden state.
         pool_bytes: KV bytes of all ranks.
     """
     if warm_up_s <= 0.0:

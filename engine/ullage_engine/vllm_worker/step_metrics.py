@@ -17,7 +17,7 @@ class StepMetrics:
         self.events = RequestEvents()
         self.figures = Figures()
         self.num_steps = 0
-        """Steps that computed something."""
+        """Number of steps in which vLLM computed something."""
         self.prefix_lookup_tokens = 0
         self.prefix_hit_tokens = 0
         self._blocks = blocks
@@ -25,7 +25,7 @@ class StepMetrics:
     def observe(
         self, seconds: float, outputs: list[CoreOutput], sequences: Mapping[str, VllmSequence]
     ) -> None:
-        """Count a step before its outputs are added to their sequences.
+        """Count a step. Call this before the step's outputs are added to their sequences.
 
         Args:
             seconds: duration of the step.
@@ -67,7 +67,7 @@ class StepMetrics:
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
-        """Count the cached tokens of a prompt once per sequence; return the number counted."""
+        """Count a prompt's cached tokens, once per sequence, and return the number counted now."""
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, num_cached_tokens)
@@ -76,7 +76,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """Record that a sequence has started, and the seconds of its first step."""
+        """Record that a sequence has started, and the duration of its first step in seconds."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

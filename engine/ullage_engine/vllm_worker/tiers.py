@@ -1,13 +1,13 @@
 """Transfers of KV between vLLM's blocks and tiers outside the device.
 
-When vLLM caches a block, the block is offered to the host tier at once, so that its later eviction
-costs nothing. The server grants slots for offered blocks. Those that are still cached are copied at
-the end of a step. A request that vLLM is about to start queries the tiers for further blocks beyond
-those on the device. vLLM skips the request until the answer arrives, and starts it with the step
-that copies the blocks in.
+When vLLM caches a block, this module offers the block to the host tier at once, so that a later
+eviction costs nothing. The server grants slots for offered blocks. Granted blocks that are still
+cached are copied at the end of a step. When vLLM is about to start a request, this module queries
+the tiers for blocks of the request beyond those on the device. vLLM skips the request until the
+answer arrives, and starts the request with the step that copies the blocks to the device.
 
-The tiers belong to the server. `scheduler/kv_exchange.py` has the messages to and from it, and this
-module plans the copies. vLLM calls it through `bindings.connector`, which copies.
+The tiers belong to the server. `scheduler/kv_exchange.py` has the messages to and from the server.
+This module plans the copies. vLLM calls this module through `bindings.connector`, which copies.
 """
 
 import itertools
@@ -29,27 +29,27 @@ from ullage_kv.keys import extend_keys
 
 
 class TiersRefusedError(Exception):
-    """The model's blocks cannot leave the device. The message says why."""
+    """The model's KV blocks cannot be copied to tiers. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The copies of every rank in one step."""
+    """The copies that every rank makes in one step."""
 
     number: int
-    """Number under which the copies are reported as done; 0 if there are none."""
+    """Number under which the copies are reported as done, or 0 if there are no copies."""
     loads: tuple[tuple[int, int], ...] = ()
-    """Pairs of slot and block: slots are copied to blocks before the step computes."""
+    """Pairs of slot and block. Slots are copied to blocks before the step computes."""
     stores: tuple[tuple[int, int], ...] = ()
-    """Pairs of block and slot: blocks are copied to slots after the step has computed."""
+    """Pairs of block and slot. Blocks are copied to slots after the step has computed."""
 
 
 class _Place(NamedTuple):
-    """The block that holds offered content."""
+    """The block that holds content offered to the tiers."""
 
     block: int
     content: object
-    """vLLM's name of the block's content. The offer is void once it changes."""
+    """vLLM's name for the block's content. When the content changes, the offer is void."""
 
 
 @dataclass(slots=True)
@@ -57,16 +57,16 @@ class _Request:
     request: EngineRequest
     keys: list[bytes] = field(default_factory=list)
     num_offered: int = 0
-    """Number of leading blocks that were considered for offers."""
+    """Number of the request's leading blocks that were considered for offers."""
     num_loaded: int = 0
     query: KvQuery | None = None
     asked_at: float = 0.0
-    """Time of the query."""
+    """Time at which the tiers were queried for the request."""
     may_ask: bool = True
 
 
 class _Reported(NamedTuple):
-    """The reports of a step, sent when all ranks have copied."""
+    """The reports of a step's copies, sent when all ranks have made them."""
 
     stored: list[KvSlot]
     read: list[KvRead]
@@ -87,8 +87,9 @@ class ConnectorTransfers:
         Args:
             space: namespace of the keys.
             block_tokens: tokens per block.
-            content_of: returns vLLM's name of a block's cached content, or None if it has none.
-            clock: time in seconds.
+            content_of: returns vLLM's name for a block's cached content, or None if the block is
+                not cached.
+            clock: returns the time in seconds.
         """
         self._space = space
         self._block_tokens = block_tokens
@@ -102,11 +103,11 @@ class ConnectorTransfers:
         self._read: list[KvRead] = []
         self._step_numbers = itertools.count(1)
         self._steps: dict[int, _Reported] = {}
-        """Reports of the steps that are not done, by number."""
+        """Reports of the steps whose copies are not done, by number of the step."""
 
     @property
     def has_granted(self) -> bool:
-        """Whether blocks wait to be copied to slots."""
+        """Whether blocks are waiting to be copied to slots."""
         return self._exchange.has_granted
 
     @property
@@ -117,46 +118,46 @@ class ConnectorTransfers:
     # requests ------------------------------------------------------------------------------------
 
     def add(self, name: str, request: EngineRequest) -> None:
-        """Follow a request that vLLM knows as `name`."""
+        """Start to track a request, which vLLM calls `name`."""
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
-        """Drop a request that has ended, and its query; ignore unknown requests."""
+        """Drop a request that has ended, and its query. Ignore unknown requests."""
         state = self._requests.pop(name, None)
         if state is not None:
             self._drop_query(state)
 
     def num_loaded_tokens(self, name: str) -> int:
-        """Return the number of a request's tokens that were loaded from tiers at its start."""
+        """Return how many of a request's tokens were loaded from tiers when the request started."""
         state = self._requests.get(name)
         return state.num_loaded * self._block_tokens if state else 0
 
     # messages ------------------------------------------------------------------------------------
 
     def take_messages(self) -> list[FromKv]:
-        """Return the messages to the server since the last call."""
+        """Return the messages for the server since the last call."""
         return self._exchange.take_messages()
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the answer to the oldest offer."""
+        """Process the server's answer to the oldest offer."""
         self._exchange.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the answer to a query; give back the slots of a dropped query."""
+        """Process the answer to a query. If the query was dropped, release its slots."""
         self._exchange.on_found(answer)
 
     # what vLLM asks ------------------------------------------------------------------------------
 
     def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
-        """Return how many blocks a request can load after its cached blocks on the device.
+        """Return how many blocks a request can load from tiers beyond its cached blocks.
 
         Args:
-            name: vLLM's name of the request.
-            token_ids: its tokens.
-            num_cached: number of cached blocks on the device.
+            name: vLLM's name for the request.
+            token_ids: tokens of the request.
+            num_cached: number of the request's blocks that are cached on the device.
 
         Returns:
-            The number of blocks; None if the answer has not arrived yet.
+            The number of blocks, or None if the answer to the query has not arrived yet.
         """
         state = self._requests.get(name)
         if state is None:
@@ -177,11 +178,11 @@ class ConnectorTransfers:
         return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
-        """Plan the load of the blocks that `num_matched` returned.
+        """Plan to load the blocks that `num_matched` has counted.
 
         Args:
-            name: vLLM's name of the request.
-            block_ids: the request's blocks on the device, from its first.
+            name: vLLM's name for the request.
+            block_ids: the request's blocks on the device, beginning with its first block.
             num_blocks: number of blocks to load.
         """
         state = self._requests[name]
@@ -202,7 +203,7 @@ class ConnectorTransfers:
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Offer the leading blocks of a request that vLLM caches.
 
-        They are computed by the end of the planned step.
+        The blocks are computed by the end of the planned step.
         """
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
@@ -221,7 +222,7 @@ class ConnectorTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Return the copies of the planned step; return each copy only once."""
+        """Return the copies of the planned step. Each copy is returned only once."""
         stored = self._exchange.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -236,7 +237,7 @@ class ConnectorTransfers:
         return copies
 
     def on_copied(self, number: int) -> None:
-        """Report the copies of a step as done, once all ranks have made them."""
+        """Report the copies of a step as done, once all ranks have made these copies."""
         reported = self._steps.pop(number)
         self._exchange.report(reported.stored, reported.read)
 

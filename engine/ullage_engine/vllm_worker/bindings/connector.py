@@ -1,9 +1,9 @@
-"""vLLM's KV connector to the tiers of KV outside the device.
+"""vLLM's KV connector to the KV tiers outside the device.
 
 vLLM creates one connector for its scheduler, in the worker's process, and one in the process of
-each rank. The scheduler's connector delegates to `ConnectorTransfers`, once it has one. The
+each rank. The scheduler's connector delegates to `ConnectorTransfers`, once `use` has set it. The
 connectors of ranks copy between the blocks of their device and the shared memory of the host tier.
-Each slot holds the parts of all tensor ranks, one after the other.
+Each slot holds the parts of all tensor-parallel ranks, one after the other.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class _StepCopied(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's connector to the tiers. It does nothing until `use` is called."""
+    """vLLM's KV connector to the tiers. The connector does nothing until `use` is called."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -69,7 +69,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tiers: ConnectorTransfers | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
-        """Requests that have not ended, by vLLM's names."""
+        """Requests that have not ended, by vLLM's request ids."""
         self.part: RankPart | None = None
 
     @property
@@ -166,10 +166,10 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.part.load(self._get_connector_metadata().copies.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing. All layers are copied in before the first one is computed."""
+        """Do nothing, because all layers are loaded before the first layer is computed."""
 
     def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
-        """Do nothing. Blocks are copied after all layers are computed."""
+        """Do nothing, because blocks are copied after all layers are computed."""
 
     def wait_for_save(self) -> None:
         if self.part is not None:
@@ -181,7 +181,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class RankPart:
-    """One rank's part of every block, on its device and in shared memory."""
+    """One rank's part of every block, on the rank's device and in shared memory."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each distinct KV tensor once, since layers may share one."""
+    """Return each distinct KV tensor once, because layers may share a tensor."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
@@ -255,7 +255,7 @@ def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
-    """Return why a model's blocks cannot leave the device; empty if they can."""
+    """Return why a model's blocks cannot be copied to tiers, or an empty string if they can."""
     groups = kv_cache_config.kv_cache_groups
     kinds = [group_kind(group, vllm_config) for group in groups]
     if len(groups) != 1 or kinds[0].window_tokens or kinds[0].state_blocks:
@@ -266,15 +266,15 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Return the bytes of a rank's part of a block, and the facts that its layout depends on.
+    """Return the size of a rank's part of a block, and the facts on which its layout depends.
 
-    The facts leave out the model.
+    The facts do not include the model.
 
     Args:
-        worker: vLLM's worker of the rank, in whose process this runs.
+        worker: vLLM's worker for the rank. The function runs in the worker's process.
 
     Returns:
-        The bytes, or 0 if the rank cannot copy its blocks; and the facts.
+        The size in bytes, or 0 if the rank cannot copy its blocks, and the facts.
     """
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
@@ -291,7 +291,7 @@ def part_format(worker: Any) -> tuple[int, list[str]]:
 
 
 def cut_slots(_worker: Any, block_bytes: int) -> None:
-    """Divide a rank's shared memory into slots of `block_bytes`, the size on all ranks."""
+    """Divide a rank's shared memory into slots of `block_bytes`, the block size over all ranks."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
     assert connector.part is not None, "nothing is copied"
@@ -299,5 +299,5 @@ def cut_slots(_worker: Any, block_bytes: int) -> None:
 
 
 def content_of(pool: BlockPool, block: int) -> object:
-    """Return the hash of a block's cached content; None if the block is not cached."""
+    """Return the hash of a block's cached content, or None if the block is not cached."""
     return pool.blocks[block].block_hash

@@ -72,16 +72,16 @@ from ullage_engine.worker.grammar import Grammars
 log = logging.getLogger("ullage.engine.vllm")
 
 VERSION = "0.32.0"
-"""The version of vLLM for which this file was tested."""
+"""The version of vLLM with which this file was tested."""
 
 _PROBE_STEPS = 100
 _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Variables for thread placement, and variables that Ullage and vLLM set themselves."""
+"""Environment variables for thread placement, and those that Ullage and vLLM set themselves."""
 _NOTICED_WITHIN_S = 2.0
-"""Seconds after a failed step within which vLLM notices that a rank has ended."""
+"""Seconds to wait after a failed step for vLLM to notice that a rank has ended."""
 
 
 def check_version() -> None:
@@ -105,7 +105,7 @@ def make_config(
 
     Args:
         arguments: arguments of `EngineArgs`.
-        host_tier: memory for KV outside the device. Embedding models do not use it.
+        host_tier: memory for KV outside the device. Embedding models do not use a host tier.
         headless: whether this node is a follower.
 
     Raises:
@@ -134,7 +134,7 @@ def check_device(asked: str) -> None:
     """Check that vLLM computes on the configured device.
 
     Raises:
-        WorkerStartError: the installed vLLM is for other devices.
+        WorkerStartError: the installed vLLM is built for another kind of device.
     """
     own = "cpu" if is_cpu() else "cuda"
     if asked not in ("auto", own):
@@ -150,18 +150,18 @@ def processor() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the vLLM environment variables that are set and may select kernels."""
+    """Return the set vLLM environment variables that may affect the choice of kernels."""
     names = {each for each in envs.compile_factors() if each.startswith("VLLM_")} - _NOT_CHOSEN
     return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype."""
+    """Return the bytes per element of a dtype."""
     return int(getattr(torch, dtype).itemsize)
 
 
 def resolve_dtype(name: str) -> str:
-    """Return the dtype of weights. For auto it is bfloat16 if the device supports that."""
+    """Return the dtype of weights. "auto" means bfloat16 if the device supports it."""
     if name != "auto":
         return name
     fast = not is_cpu() or cpu_computes_bfloat16()
@@ -169,22 +169,22 @@ def resolve_dtype(name: str) -> str:
 
 
 def cpu_budget(config: EngineConfig, host_tier: int) -> int:
-    """Return the memory of all ranks of a CPU engine in bytes, without the host tier."""
+    """Return the bytes of memory for all ranks of a CPU engine, without the host tier."""
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
 SizePool = Callable[[list[int], int, list[int]], list[int]]
 """Function that returns the KV bytes of each rank.
 
-It takes the KV bytes that vLLM leaves to each rank, the bytes of all ranks' adapter slots, and the
-bytes that were free on each rank's GPU.
+Its arguments are the KV bytes that vLLM leaves for each rank, the bytes of all ranks' adapter
+slots, and the bytes that were free on each rank's GPU before the weights were loaded.
 """
 
 
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Return an executor class that asks the ledger for the size of the KV pool.
+    """Return a vLLM executor class that gets the size of the KV pool from the ledger.
 
     The executor kills its ranks on shutdown.
     """
@@ -235,7 +235,7 @@ def compute(config: VllmConfig, on_loaded: Callable[[], None]) -> None:
 
 
 class VllmCore:
-    """vLLM's engine; see `interface.Core`."""
+    """vLLM's engine in this process. See `interface.Core`."""
 
     def __init__(
         self,
@@ -249,8 +249,8 @@ class VllmCore:
         Args:
             config: vLLM's configuration.
             size_pool: decides the size of the KV pool.
-            load_vocabulary: returns the tokenizer of grammars, given the size of the vocabulary. It
-                is called when the first grammar arrives.
+            load_vocabulary: returns the tokenizer for grammars, given the size of the vocabulary.
+                Called when the first grammar arrives.
             on_stage: called at the start of the stages warm_up and kv_pool.
 
         Raises:
@@ -271,14 +271,14 @@ class VllmCore:
         self._scheduler: Scheduler = core.scheduler
         self._kv_configs: list[KVCacheConfig] = getattr(core.model_executor, "kv_configs", [])
         self._requests: dict[str, Request] = {}
-        """vLLM's requests by our ids."""
+        """vLLM's requests by Ullage's request ids."""
         self._num_probes = 0
         self._warm_up_s: float = getattr(core.model_executor, "warm_up_s", 0.0)
         self._broken: dict[str, str] = {}
-        """Why a grammar cannot be followed any more, by vLLM's ids of requests."""
+        """Reasons why grammars can no longer be followed, by vLLM's request ids."""
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
-        """Number of adapters that were ever added, by which vLLM numbers them."""
+        """Number of adapters ever added, from which the next adapter gets its number in vLLM."""
         self.blocks = VllmBlocks(self._scheduler, self._requests)
         self._tiers: ConnectorTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
@@ -301,12 +301,12 @@ class VllmCore:
 
     @property
     def task(self) -> Literal["generate", "embed"]:
-        """The task of the model."""
+        """The model's task, such as generation or embedding."""
         return "embed" if self._config.model_config.runner_type == "pooling" else "generate"
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens. One step holds all of it if prompts are not chunked."""
+        """Maximum sequence length in tokens, all in one step if prompts are not chunked."""
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
@@ -319,7 +319,7 @@ class VllmCore:
 
     @property
     def lookahead_tokens(self) -> int:
-        """Tokens that vLLM may store beyond a sequence's last known token, for speculation."""
+        """Number of speculative tokens that vLLM may store beyond a sequence's last token."""
         return int(self._scheduler.num_spec_tokens + self._scheduler.num_lookahead_tokens)
 
     @property
@@ -336,24 +336,24 @@ class VllmCore:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Most tokens that occupy the pool at a time, over all steps in flight."""
+        """Maximum number of tokens that occupy the KV pool, over all steps in flight."""
         return int(self._config.max_in_flight_tokens) + self.lookahead_tokens
 
     @property
     def max_decode_tokens(self) -> int:
-        """Most tokens of a decoding sequence that are scheduled at a time."""
+        """Maximum number of tokens of a decoding sequence that are scheduled at a time."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
     @property
     def chunk_tokens(self) -> int:
-        """Most prompt tokens of one step; 0 if prompts are not chunked."""
+        """Maximum prompt tokens per step, or 0 if prompts are not chunked."""
         limits = self._config.scheduler_config
         if not limits.enable_chunked_prefill:
             return 0
         return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
 
     def limit_chunk(self, num_tokens: int) -> None:
-        """Lower the prompt tokens of one step. Buffers and warm-up keep their size."""
+        """Lower the maximum prompt tokens per step. Buffers and the warm-up keep their size."""
         most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
         if self.chunk_tokens:
             self._scheduler.max_num_scheduled_tokens = min(
@@ -366,7 +366,7 @@ class VllmCore:
 
     @property
     def pool_bytes(self) -> int:
-        """KV bytes of all ranks, including the null block."""
+        """KV bytes of all ranks, including vLLM's null block."""
         return self.block_bytes * (self.blocks.num_blocks + 1) if self._kv_configs else 0
 
     @property
@@ -380,7 +380,7 @@ class VllmCore:
 
     @property
     def groups(self) -> list[GroupKind]:
-        """The kind of each cache group."""
+        """The kind of each KV cache group."""
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         return [group_kind(group, self._config) for group in groups]
 
@@ -414,10 +414,10 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return the bytes of a block that ranks copy, and the facts that its layout depends on.
+        """Return the bytes per block that ranks copy, and the facts on which its layout depends.
 
         Raises:
-            TiersRefusedError: blocks cannot leave the device.
+            TiersRefusedError: blocks cannot be copied to tiers.
         """
         if not isinstance(self._scheduler.connector, TierConnector):
             raise TiersRefusedError("it makes embeddings")
@@ -433,12 +433,12 @@ class VllmCore:
         return sum(num_bytes for num_bytes, _ in parts), facts
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
-        """Start keeping blocks outside the device as well.
+        """Start to keep KV blocks in tiers outside the device as well.
 
         Args:
-            space: namespace of the keys.
+            space: namespace of the blocks' keys.
             block_tokens: tokens per block.
-            block_bytes: bytes of a slot.
+            block_bytes: bytes per slot.
         """
         self._engine.engine_core.engine_core.model_executor.collective_rpc(
             cut_slots, args=(block_bytes,)
@@ -516,7 +516,7 @@ class VllmCore:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Check for errors that vLLM would find only in a step, which would break its engine.
+        """Check a request for errors that vLLM would find only in a step and that would break vLLM.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -576,7 +576,7 @@ class VllmCore:
             raise
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
-        """Fail the requests whose grammars failed in this step; return the other outputs."""
+        """Fail the requests whose grammars failed in this step, and return the other outputs."""
         broken = self._broken
         self._broken = {}
         failed = [
@@ -612,21 +612,21 @@ class VllmCore:
     def has_plain_weights(self) -> bool:
         """Whether the checkpoint is unquantised.
 
-        For those, vLLM has checked that all weights were loaded.
+        For unquantised checkpoints, vLLM has checked that all weights were loaded.
         """
         return self._config.model_config.quantization is None
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute a few tokens, so that a fault of every step fails the start.
+        """Compute a few tokens, so that a fault that affects every step fails the start.
 
-        Nothing of the probe is kept.
+        No state of the probe is kept.
 
         Returns:
             The outputs, ordered by request and token.
 
         Raises:
-            WorkerStartError: a step fails for another reason than memory. After an out-of-memory
-                error another start may succeed.
+            WorkerStartError: a step fails for another reason than lack of memory. After an
+                out-of-memory error, another start may succeed.
             RuntimeError: a rank's process has ended.
         """
         self._num_probes += 1
@@ -648,9 +648,9 @@ class VllmCore:
 
     @contextmanager
     def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
-        """Allow requests of the block to ask for `num_logprobs` log-probabilities.
+        """Allow requests within the `with` block to ask for `num_logprobs` log-probabilities.
 
-        The argument `max_logprobs` may allow fewer.
+        vLLM's argument `max_logprobs` may otherwise allow fewer.
         """
         model = self._config.model_config
         most = model.max_logprobs
@@ -662,7 +662,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Run requests to their ends. Each starts when the previous one has its first token."""
+        """Run requests until they end. Each starts after the previous request's first token."""
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -677,7 +677,7 @@ class VllmCore:
     def _step_until(
         self, outputs: dict[str, list[CoreOutput]], is_done: Callable[[], bool]
     ) -> None:
-        """Step until `is_done` holds, and add the outputs to `outputs`."""
+        """Compute steps until `is_done` returns true, and add their outputs to `outputs`."""
         for _ in range(_PROBE_STEPS):
             if is_done():
                 return
@@ -688,7 +688,7 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Empty the prefix cache, when no request holds blocks or soon none will."""
+        """Empty the prefix cache, once no request holds blocks any more."""
         if not self.has_prefix_cache:
             return
         for _ in range(_PROBE_STEPS):
@@ -699,13 +699,13 @@ class VllmCore:
             raise RuntimeError("the probe's blocks are not given back")
 
     def digests(self) -> list[dict[str, str]]:
-        """Return digests of the tables and weights in each rank's memory, by name."""
+        """Return digests of the rotary tables and weights in each rank's memory, by name."""
         args = (self.has_plain_weights,)
         by_rank: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
         return by_rank
 
     def changed_table(self) -> str:
-        """Recompute the tables of all ranks; return the name of one that differs, or ""."""
+        """Recompute all ranks' rotary tables, and return the name of one that differs, or ""."""
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
@@ -723,11 +723,11 @@ class VllmCore:
         return getattr(self._executor, "is_failed", False)
 
     def close(self) -> None:
-        """End the processes of other ranks."""
+        """Stop the processes of the other ranks."""
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Return the matcher of a request's grammar. Replaces vLLM's own function."""
+        """Return the matcher for a request's grammar, in place of vLLM's own function."""
         params = request.sampling_params
         assert params is not None
         assert params.extra_args is not None

@@ -15,14 +15,14 @@ from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.ranks import RESUMED
 
 GRAMMAR = "ullage_grammar"
-"""Key in `extra_args` of a request's grammar, in llguidance's format."""
+"""Key in `extra_args` for a request's grammar, in llguidance's format."""
 _SEEDS = 1 << 63
 _ANY = r"start: /(.|\n)*/"
-"""A grammar for vLLM's own checks, instead of the real one."""
+"""A placeholder grammar that passes vLLM's own checks, used instead of the real grammar."""
 
 
 class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """The matcher of one answer, behind vLLM's interface."""
+    """The grammar matcher of one answer, behind vLLM's interface."""
 
     def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
         self._matcher = matcher
@@ -51,7 +51,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """The part of a grammar backend that does not create grammars."""
+    """The part of vLLM's grammar backend that does not create grammars."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -63,7 +63,7 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `SamplingParams`; `max_tokens` includes earlier output."""
+    """Return arguments for vLLM's `SamplingParams`, whose `max_tokens` includes earlier output."""
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -96,12 +96,12 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
 def converted_output(
     output: RequestOutput, params: SamplingParams | None, num_loaded: int
 ) -> CoreOutput:
-    """Convert the output of a step for a request.
+    """Convert vLLM's output for a request in one step.
 
     Args:
         output: vLLM's output.
-        params: the request's sampling parameters, as vLLM has them.
-        num_loaded: tokens that tiers supplied when the request started.
+        params: the request's sampling parameters in vLLM.
+        num_loaded: number of tokens that tiers supplied when the request started.
     """
     [sample] = output.outputs
     finish: Literal["", "stop", "length", "error"] = ""
@@ -126,7 +126,7 @@ def converted_output(
 
 
 def converted_embedding(output: PoolingRequestOutput) -> CoreOutput:
-    """Convert the embedding of a request."""
+    """Convert vLLM's embedding for a request."""
     vector = output.outputs.data.to(device="cpu", dtype=torch.float32).contiguous()
     return CoreOutput(
         request_id=output.request_id,
@@ -151,6 +151,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Return the message for the client whose grammar failed because of `reason`."""
+    """Return the error message for a client whose request's grammar failed because of `reason`."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"
