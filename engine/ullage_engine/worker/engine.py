@@ -78,29 +78,29 @@ log = logging.getLogger("ullage.engine.worker")
 SUSPICIOUS_STEPS = 1000
 """Steps after NaN or infinite logits within which a second occurrence evicts the whole cache.
 
-More KV may be damaged than that of the first request.
+In this case, not only the first request's KV may be damaged.
 """
 
 _RETRY_S = 0.25
-"""Seconds between two attempts to compute a step while other processes hold its memory."""
+"""Seconds between attempts to compute a step while other processes hold the needed memory."""
 _SHORTAGE_S = 5.0
-"""Seconds of failed attempts after which a new worker, with a smaller KV pool, is the remedy."""
+"""Seconds of failed attempts after which a new worker with a smaller KV pool must take over."""
 
 
 class Runner(Protocol):
-    """The executor of step plans on one device or on several ranks."""
+    """Executes step plans on one device or on several ranks."""
 
     def move(self, moves: Moves) -> None:
-        """Copy whole blocks: all of swap_out, then all of swap_in, then all of copy.
+        """Copy whole KV blocks: all of swap_out, then all of swap_in, then all of copy.
 
-        Nothing is allocated. Reads of one kind never see writes of the same kind.
+        Nothing is allocated. Within each kind of copy, no read sees a write of the same kind.
         """
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Compute a step, and return one token for each chunk with `sampling`, in the plan's order.
 
-        A plan that is computed again after an error gives the same tokens.
+        If a plan is recomputed after an error, the tokens are the same.
         """
         ...
 
@@ -110,19 +110,19 @@ class Runner(Protocol):
 
 
 class PipelinedRunner(Runner, Protocol):
-    """A runner whose stages compute different plans at the same time."""
+    """A runner whose pipeline stages compute different plans at the same time."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin to compute a step. Moves and steps are executed in the order of their calls."""
+        """Start computing a step. Moves and steps are executed in the order of their calls."""
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the oldest submitted step that is not collected yet, see `execute`."""
+        """Wait for the oldest uncollected step, and return its tokens like `execute`."""
         ...
 
 
 class _Timed(NamedTuple):
-    """The time of a computed step, observed when the step is committed."""
+    """The duration of a computed step, recorded when the step is committed."""
 
     seconds: float
     num_decodes: int
@@ -132,13 +132,14 @@ class _Timed(NamedTuple):
 class EngineCore:
     """The loop that schedules, executes and commits steps with one runner.
 
-    A step that runs out of memory is computed again with half the prompt tokens, and then without
-    the newest sequence. A request fails only if its sequence does not fit alone. This holds while
-    the workspace belongs to this process. If other processes have taken memory from the workspace,
-    no request is to blame: all requests wait, and if the shortage lasts, a new worker resumes them.
+    A step that runs out of memory is retried with half the prompt tokens, and then without the
+    newest sequence. A request fails only if its sequence does not fit alone. This holds while this
+    process still has the whole workspace. If other processes have taken memory from the workspace,
+    no request is to blame. All requests then wait, and if the shortage lasts, a new worker resumes
+    them.
 
-    A step that fails for another reason is computed again chunk by chunk. A request fails only if
-    its own chunk fails, or if its logits are NaN or infinite.
+    A step that fails for another reason is retried chunk by chunk. A request fails only if its own
+    chunk fails, or if its logits are NaN or infinite.
     """
 
     def __init__(
@@ -150,16 +151,16 @@ class EngineCore:
         restore_workspace: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve requests with a runner.
+        """Create an engine that serves requests with a runner.
 
         Args:
             scheduler: decides what each step computes.
             runner: computes the steps.
-            throughput: learns from the time of each step.
-            grammars: grammars of requests, None for an engine without a vocabulary.
-            restore_workspace: takes back the memory of steps' temporaries after a step ran out of
-                memory. It returns False if other processes hold the memory.
-            clock: monotonic time in seconds.
+            throughput: throughput estimate, updated with the duration of each step.
+            grammars: grammars of requests. None for an engine without a vocabulary.
+            restore_workspace: takes back the memory of the steps' temporary tensors after a step
+                ran out of memory. Returns False if other processes hold the memory.
+            clock: returns monotonic time in seconds.
         """
         self.scheduler = scheduler
         self.grammars = grammars or Grammars(no_vocabulary)
@@ -170,47 +171,47 @@ class EngineCore:
         self._timed: _Timed | None = None
 
         self.num_oom_events = 0
-        """Steps that ran out of memory."""
+        """Number of steps that ran out of memory."""
         self.num_nonfinite_logits = 0
-        """Requests that failed because their logits were NaN or infinite."""
+        """Number of requests that failed because their logits were NaN or infinite."""
         self.num_overlapped_steps = 0
-        """Steps that began while another step was computed."""
+        """Number of steps that started while another step was being computed."""
 
         self._damaged_at = -SUSPICIOUS_STEPS
-        """Number of steps before the latest one whose logits were NaN or infinite."""
+        """Index of the latest step whose logits were NaN or infinite."""
         self._faults: list[int] = []
-        """Injected faults: numbers of committed steps after which a step runs out of memory."""
+        """Injected faults: counts of committed steps at which the next step runs out of memory."""
 
         self._restore_workspace = restore_workspace
         self._clock = clock
         self._short_since: float | None = None
-        """Time since which other processes hold memory that steps need, None without a shortage."""
+        """Time at which the current memory shortage began. None without a shortage."""
         self._retry_at = 0.0
         """Time of the next attempt to compute a step during a shortage."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to compute."""
+        """Whether a step would have something to compute."""
         return self.scheduler.has_work
 
     @property
     def has_decodes(self) -> bool:
-        """Whether the next step gives a running sequence its next token."""
+        """Whether the next step produces a token for a running sequence."""
         return self.scheduler.has_decodes
 
     @property
     def num_steps(self) -> int:
-        """Number of committed steps that had work."""
+        """Number of committed steps in which something was computed."""
         return self.scheduler.num_steps
 
     @property
     def adapters(self) -> None:
-        """None, since this engine serves no adapters."""
+        """None, because this engine does not serve LoRA adapters."""
         return None
 
     @property
     def tiers(self) -> TierTransfers | None:
-        """Transfers of KV to and from tiers outside the device, None without tiers."""
+        """Transfers of KV to and from tiers outside the device. None without tiers."""
         return self.scheduler.tiers
 
     @property
@@ -219,25 +220,25 @@ class EngineCore:
         return self.scheduler.events
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled, and begin to compile it if not."""
+        """Return whether a request's grammar is compiled. If not, start compiling the grammar."""
         return self.grammars.compile(request.grammar).done()
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch, see `Scheduler.set_batch_share`."""
+        """Limit the batch size. See `Scheduler.set_batch_share`."""
         self.scheduler.set_batch_share(share)
 
     def submit(
         self, request: EngineRequest, *, resumed: bool = False
     ) -> Rejected | TokenOutput | None:
-        """Admit or refuse a request, see `Scheduler.submit`."""
+        """Admit or refuse a request. See `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit the samples of one prompt, as a beam search if they are one, or refuse them all.
+        """Admit all samples of one prompt, which may form a beam search, or refuse all of them.
 
-        The call blocks until their grammar is compiled, see `Grammars.compile`.
+        The call blocks until the grammar of the samples is compiled. See `Grammars.compile`.
         """
         if requests[0].beam:
             return self._beams.start(requests, resumed=resumed)
@@ -246,7 +247,7 @@ class EngineCore:
         return self.scheduler.submit_group(requests, resumed=resumed)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request, see `Scheduler.cancel`."""
+        """Cancel a request. See `Scheduler.cancel`."""
         self.grammars.close(request_id)
         if not self._beams.cancel(request_id):
             self.scheduler.cancel(request_id, is_answered=is_answered)
@@ -259,7 +260,7 @@ class EngineCore:
         """Compute one step and return its outputs.
 
         Raises:
-            MemoryShortError: other processes have held memory that the step needs for too long.
+            MemoryShortError: for too long, other processes have held memory that the step needs.
         """
         if self._short_since is not None and self._clock() < self._retry_at:
             return []
@@ -271,7 +272,7 @@ class EngineCore:
         return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Commit the oldest plan in flight, and return its outputs for clients."""
+        """Commit the oldest plan in flight, and return the plan's outputs for clients."""
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
             # All tokens of an output except one are accepted draft tokens.
@@ -285,7 +286,7 @@ class EngineCore:
         return self._beams.filter_outputs(outputs)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests that failed since the last call."""
+        """Return the requests that have failed since the last call."""
         failed = self._failed
         self._failed = []
         for each in failed:
@@ -316,7 +317,7 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with the masks of grammars, and fail requests whose grammar fails."""
+        """Return the plan with grammar masks added, and fail requests whose grammars fail."""
         plan, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
@@ -324,7 +325,7 @@ class EngineCore:
         return plan
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a plan, or smaller plans in its place while memory is short."""
+        """Compute a plan, or smaller plans instead while memory is short."""
         prompt_tokens = 0
         is_retried = False
         self._move(plan)
@@ -363,7 +364,7 @@ class EngineCore:
         return []
 
     def _move(self, plan: StepPlan) -> None:
-        """Make the moves of a plan, once, before the first attempt to compute the plan."""
+        """Make a plan's block copies once, before the first attempt to compute the plan."""
         if plan.moves:
             began = time.perf_counter()
             log.debug("KV is copied between device and host")
@@ -372,13 +373,13 @@ class EngineCore:
             log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
-        """Report the copies of plans that computed nothing, while no other plan is in flight."""
+        """Report the block copies of plans that compute nothing, if no plan is in flight."""
         if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
             self._runner.sync()
             self.tiers.finish(kept)
 
     def _measured(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a plan and observe the time."""
+        """Compute a plan, and record how long this took."""
         self._raise_fault()
         started = time.perf_counter()
         output = self._runner.execute(plan)
@@ -386,11 +387,11 @@ class EngineCore:
         return output
 
     def _observe(self, seconds: float, plans: list[StepPlan]) -> None:
-        """Observe the time of a step.
+        """Record the duration of a step.
 
         Args:
             seconds: time from the start of the first plan to its end.
-            plans: plans that were computed in that time, of which the first one is finished.
+            plans: plans that were being computed in that time. Only the first is finished.
         """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
@@ -403,11 +404,11 @@ class EngineCore:
         self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
-        """Compute each chunk of a failed plan alone, and fail the requests whose chunk fails again.
+        """Compute each chunk of a failed plan alone, and fail the requests whose chunks fail again.
 
         Raises:
-            Exception: `cause`, if every chunk fails, so that no request is to blame, or if a chunk
-                alone meets an error that only a new process can recover from.
+            Exception: `cause`. Either every chunk fails, so that no request is to blame, or a chunk
+                fails with an error from which only a new process can recover.
         """
         sampled: list[SampledToken] = []
         failed: list[tuple[Chunk, str]] = []
@@ -429,11 +430,11 @@ class EngineCore:
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
         """Return the step's tokens, and fail requests that have none.
 
-        Call it before the step is committed.
+        Call this before the step is committed.
 
-        The KV of a request with NaN logits may be damaged, too. Its cached blocks are therefore
-        evicted, and all cached blocks if NaN logits occur again soon. The same holds for requests
-        that were cancelled meanwhile, except that they get no error.
+        If a request has NaN logits, its KV may be damaged too. Its cached blocks are therefore
+        evicted. If NaN logits occur again soon, all cached blocks are evicted. The same happens
+        for requests that were cancelled in the meantime, except that they get no error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
@@ -462,7 +463,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens, and fail requests whose constraints rule out every token."""
+        """Return the step's tokens, and fail requests whose constraints allow no token."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
@@ -495,7 +496,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _wait_for_memory(self, reason: str) -> None:
-        """Abandon the step for now, since other processes hold memory that the step needs.
+        """Postpone the step, because other processes hold memory that the step needs.
 
         Raises:
             MemoryShortError: the shortage has lasted too long.
@@ -515,7 +516,7 @@ class EngineCore:
         self.scheduler.abandon()
 
     def _raise_fault(self) -> None:
-        """Raise an injected fault that is due, see `inject_out_of_memory`."""
+        """Raise an injected fault that is due. See `inject_out_of_memory`."""
         if not self._faults:
             return
 
@@ -527,15 +528,15 @@ class EngineCore:
 
 
 class _InFlight(NamedTuple):
-    """A submitted plan whose result is not collected yet."""
+    """A submitted plan whose result has not been collected yet."""
 
     plan: StepPlan
     submitted_at: float
-    """Time by `time.perf_counter`."""
+    """Time of submission, from `time.perf_counter`."""
 
 
 class PipelinedEngine(EngineCore):
-    """The step loop of a group of pipeline stages, each of which computes a different plan.
+    """The step loop for a group of pipeline stages, each of which computes a different plan.
 
     Up to `SchedulerLimits.max_in_flight` plans of different sequences are submitted before the
     first result is collected. Results are collected in the order of submission. A step that fails
@@ -559,11 +560,11 @@ class PipelinedEngine(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are steps to compute, or results to collect, even of cancelled requests."""
+        """Whether there are steps to compute or results to collect, even of cancelled requests."""
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
-        """Submit as many plans as may be in flight, then collect and commit the oldest one."""
+        """Submit as many plans as may be in flight, then collect and commit the oldest plan."""
         # A step with an injected fault is computed alone, so that it can be computed again.
         if self._faults and not self._in_flight:
             return super().step()
@@ -575,7 +576,7 @@ class PipelinedEngine(EngineCore):
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submit the next plan, and return False if there is nothing more to compute now."""
+        """Submit the next plan. Return False if there is nothing more to compute now."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)
@@ -593,7 +594,7 @@ class PipelinedEngine(EngineCore):
         return True
 
     def _collect_oldest(self) -> list[TokenOutput]:
-        """Wait for the oldest plan in flight and commit its result."""
+        """Wait for the result of the oldest plan in flight, and commit the result."""
         oldest = self._in_flight[0]
         sampled = self._stages.collect() if oldest.plan.chunks else []
 

@@ -1,4 +1,4 @@
-"""Fingerprints of processor and builds, which decide the bits of answers with the configuration."""
+"""Fingerprints of processor and builds, on which the exact bits of answers depend."""
 
 import hashlib
 import json
@@ -13,39 +13,39 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.native import library
 
 _COMPUTING = ("kernels", "layers", "runner")
-"""Packages whose code computes tokens with torch and Triton, or calls the C++ library."""
+"""Packages whose code computes tokens with torch and Triton or calls the C++ library."""
 
 _DIGITS = 16
-"""Hexadecimal digits of a digest."""
+"""Number of hexadecimal digits in a digest."""
 
 _ORDER = "16 sums, 1"
-"""Name of the order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52).
+"""Name of the C++ library's summation order, the same with AVX2 and AVX-512 (decision 52).
 
-Change the name whenever the order or a polynomial changes.
+Change the name whenever the order or a polynomial approximation changes.
 """
 
 _CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Entries of /proc/cpuinfo that name the kind of CPU, on x86 and on Arm."""
+"""Entries of /proc/cpuinfo that identify the kind of CPU, on x86 and on Arm."""
 _CPU_FLAGS = {
     *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 }
-"""Extensions by which libraries choose their kernels."""
+"""CPU instruction set extensions by which libraries choose their kernels."""
 
 
 def canonical_order() -> str:
     """Return the name of the order in which the C++ library evaluates sums and polynomials.
 
-    With the same build of the library, processors with the same name compute the same bits. The
-    name is empty if the library is absent.
+    With the same build of the library, processors with the same order name compute the same bits.
+    The name is empty if the library is absent.
     """
     return "" if library.instruction_set() is None else _ORDER
 
 
 @cache
 def build_digest(*, with_library: bool) -> str:
-    """Return a digest of the code that computes, in Python and in the compiled C++ library."""
+    """Return a digest of the code that computes tokens, in Python and in the C++ library."""
     root = Path(ullage_engine.__file__).parent
     digest = hashlib.sha256(_library_bytes() if with_library else b"")
     for path in sorted(path for name in _COMPUTING for path in (root / name).rglob("*.py")):
@@ -60,7 +60,7 @@ def _library_bytes() -> bytes:
 
 
 def digest_of(model_config: ModelConfig) -> str:
-    """Return a digest of a model's sizes and constants."""
+    """Return a digest of a model's dimensions and constants."""
     return digest_of_json(msgspec.to_builtins(model_config))
 
 
@@ -71,7 +71,7 @@ def digest_of_json(value: object) -> str:
 
 
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the kind of processor, which decides the kernels and thus the order of sums."""
+    """Return the kind of processor, on which the choice of kernels and the order of sums depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_kind(cpuinfo)
@@ -94,5 +94,5 @@ def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def yes_or_no(value: bool) -> str:
-    """Return "yes" or "no", as facts of a fingerprint spell a boolean."""
+    """Return "yes" or "no", the form of a boolean in a fingerprint."""
     return "yes" if value else "no"

@@ -1,7 +1,7 @@
-"""Grammars: masks of the tokens that may come next in an answer that must match a grammar.
+"""Grammars (structured output): masks of the tokens that may come next in an answer.
 
 A grammar is compiled in a background thread, and matched on the CPU of the rank that schedules. The
-mask is a function of the grammar and the output so far. A request that was preempted, or that
+mask depends only on the grammar and the output so far. A request that was preempted, or that
 another worker resumes, therefore continues unchanged.
 """
 
@@ -25,7 +25,7 @@ from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 log = logging.getLogger("ullage.engine.worker")
 
 _MAX_COMPILED = 8
-"""Number of compiled grammars that are kept for later requests."""
+"""Maximum number of compiled grammars that are kept for later requests."""
 
 
 class GrammarError(Exception):
@@ -37,7 +37,7 @@ class VocabularyError(GrammarError):
 
 
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
-    """Build the model's vocabulary for grammars, in about 0.5 s for 50,000 tokens.
+    """Build the model's vocabulary for grammars, which takes about 0.5 s for 50,000 tokens.
 
     Raises:
         GrammarError: no grammar can be used with this model.
@@ -63,7 +63,7 @@ class _Progress:
     def allowed(self, chunk: Chunk) -> bytes:
         """Return the mask of the tokens that may follow the chunk.
 
-        The chunk's output must begin with the output of the last call.
+        The chunk's output must begin with the output in the previous call.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -85,9 +85,9 @@ class Grammars:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """Prepare to compile grammars.
 
-        `load` makes the vocabulary, in the compiling thread, for the first grammar. It raises
-        GrammarError if the model cannot follow grammars. Any other error fails the requests with
-        that grammar, except a shortage of memory, for which no request is to blame.
+        `load` returns the vocabulary. The compiling thread calls `load` for the first grammar.
+        `load` raises GrammarError if the model cannot follow grammars. Any other error fails the
+        requests with that grammar, except a shortage of memory, for which no request is to blame.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
@@ -102,7 +102,7 @@ class Grammars:
         self._open: dict[str, _Progress] = {}
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Begin to compile a grammar unless it is compiled already.
+        """Start compiling a grammar, unless the grammar is already compiled.
 
         Returns:
             A future that raises GrammarError, or MemoryError if the host has too little memory.
@@ -117,18 +117,18 @@ class Grammars:
         return compilation
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
-        """Make the request's answer match its grammar from now on, until `close`."""
+        """Start to constrain a request's answer to its grammar, until `close` is called."""
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop a request's state. A request without a grammar is no error."""
+        """Drop a request's grammar state. Ignore requests without a grammar."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
-        """Add masks to a plan.
+        """Add grammar masks to a step's plan.
 
         Returns:
-            The plan without chunks whose grammar fails, and the reasons by request.
+            The plan without chunks whose grammar fails, and the reasons for failures by request.
         """
         if not self._open:
             return plan, {}
@@ -173,12 +173,12 @@ class Grammars:
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raise GrammarError, as the loader of engines without a tokenizer."""
+    """Raise GrammarError. This is the vocabulary loader of engines without a tokenizer."""
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Return the mask without banned tokens, or unchanged if no other token may follow."""
+    """Return the mask without banned tokens, or unchanged if it allows only banned tokens."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

@@ -1,9 +1,10 @@
-"""Token histories on their way to the rank that samples: each token is sent once.
+"""Transfer of token histories to the rank that samples, so that each token is sent once.
 
 Penalties read the whole history of a request in each of its steps, and a history only grows. Rank 0
-therefore sends only new tokens, and the rank that samples keeps the earlier ones. Both ranks keep
-the histories of the same requests: equally many, those sampled last. They drop a history some plans
-after its request has ended or begun to wait. The history of a request that waited is sent again.
+therefore sends only new tokens, and the rank that samples keeps the earlier tokens. Both ranks keep
+the histories of the same requests: the most recently sampled ones, up to a fixed number. A few
+plans after a request has ended or has begun to wait, both ranks drop its history. When a waiting
+request runs again, rank 0 sends its whole history again.
 """
 
 from collections import OrderedDict
@@ -16,23 +17,23 @@ from ullage_engine.protocol.step_plan import Chunk
 T = TypeVar("T")
 
 KEPT_PLANS = 64
-"""Number of plans without a request after which its history is dropped.
+"""Number of successive plans without a request after which its history is dropped.
 
-A running request is in every plan, or with several plans in flight in one of that many.
+A running request is in every plan, or in one of N successive plans if N plans are in flight.
 """
 
 
 class _Recent(Generic[T]):
-    """Values of the requests in the latest plans, by id. Both ranks keep the same requests."""
+    """Values for the requests in the latest plans, by id. Both ranks keep the same requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_plans = 0
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        """Value and number of the plan by request, the most recently used request last."""
+        """Value and latest plan number of each request, the most recently used request last."""
 
     def begin_plan(self) -> None:
-        """Count a plan, and drop the requests that none of the latest plans has used."""
+        """Count a new plan, and drop the requests that none of the latest plans has used."""
         self._num_plans += 1
         while self._kept and next(iter(self._kept.values()))[1] <= self._num_plans - KEPT_PLANS:
             self._kept.popitem(last=False)
@@ -42,7 +43,7 @@ class _Recent(Generic[T]):
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:
-        """Keep a value as the most recently used one. If full, drop the least recently used one."""
+        """Keep a value as the most recently used. If full, drop the least recently used value."""
         self._kept[request_id] = (value, self._num_plans)
         if len(self._kept) > self._max_requests:
             self._kept.popitem(last=False)
@@ -53,16 +54,16 @@ class SentHistories:
 
     def __init__(self, max_requests: int) -> None:
         self._recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)
-        """History of each request, and the number of its tokens that were sent."""
+        """History of each request, and the number of its tokens that have been sent."""
 
     def begin_plan(self) -> None:
-        """Drop requests of old plans. Call it once before the chunks of each plan."""
+        """Drop requests of old plans. Call this once per plan, before the plan's chunks."""
         self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
         """Return a chunk with only the new tokens of its history.
 
-        The whole history is new if it is not the same list as in the request's last chunk.
+        If the history is not the same list as in the request's last chunk, all of it is new.
         """
         history, start = self._recent.pop(chunk.request_id, ([], 0))
         if history is not chunk.history:
@@ -72,17 +73,17 @@ class SentHistories:
 
 
 class ReceivedHistories:
-    """The histories that the rank which samples has received."""
+    """The histories received by the rank that samples."""
 
     def __init__(self, max_requests: int) -> None:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Drop the requests that the sender drops. Call it once before the chunks of each plan."""
+        """Drop the requests that the sender drops. Call this once per plan, before its chunks."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
-        """Return a chunk with its whole history, the same list in each of a request's steps.
+        """Return a chunk with its whole history. The list is the same in all steps of a request.
 
         Raises:
             RuntimeError: earlier tokens of the history are missing here.

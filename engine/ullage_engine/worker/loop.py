@@ -1,11 +1,11 @@
 """The shared part of all worker processes: the link to the server, the loop, and the command line.
 
-A worker connects to the server's socket, loads, sends Ready, and computes steps while it has work.
-It ends after Shutdown, or is killed by the kernel when the server is gone.
+A worker connects to the server's socket, loads the model, sends Ready, and computes steps while it
+has work. The worker ends after Shutdown, or is killed by the kernel when the server has ended.
 
-exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
-configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need, 6 a
-step or a rank ran out of memory, 7 the start computes otherwise than one that was verified, 8 the
+exit status: 0 after Shutdown or when the server has ended, 1 an unforeseen error, 2 wrong
+configuration or model, 3 another rank has ended, 5 other processes hold memory that steps need, 6 a
+step or a rank ran out of memory, 7 the start computes other results than a verified start, 8 the
 host had no memory for this process or a rank
 """
 
@@ -82,32 +82,32 @@ log = logging.getLogger("ullage.engine.worker")
 
 # Messages.
 DRAIN_S = 0.02
-"""Seconds for which messages are taken between two steps.
+"""Maximum seconds spent on receiving messages between two steps.
 
-The rest of a flood waits for the next turn, so that decodes do not wait for the flood.
+If more messages are pending, they wait until after the next step, so that decodes are not delayed.
 """
 _SEND_TIMEOUT_S = 30.0
-"""Seconds after which a server that reads nothing counts as gone."""
+"""Seconds after which a server that reads no messages counts as dead."""
 _COMPILED_S = 0.005
-"""Seconds between two checks of an idle worker whether a grammar is compiled."""
+"""Seconds between an idle worker's checks of whether a grammar is compiled."""
 _EMPTY_STEP_S = 0.005
-"""Seconds to wait for messages after a step that could not compute anything."""
+"""Seconds to wait for messages after a step in which nothing could be computed."""
 
 # Reports.
 _STATE_INTERVAL_S = 0.1
-"""Least seconds between two reports of a state that changes."""
+"""Minimum seconds between reports of a changing state."""
 _HEARTBEAT_S = 0.5
-"""Seconds between two reports of a state that does not change."""
+"""Seconds between reports of an unchanged state."""
 _LOG_INTERVAL_S = 10.0
-"""Least seconds between two lines about hits of the prefix cache."""
+"""Minimum seconds between log lines about prefix cache hits."""
 TRACES_WITHIN_S = 1.0
-"""Seconds that the export of the last spans may take.
+"""Maximum seconds for the export of the last tracing spans.
 
-The server waits for the worker's end meanwhile.
+Meanwhile, the server waits for the worker to end.
 """
 
 _PR_SET_PDEATHSIG = 1
-"""Operation of prctl(2) that sets the signal sent at the parent's end."""
+"""Operation of prctl(2) that sets the signal to receive when the parent ends."""
 
 
 class ServerGoneError(Exception):
@@ -115,7 +115,7 @@ class ServerGoneError(Exception):
 
 
 class Link:
-    """The worker's end of the socket."""
+    """The worker's end of the socket to the server."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -137,7 +137,7 @@ class Link:
             raise ServerGoneError from error
 
     def receive(self, timeout_s: float) -> ToWorker | None:
-        """Return the next message, or None if none came in time.
+        """Return the next message, or None if no message arrives in time.
 
         Raises:
             ServerGoneError: the server has closed the socket.
@@ -149,49 +149,49 @@ class Link:
         return None if message is None else self._decoder.decode(message)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket to the server."""
         self._link.close()
 
 
 class KvTransfers(Protocol):
-    """KV outside the device, as the loop sees it."""
+    """The loop's interface to transfers of KV to and from tiers outside the device."""
 
     def take_messages(self) -> list[FromKv]:
         """Return the messages for the server since the last call."""
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Take the answer to the oldest offer."""
+        """Process the server's answer to the oldest offer of KV blocks."""
 
     def on_found(self, answer: KvFound) -> None:
-        """Take the answer to a query."""
+        """Process the server's answer to a query for KV blocks."""
 
 
 class LoraAdapters(Protocol):
-    """LoRA adapters that are added and removed while the worker serves, as the loop sees them."""
+    """The loop's interface to LoRA adapters, which change while the worker serves."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Load an adapter, and return the reason if that fails, otherwise an empty string.
+        """Load an adapter. Return the reason for a failure, or an empty string on success.
 
         Args:
-            name: name by which requests choose the adapter.
+            name: name that requests use to choose the adapter.
             folder: folder of the adapter's files.
             is_checked: whether an earlier worker has loaded the adapter.
         """
 
     def remove(self, name: str) -> None:
-        """Remove an adapter that no request uses. An unknown name is no error."""
+        """Remove an adapter that no request uses. Ignore unknown names."""
 
 
 class WorkerEngine(Protocol):
-    """The engine, as the loop sees it."""
+    """The loop's interface to an engine."""
 
     @property
     def tiers(self) -> KvTransfers | None:
-        """KV outside the device, None without tiers."""
+        """Transfers of KV to and from tiers outside the device. None without tiers."""
 
     @property
     def adapters(self) -> LoraAdapters | None:
-        """LoRA adapters, None if the engine serves none."""
+        """LoRA adapters. None if the engine serves no adapters."""
 
     @property
     def events(self) -> RequestEvents:
@@ -203,38 +203,38 @@ class WorkerEngine(Protocol):
 
     @property
     def has_decodes(self) -> bool:
-        """Whether the next step gives a running sequence its next token."""
+        """Whether the next step produces a token for a running sequence."""
 
     @property
     def num_steps(self) -> int:
-        """Number of computed steps that had work."""
+        """Number of steps in which something was computed."""
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled, and begin to compile it if not."""
+        """Return whether a request's grammar is compiled. If not, start compiling the grammar."""
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit the samples of one prompt together, or refuse them all.
+        """Admit all samples of one prompt together, or refuse all of them.
 
         Returns:
-            The outputs of requests that are complete already, or the refusal.
+            The outputs of requests that are already complete, or the refusal.
         """
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request. An unknown id is no error."""
+        """Drop a request. Ignore unknown ids."""
 
     def inject_out_of_memory(self, after_steps: int) -> None:
         """Make one step run out of memory after `after_steps` more steps."""
 
     def step(self) -> Sequence[TokenOutput | Embedding]:
-        """Compute one step."""
+        """Compute one step and return its outputs."""
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests that failed since the last call."""
+        """Return the requests that have failed since the last call."""
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a share, 0 to 1, of `batching.max_sequences`."""
+        """Limit the batch to a fraction (0 to 1) of `batching.max_sequences`."""
 
 
 class StartedEngine(Protocol):
@@ -242,34 +242,34 @@ class StartedEngine(Protocol):
 
     @property
     def engine(self) -> WorkerEngine:
-        """The engine."""
+        """The engine that computes requests."""
 
     @property
     def ledger(self) -> Ledger:
-        """Reservations of all ranks together."""
+        """Memory reservations of all ranks together."""
 
     def state(self) -> WorkerState:
         """Measure memory and load, and end sessions that have been idle for too long."""
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the model and the worker, with its first state."""
+        """Return the message that describes the model, the worker and the worker's first state."""
 
     def log_start(self) -> None:
-        """Log the facts of the start."""
+        """Log facts about the started model and devices."""
 
     def stop(self) -> None:
-        """End the engine's other processes."""
+        """Stop the engine's other processes."""
 
 
 Report = Callable[[Loading], None]
 """Function that reports the progress of a start to the server."""
 
 Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
-"""Function that loads the model of a configuration. It also gets the options of the command."""
+"""Function that loads a configuration's model. It also receives the command-line options."""
 
 
 class Worker:
-    """The loop that serves one server until Shutdown."""
+    """The worker's loop, which serves one server until Shutdown."""
 
     def __init__(
         self,
@@ -279,14 +279,14 @@ class Worker:
         pressure: PressureController,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve a started engine.
+        """Create a loop for a started engine.
 
         Args:
-            started: the engine.
-            batching: windows for which a batch waits for more requests.
+            started: the engine and its memory.
+            batching: how long a batch waits for more requests.
             link: connection to the server.
-            pressure: decides the size of the batch by the state.
-            clock: monotonic time in seconds, by which the loop takes and awaits messages.
+            pressure: decides the batch size from the worker's state.
+            clock: returns monotonic time in seconds, for the timing of messages.
         """
         self._clock = clock
         self._started = started
@@ -302,10 +302,10 @@ class Worker:
         self._is_changed = False
         self._reported_at = time.monotonic()
         self._log_at = self._reported_at
-        """Time from which hits of the prefix cache may be logged again."""
+        """Time from which prefix cache hits may be logged again."""
 
     def run(self) -> None:
-        """Send Ready, and serve until Shutdown or until the server's process is gone."""
+        """Send Ready, and serve until Shutdown or until the server's process has ended."""
         parent = os.getppid()
         # Nothing loaded so far ever becomes garbage, so no collection needs to look at it.
         gc.freeze()
@@ -343,7 +343,7 @@ class Worker:
     def _send_last_state(self) -> None:
         """Report the steps that ran out of memory, except a step that ends the worker.
 
-        The server counts that step by the worker's exit status.
+        The server counts the step that ends the worker by the worker's exit status.
         """
         # Measuring the state may fail, since the device may be lost.
         with contextlib.suppress(Exception):
@@ -386,12 +386,12 @@ class Worker:
             self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
-        """Take pending messages for at most `DRAIN_S`, and wait only if nothing is to compute.
+        """Receive pending messages for at most `DRAIN_S`. Wait only if there is nothing to compute.
 
-        A lone request starts at once. If two or more requests came together, more are likely on
-        their way, and one step for all is cheaper than a step before them. The loop then waits for
-        the rest: at most the prefill window, or the shorter decode window while prompts are
-        computed. Decodes never wait. Requests that arrive meanwhile join their next step.
+        A lone request starts at once. If two or more requests arrive together, more are likely to
+        follow, and one step for all of them is cheaper than several steps. The loop therefore waits
+        for more requests: at most the prefill window, or the shorter decode window while prompts
+        are computed. Decodes never wait. Requests that arrive during a decode join the next step.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
@@ -406,7 +406,7 @@ class Worker:
             pass
 
     def _drain(self, timeout_s: float) -> int:
-        """Take messages until none is pending, or until `DRAIN_S` after the first one.
+        """Receive messages until none is pending, or until `DRAIN_S` after the first message.
 
         Args:
             timeout_s: seconds to wait for the first message.
@@ -462,7 +462,7 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
-        """Submit requests, or keep them while their grammar is compiled in the background."""
+        """Submit requests, or hold them back while their grammar is compiled in the background."""
         first = message.requests[0]
         if first.grammar and not self._engine.is_compiled(first):
             self._compiling.append(message)
@@ -470,7 +470,7 @@ class Worker:
             self._submit_now(message)
 
     def _submit_compiled(self) -> None:
-        """Submit the kept requests whose grammar is compiled by now."""
+        """Submit the requests that were held back and whose grammar is now compiled."""
         waiting = self._compiling
         self._compiling = []
         for message in waiting:
@@ -490,7 +490,7 @@ class Worker:
         self._send_failed()
 
     def _until_report(self) -> float:
-        """Return the seconds until the next report of the state."""
+        """Return the seconds until the next report of the worker's state is due."""
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
         return max(0.0, self._reported_at + interval - time.monotonic())
 
@@ -504,7 +504,7 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Log the prefix cache's share of new prompts, now and then while there are new prompts."""
+        """Log periodically how large a share of new prompts the prefix cache supplied."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return
@@ -516,7 +516,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the current state with its pressure level, and set the batch size by it."""
+        """Return the current state with its pressure level, which also sets the batch size."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -532,7 +532,7 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Return the message without a cancelled request, empty if no other request is left."""
+    """Return the message without a cancelled request, or no message if no request remains."""
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
 
@@ -546,10 +546,11 @@ def run(
     """Run a worker from its command line, and return the exit status.
 
     Args:
-        parser: parser with the worker's own options, to which those of every worker are added.
+        parser: parser with this kind of worker's options. The function adds the common options.
         start: loads the model.
-        arguments: the command line, None for the process's.
-        import_libraries: imports the libraries of `start`, so that a standby worker has them.
+        arguments: the command line. None for the command line of this process.
+        import_libraries: imports the libraries that `start` needs, so that a standby worker has
+            already imported them.
     """
     parent = os.getppid()
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")

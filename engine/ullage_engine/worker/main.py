@@ -1,6 +1,6 @@
 """The native worker's process: `python -m ullage_engine.worker.main --config F --endpoint PATH`.
 
-`ullage_engine.worker.loop` describes its life and its exit statuses.
+`ullage_engine.worker.loop` describes the worker's life cycle and its exit statuses.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from ullage_engine.worker.startup import RankCommand, Started, start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker, and return the exit status."""
+    """Run a native worker, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.worker.main",
         description="Compute for one ullage-engine, which starts this process itself.",

@@ -1,7 +1,7 @@
-"""Profiles of the next steps of a serving worker, by torch's profiler or as a timeline of batches.
+"""Profiles of a serving worker's next steps, from torch's profiler or as a timeline of batches.
 
-A worker records one profile at a time, for a bounded number of steps and seconds. The slow part,
-writing the trace, runs in a background thread.
+A worker records one profile at a time, for a limited number of steps and seconds. Writing the
+trace is slow and runs in a background thread.
 """
 
 import gzip
@@ -25,18 +25,19 @@ from ullage_engine.protocol.worker_state import WorkerState
 log = logging.getLogger("ullage.engine.worker.profiler")
 
 MAX_GROWTH_BYTES = 64 << 20
-"""Growth of the process at which a recording ends: about 300,000 events.
+"""Growth of the process's memory at which a recording ends: about 300,000 events.
 
-Events take ten times as much memory until they are written. A step of 30 layers has about 4,000.
+Events take ten times as much memory until they are written. A step of 30 layers has about 4,000
+events.
 """
 
 
 class _Recorder(Protocol):
-    """The recorder of steps, which begins when it is made."""
+    """A recorder of steps, which starts recording when it is created."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the recording must end, since its events take as much memory as they may."""
+        """Whether the recording must end, because its events have reached the memory limit."""
 
     def on_state(self, state: WorkerState) -> None:
         """Record a report of memory and load."""
@@ -45,13 +46,13 @@ class _Recorder(Protocol):
         """End the recording."""
 
     def write(self, path: Path) -> None:
-        """Write the recording to a file, in any thread."""
+        """Write the recording to a file. May be called in any thread."""
 
 
 class _Operations:
-    """The recorder of torch's operations, on the CPU and on its device.
+    """A recorder of torch's operations, on the CPU and on the worker's device.
 
-    Shapes and stacks are left out, since they would be most of the cost.
+    Shapes and stacks are not recorded, because they would cause most of the cost.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class _Operations:
 
 
 class _Batches:
-    """The recorder of batches: which requests are in which steps."""
+    """A recorder of batches, which records the requests in each step."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
@@ -121,15 +122,15 @@ class _Batches:
 
 
 class Profile:
-    """One profile of a worker, from its start to the written file."""
+    """One profile of a worker, from the start of recording to the written file."""
 
     def __init__(self, start: StartProfile, events: RequestEvents, num_steps: int) -> None:
-        """Begin to record.
+        """Start recording.
 
         Args:
             start: kind, length and file of the profile.
             events: events of the worker's requests.
-            num_steps: the worker's number of steps so far.
+            num_steps: the number of steps that the worker has computed so far.
         """
         self._start = start
         self._first_step = num_steps
@@ -151,7 +152,7 @@ class Profile:
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """End the recording when it is time, and return the answer once the file is written."""
+        """End the recording when it is complete, and return the answer once the file is written."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:
@@ -168,7 +169,7 @@ class Profile:
         return ProfileDone(num_steps=self._num_steps, error=self._error)
 
     def stop(self) -> None:
-        """End the recording, and begin to write the file."""
+        """End the recording, and start writing the file."""
         if self._writing is not None:
             return
         self._recorder.stop()

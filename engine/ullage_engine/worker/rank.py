@@ -1,8 +1,8 @@
-"""The start of one rank, phase by phase. Every allocation is entered in its device's ledger.
+"""The startup of one rank, phase by phase. Every allocation is recorded in its device's ledger.
 
-All ranks of a group finish one phase before any of them begins the next: `worker.startup` on rank 0
-gives the commands, and `worker.rank_process` obeys them on the other ranks. In the last two phases
-the ranks compute together.
+All ranks of a group finish one phase before any rank begins the next: `worker.startup` on rank 0
+sends the commands, and `worker.rank_process` executes them on the other ranks. In the last two
+phases the ranks compute together.
 """
 
 import logging
@@ -75,39 +75,39 @@ from ullage_kv import Arena, namespace
 log = logging.getLogger("ullage.engine.worker")
 
 _STAGING_BYTES = 16 << 20
-"""Bytes for messages, token lists and queues, which come and go with requests."""
+"""Bytes for messages, token lists and queues, whose sizes vary with the requests."""
 
 # How many prompt tokens a step computes.
 _PREFILL_CHUNK_TOKENS = 512
-"""Most prompt tokens of one step if the configuration sets no limit."""
+"""Maximum prompt tokens per step if the configuration sets no limit."""
 _LEAST_CHUNK_TOKENS = 128
-"""Fewest prompt tokens that a measured limit allows. Products of fewer rows are slower."""
+"""Minimum for the measured limit of prompt tokens. Matmuls with fewer rows are slower."""
 _CHUNK_UNIT = 64
-"""Measured limits are multiples of this many tokens."""
+"""The measured limit of prompt tokens is a multiple of this number."""
 _PREFILL_S = 0.5
 """Seconds that a step with a prompt's first tokens may take while decodes wait for the step.
 
-The limit applies if the configuration sets none and chunks do not change answers.
+The limit applies if the configuration sets none and if chunked prefill does not change answers.
 """
 _DEADLINE_SHARE = 0.25
-"""Largest share of limits.step_deadline that the prompt tokens of one step may take."""
+"""Maximum fraction of limits.step_deadline that the prompt tokens of one step may take."""
 
 # How the cost of context is measured.
 _DEEP_TOKENS = 64
-"""Prompt tokens that are timed twice, at a prompt's beginning and behind a long context."""
+"""Number of prompt tokens that are timed at a prompt's beginning and after a long context."""
 _DEEP_CONTEXT = 4096
-"""Tokens of the long context, fewer if the longest sequence is shorter."""
+"""Number of tokens in the long context, or fewer if the longest sequence is shorter."""
 _SHALLOW_CONTEXT = 256
-"""Tokens of context whose reading takes too little time to be measured."""
+"""Number of context tokens that take too little time to read to be measured."""
 
 # How much context the decodes of a step read.
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may spend reading KV while a new prompt waits."""
 _ANY_CONTEXT = 1 << 40
-"""Number of tokens of context that no step reaches, so it stands for no limit."""
+"""Number of context tokens that no step reaches, which means that there is no limit."""
 
 _TRANSFER_TIMEOUT_S = 60.0
-"""Least seconds after which a transfer between ranks has failed. The server notices it sooner."""
+"""Minimum timeout in seconds of a transfer between ranks. The server notices a failure sooner."""
 
 _COMPUTING_ROOMS = (
     "kernels",
@@ -118,17 +118,17 @@ _COMPUTING_ROOMS = (
     "quantization",
     "runner",
 )
-"""Folders of the engine whose code decides the bits of an answer."""
+"""Folders of the engine with the code on which the exact bits of an answer depend."""
 
 
 def chunk_tokens(token_s: float, most: int) -> int:
-    """Return the prompt tokens of a step that takes about as long as decodes should wait.
+    """Return how many prompt tokens a step can compute in the time that decodes should wait.
 
-    The number is never so small that products get slower, unless `most` is.
+    The number is never so small that matmuls become slower, unless `most` is that small.
 
     Args:
-        token_s: seconds of one token at a prompt's beginning. Later tokens take longer.
-        most: upper limit.
+        token_s: seconds per token at a prompt's beginning. Later tokens take longer.
+        most: upper limit of the number.
     """
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
     return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
@@ -137,16 +137,16 @@ def chunk_tokens(token_s: float, most: int) -> int:
 def measured_cost(
     token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
 ) -> PromptCost:
-    """Return the cost of prompt tokens by position, and the budget of one step.
+    """Return the cost of prompt tokens by position, and the cost budget of one step.
 
     Args:
-        token_s: seconds of one token at a prompt's beginning.
-        context_s: additional seconds for each token of context that a token attends to.
-        tokens: prompt tokens of a step at a prompt's beginning.
+        token_s: seconds per token at a prompt's beginning.
+        context_s: additional seconds for each context token that a token attends to.
+        tokens: number of prompt tokens in a step at a prompt's beginning.
         deadline_s: seconds after which a worker that has not finished its step counts as hung.
         is_free: whether a step deep in a prompt computes fewer tokens as soon as decodes would wait
-            longer for the step than for one at the beginning. If false, only the deadline makes a
-            step compute fewer tokens.
+            longer for this step than for a step at the beginning. If false, only the deadline makes
+            a step compute fewer tokens.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -159,7 +159,7 @@ def measured_cost(
 
 
 class RankStartup:
-    """The start of one rank, from its configuration to a runner.
+    """The startup of one rank, from its configuration to a runner.
 
     Call the phases in order, each once: `load`, `allocate_arenas`, `warm_up`, `allocate_kv`,
     `finalize`.
@@ -194,15 +194,15 @@ class RankStartup:
         self._workspace: Workspace | None = None
 
         self.swap_bytes_per_second = 0.0
-        """Bandwidth of all ranks to host memory, measured by this rank, 0 without host memory."""
+        """Bandwidth of all ranks to host memory, measured by this rank. 0 without host KV."""
         self.decode_tokens = _ANY_CONTEXT
-        """Tokens of context that the decodes of one step may read, measured by `finalize`."""
+        """Context tokens that the decodes of one step may read, as measured by `finalize`."""
         self.prompt_tokens = 0
-        """Most prompt tokens of one step, as `finalize` measures it or as configured."""
+        """Maximum prompt tokens per step, as measured by `finalize` or as configured."""
         self.prompt_cost = PromptCost()
         """Cost of prompt tokens by position, measured by `finalize`."""
         self.longest_step_s = 0.0
-        """Seconds that the longest step takes, measured by `finalize`."""
+        """Duration of the longest step in seconds, measured by `finalize`."""
         self.proof: Proof | None = None
         """Digests of this rank's tensors and logits, set by `finalize`."""
 
@@ -214,13 +214,13 @@ class RankStartup:
 
     @property
     def weights_key(self) -> str:
-        """The key of the prepared weights, which all ranks of a group share."""
+        """The key that identifies the prepared weights, the same for all ranks of a group."""
         assert self._loaded is not None, "load comes first"
         return self._loaded.key
 
     @property
     def loaded(self) -> LoadedModel:
-        """The weights that this rank computes with."""
+        """The weights with which this rank computes."""
         assert self._loaded is not None, "load comes first"
         return self._loaded
 
@@ -232,13 +232,13 @@ class RankStartup:
 
     @property
     def workspace(self) -> Workspace:
-        """The memory of the temporaries of steps."""
+        """The memory for the temporary tensors of steps."""
         assert self._workspace is not None, "finalize comes first"
         return self._workspace
 
     @cached_property
     def max_model_len(self) -> int:
-        """Length of the longest sequence, in tokens."""
+        """Maximum length of a sequence, in tokens."""
         longest = self.model_config.max_position
         max_model_len = self.config.model.max_model_len
         if max_model_len is None:
@@ -253,7 +253,7 @@ class RankStartup:
 
     @cached_property
     def limits(self) -> SchedulerLimits:
-        """Limits of the scheduler's plans."""
+        """Limits for the plans that the scheduler makes."""
         batching = self.config.batching
         chunk = batching.prefill_chunk_tokens
         chunk = _PREFILL_CHUNK_TOKENS if chunk is None else chunk
@@ -275,13 +275,13 @@ class RankStartup:
         )
 
     def _decode_batches(self) -> int:
-        """Return how many batches of decodes are in flight at once, at most one a stage."""
+        """Return how many batches of decodes are in flight at once, at most one per stage."""
         own = 1 if self.device.type == "cpu" else self.layout.pipeline
         return min(self.config.parallelism.decode_batches or own, self.layout.pipeline)
 
     @cached_property
     def step_limits(self) -> StepLimits:
-        """Limits that size every buffer of the runner."""
+        """Limits of a step, which determine the size of every buffer of the runner."""
         limits = self.limits
         model = self.config.model
         return StepLimits(
@@ -297,9 +297,10 @@ class RankStartup:
 
     @cached_property
     def window_tokens(self) -> int:
-        """Length of the sliding windows whose layers have KV blocks of their own.
+        """Length of the sliding windows whose layers have separate KV blocks, in tokens.
 
-        0 if no sequence is longer than a window and a prompt chunk. Then no layer has its own.
+        0 if no sequence is longer than a window and a prompt chunk. No layer then has separate
+        blocks.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
@@ -311,7 +312,7 @@ class RankStartup:
 
     @cached_property
     def library_refusal(self) -> str:
-        """The reason why the C++ library does not compute whole steps, empty if it does."""
+        """The reason why the C++ library does not compute whole steps. Empty if it does."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -319,7 +320,7 @@ class RankStartup:
 
     @cached_property
     def kv_type(self) -> torch.dtype:
-        """Type of keys and values that are not float8."""
+        """Data type of keys and values that are not stored as float8."""
         if self.config.model.dtype != "auto":
             return self.dtype
         return auto_kv_type(self.library_refusal, self.dtype)
@@ -338,7 +339,7 @@ class RankStartup:
         return self.config.memory.host_kv // self.block_bytes
 
     def load(self) -> None:
-        """Map or copy the weights that this rank computes with."""
+        """Memory-map or copy the weights with which this rank computes."""
         context = self.meter.used_bytes()
         self.ledger.record("context", context)
         # A standby worker has a context of its own, in the same memory.
@@ -353,10 +354,11 @@ class RankStartup:
     def allocate_arenas(self, store: Path | None = None) -> None:
         """Join the other ranks and allocate the buffers of a step.
 
-        It is the last phase before ranks compute together, so a rank that lacks memory fails here.
+        This is the last phase before ranks compute together, so a rank that lacks memory fails
+        here.
 
         Args:
-            store: file at which the ranks meet, None for a rank that computes alone.
+            store: file through which the ranks find each other. None for a single rank.
         """
         assert self._loaded is not None, "load comes first"
         pipeline_rank = self._join_group(store)
@@ -394,7 +396,7 @@ class RankStartup:
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def _new_capture(self) -> NewCapture | None:
-        """Return the class that captures decode steps, None if every kernel is launched singly."""
+        """Return the class that captures decode steps as graphs, or None without graphs."""
         if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
@@ -403,10 +405,10 @@ class RankStartup:
         return CudaCapture
 
     def warm_up(self) -> int:
-        """Run the largest steps on a pool of one block, so that libraries take their workspace.
+        """Run the largest steps on a pool of one block, so that libraries allocate their workspace.
 
         Returns:
-            The number of KV blocks that fit in the remaining memory, an upper limit for the pool.
+            The number of KV blocks that fit into the remaining memory, an upper limit for the pool.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
@@ -449,14 +451,14 @@ class RankStartup:
     def finalize(self, *, verifies: bool = False) -> None:
         """Run the largest steps on the whole pool, prove the rank's arithmetic, close the ledger.
 
-        The pool may lie where the first warm-up had its temporaries. The steps allocate them
-        again, so that the first requests do not wait for that.
+        The pool may occupy memory that the first warm-up used for temporary tensors. The steps
+        allocate these again, so that the first requests do not wait for the allocation.
 
         Args:
-            verifies: whether no earlier start has proven the same.
+            verifies: whether to compute the proof twice, because no earlier start was verified.
 
         Raises:
-            ProofError: a second computation differs from the first.
+            ProofError: the second computation differs from the first.
         """
         self.runner.run_largest()
         if self.config.cuda_graphs:
@@ -483,7 +485,7 @@ class RankStartup:
     def _check_weights(self) -> None:
         """Compare the weights in memory with the checksums of the prepared file.
 
-        No later start would notice that the first one computed with damaged weights.
+        No later start would notice that the first start computed with damaged weights.
         """
         began = time.monotonic()
         folder = Path(self.config.server.weights_dir)
@@ -495,7 +497,7 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
-        """Measure the cost of prompt tokens, and decide how many a step computes at a position."""
+        """Measure the cost of prompt tokens, and decide how many a step computes by position."""
         most = self.limits.prompt_tokens
         measured = min(_LEAST_CHUNK_TOKENS, most)
         token_s = self.runner.measure_prompt_seconds(measured) / measured
@@ -520,7 +522,7 @@ class RankStartup:
             log.info("a prompt token behind %d others costs twice as much as the first", tokens)
 
     def _measure_context(self) -> float:
-        """Measure the seconds that a token of context costs each prompt token behind it."""
+        """Measure the seconds that each context token adds to the cost of a later prompt token."""
         tokens = min(_DEEP_TOKENS, self.limits.prompt_tokens)
         context = min(_DEEP_CONTEXT, self.max_model_len - tokens)
         if context < _SHALLOW_CONTEXT:
@@ -531,7 +533,7 @@ class RankStartup:
         return max(0.0, deep - first) / (tokens * context)
 
     def close(self) -> None:
-        """End the transfers to other ranks."""
+        """Close the connections for transfers to other ranks."""
         if self._group is not None:
             self._group.close()
 
@@ -556,7 +558,7 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Return the slicer that cuts this rank's part from the whole model."""
+        """Return the object that cuts this rank's part out of the whole model."""
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -593,7 +595,7 @@ class RankStartup:
         return pipeline_rank
 
     def _log_decoder(self) -> None:
-        """Log which library computes steps on a CPU, and why the fastest one does not."""
+        """Log whether the C++ library or torch computes steps on a CPU, and why if it is torch."""
         if self.rank or self.device.type != "cpu":
             return
 
@@ -610,7 +612,7 @@ class RankStartup:
     def _fitting_blocks(self) -> int:
         """Count the KV blocks that fit.
 
-        A rank whose layers keep no KV does not limit the others.
+        A rank whose layers keep no KV does not limit the other ranks.
         """
         chunk_blocks = -(-self.limits.prompt_tokens // self.step_limits.block_tokens)
         limit = kv_limit(self.config.memory, on_cpu=self.device.type == "cpu")
@@ -642,7 +644,7 @@ class RankStartup:
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
 
     def _host_kv_bytes(self) -> int:
-        """Return the bytes that slots of the host take on the device.
+        """Return the bytes that host KV slots take on the device.
 
         On a CPU the device is the host, and the bytes are this rank's share of all slots. On a GPU
         they are the two staging blocks through which slots are copied.
@@ -653,9 +655,9 @@ class RankStartup:
         return self.runner.kv_block_bytes * 2 * bool(is_staged)
 
     def _shared_slots(self) -> torch.Tensor | None:
-        """Return this rank's part of the slots of the host tier [slots, bytes], if there is one.
+        """Return this rank's part of the host tier's slots [slots, bytes], if there is a host tier.
 
-        A slot holds the parts of all ranks, one behind the other.
+        A slot holds the parts of all ranks, one after the other.
         """
         if self._host_tier is None:
             return None
@@ -674,14 +676,14 @@ class RankStartup:
         return slots[:, start : start + self._part_bytes(self.rank)]
 
     def _part_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's part of a KV block."""
+        """Return the bytes of one rank's part of a KV block."""
         limits = self.step_limits
         own = rank_model_config(self.model_config, self.layout, rank)
         return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Everything that decides the bits of the group's answers, the same after every restart."""
+        """Everything on which the exact answers depend, the same after every restart."""
         assert self._loaded is not None, "load comes first"
         layout = self.layout
         encodings = self._loaded.encodings.values()
@@ -720,7 +722,7 @@ class RankStartup:
     def kv_space(self) -> bytes:
         """Namespace of this group's KV outside the device.
 
-        Empty if there is no host tier, if the tier holds no block, or without a prefix cache.
+        Empty without a host tier, without a prefix cache, or if the host tier holds no block.
         """
         if self._host_tier is None or self._host_tier.num_bytes < self.block_bytes:
             return b""
@@ -739,7 +741,7 @@ class RankStartup:
 
     @property
     def proof_tolerance(self) -> float:
-        """Largest difference of logits between two starts, as a share of their spread.
+        """Maximum difference of logits between two starts, as a fraction of the logits' spread.
 
         0 if the logits must be equal.
         """
@@ -751,7 +753,7 @@ class RankStartup:
     def proof_file(self) -> ProofFile:
         """The file with the proofs of all ranks, known once the KV pool is allocated.
 
-        Its facts are everything that may change the bits of a proof.
+        The file depends on all facts that may change the bits of a proof.
         """
         layout = self.layout
         # The library adds in the same order with every instruction set. A proof still holds only
@@ -778,7 +780,7 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Compare the allocated bytes with the formulas that admission and the router use."""
+        """Check the allocated bytes against the formulas that admission and the router use."""
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
             # Parts of a mapped file count with their own bytes, not with those of the whole file.
@@ -798,10 +800,10 @@ class RankStartup:
             raise WorkerStartError(error)
 
     def _settle_workspace(self) -> None:
-        """Record the bytes that the workspace holds in the end.
+        """Record the number of bytes that the workspace finally holds.
 
-        The KV pool may have taken freed parts of the workspace. Bytes in excess of the workspace,
-        for example the pool's bookkeeping, count as staging.
+        The KV pool may have taken freed parts of the workspace. Bytes beyond the workspace, for
+        example the pool's bookkeeping, count as staging.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
         workspace = entries["workspace"]
@@ -821,13 +823,13 @@ class RankStartup:
 
 
 def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_blocks: int) -> int:
-    """Count the whole KV blocks that fit a device, at least those of the largest prompt chunk.
+    """Count the KV blocks that fit on a device, which must hold the largest prompt chunk.
 
     Args:
         ledger: the ledger of the device.
-        limit: most bytes of the blocks, None for the remaining bytes of the ledger.
-        block_bytes: bytes of one block on this device.
-        chunk_blocks: blocks of the largest prompt chunk.
+        limit: maximum bytes of the blocks. None for the remaining bytes of the ledger.
+        block_bytes: bytes per block on this device.
+        chunk_blocks: number of blocks of the largest prompt chunk.
 
     Raises:
         WorkerStartError: the limit is too small for a prompt chunk.
@@ -848,10 +850,10 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
 
 
 def read_layout(config: EngineConfig) -> RankLayout:
-    """Read the configuration's arrangement of ranks.
+    """Read the arrangement of ranks from the configuration.
 
     Raises:
-        WorkerStartError: the configuration contradicts itself, or a promise of determinism.
+        WorkerStartError: the configuration contradicts itself or a guarantee of determinism.
     """
     ranks = config.parallelism
     pool = config.server.pool
@@ -869,5 +871,5 @@ def read_layout(config: EngineConfig) -> RankLayout:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors, each rounded up to whole pages as in the prepared file."""
+    """Return the total bytes of tensors, each rounded up to whole pages as in the prepared file."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

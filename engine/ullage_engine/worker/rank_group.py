@@ -1,14 +1,14 @@
-"""The group of ranks, seen from rank 0: their processes, the messages to them, and one runner.
+"""Rank 0's side of a group of ranks: the processes, the messages, and a runner for the group.
 
-Messages are msgpack over a ZeroMQ pair for each rank. At the start ranks answer each of the
-commands `Join`, `WarmUp`, `Allocate` and `Finalize` by `Done` or `Failed`. Rank 0 sends a command
-only after all ranks have answered the previous one, and ranks answer once when they have loaded.
+Messages are msgpack over one ZeroMQ pair per rank. At startup, ranks answer each of the commands
+`Join`, `WarmUp`, `Allocate` and `Finalize` with `Done` or `Failed`. Rank 0 sends a command only
+after all ranks have answered the previous command. Ranks also answer once when they have loaded.
 Ranks wait for each other's part of a computation only in `WarmUp` and `Finalize`, so every other
 failure occurs in `Join` or `Allocate`. While serving, the rank that samples answers `Execute`, and
-all ranks answer `Sync`. A rank that fails then ends, and the group ends with it. `Loading` may
+all ranks answer `Sync`. A rank that fails while serving ends, and so does the group. `Loading` may
 arrive at any time.
 
-The group lives and ends as a whole: for each process a thread waits for its end.
+If one process of the group ends, all end. A thread per process waits for the process to end.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ START_FAILED = 4
 """Exit status of a rank that has reported an unforeseen error during its start."""
 
 _POLL_MS = 100
-"""Milliseconds between two checks of whether a silent rank is alive."""
+"""Milliseconds between checks of whether a silent rank is alive."""
 _STOP_GRACE_S = 3.0
-"""Seconds that ranks have to end after `Stop`."""
+"""Seconds within which ranks must end after `Stop`."""
 
 RankCommandLine = Callable[[int, str], Sequence[str]]
-"""Function from a rank and an endpoint to the command line of the rank's process."""
+"""Function that returns the command line of a rank's process, given the rank and an endpoint."""
 
 Report = Callable[[Loading], None]
-"""Function that is called with every stage of a rank's loading."""
+"""Callback for every stage of a rank's loading."""
 
 
 class GroupMessage(msgspec.Struct, frozen=True, tag=True):
@@ -71,30 +71,30 @@ class GroupMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(GroupMessage, frozen=True):
-    """Command: join the other ranks, and allocate the arenas and everything for the warm-up."""
+    """Command: join the other ranks, and allocate the arenas and other memory for the warm-up."""
 
     store: str
-    """Path of the file through which ranks meet, which does not exist yet."""
+    """Path of the file through which ranks find each other. The file does not exist yet."""
 
 
 class WarmUp(GroupMessage, frozen=True):
-    """Command: run the largest steps with all ranks, and report how many KV blocks still fit."""
+    """Command: run the largest steps together, and report how many KV blocks still fit."""
 
 
 class Allocate(GroupMessage, frozen=True):
-    """Command: allocate the KV pool with as many blocks as fit every rank."""
+    """Command: allocate the KV pool, with as many blocks as fit on every rank."""
 
     num_blocks: int
 
 
 class Finalize(GroupMessage, frozen=True):
-    """Command: run the largest steps on the pool and prove the arithmetic.
+    """Command: run the largest steps on the KV pool, and prove the rank's arithmetic.
 
-    The answer has the proof and the ledger.
+    The answer contains the proof and the ledger.
     """
 
     verifies: bool = False
-    """Whether the proof is computed twice, since no earlier start has proven the same."""
+    """Whether to compute the proof twice, because no earlier start was verified."""
 
 
 class Execute(GroupMessage, frozen=True):
@@ -110,7 +110,7 @@ class Move(GroupMessage, frozen=True):
 
 
 class Sync(GroupMessage, frozen=True):
-    """Command: answer when all earlier commands are done."""
+    """Command: answer once all earlier commands are done."""
 
 
 class Stop(GroupMessage, frozen=True):
@@ -121,16 +121,16 @@ class Stop(GroupMessage, frozen=True):
 
 
 class Done(GroupMessage, frozen=True, kw_only=True):
-    """Answer: the command was carried out."""
+    """Answer: the rank has executed the command."""
 
     weights_key: str = ""
     """Key of the prepared weights, after loading."""
     num_blocks: int = 0
-    """KV blocks that fit this rank, after `WarmUp`."""
+    """Number of KV blocks that fit on this rank, after `WarmUp`."""
     ledger: list[ReservationState] = []
-    """Everything that the rank has reserved, after `Finalize`."""
+    """All memory reservations of the rank, after `Finalize`."""
     total_bytes: int = 0
-    """Bytes of the rank's device, after `Finalize`."""
+    """Memory of the rank's device in bytes, after `Finalize`."""
     proof: Proof | None = None
     """Proof of the rank's arithmetic, after `Finalize`."""
 
@@ -139,15 +139,15 @@ class Failed(GroupMessage, frozen=True):
     """Answer: the rank cannot serve."""
 
     error: str
-    """One line that names the field or the file."""
+    """Error message of one line, which names the configuration field or the file."""
     may_retry: bool = False
-    """Whether another start may succeed, since the error was not foreseen."""
+    """Whether another start may succeed, because the error was unforeseen."""
     is_unproven: bool = False
-    """Whether the rank's results differ from an earlier start's."""
+    """Whether the rank's results differ from those of an earlier start."""
 
 
 class Sampled(GroupMessage, frozen=True):
-    """Answer: the tokens of a step."""
+    """Answer: the sampled tokens of a step."""
 
     tokens: list[SampledToken]
 
@@ -160,12 +160,12 @@ ToRank0 = Answer | Loading
 def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
     """Return the parts of a plan that another rank needs.
 
-    Moves are left out, since a command of their own precedes the plan. Only the rank that samples
-    reads histories and masks.
+    Moves are left out, because a separate command for them precedes the plan. Only the rank that
+    samples reads histories and masks.
 
     Args:
         plan: plan of rank 0.
-        sent: histories that the rank already has, None if the rank does not sample.
+        sent: histories that the rank already has. None if the rank does not sample.
     """
     if sent is not None:
         sent.begin_plan()
@@ -186,8 +186,8 @@ def reads_history(chunk: Chunk) -> bool:
 class RankProcesses:
     """The processes of ranks 1 to n - 1.
 
-    When one of them dies this process ends at once. A collective would wait for the dead rank until
-    its timeout, and the supervisor restarts the whole group anyway.
+    When one of these processes dies, this process ends at once. Otherwise a collective operation
+    would wait for the dead rank until a timeout. The supervisor restarts the whole group anyway.
     """
 
     def __init__(
@@ -195,14 +195,14 @@ class RankProcesses:
     ) -> None:
         """Start the processes.
 
-        Call it on the main thread: the kernel ends the processes when the thread that started them
-        ends.
+        Call this on the main thread, because the kernel kills the processes when the thread that
+        started them ends.
 
         Args:
             world: number of ranks.
             endpoint_base: path of the sockets, without the rank at the end.
-            command: makes the command line of each rank.
-            report: receives the loading progress of ranks while their answers are awaited.
+            command: returns the command line of each rank.
+            report: called with the loading progress of ranks while waiting for their answers.
         """
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -224,7 +224,7 @@ class RankProcesses:
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of the ranks, without rank 0."""
+        """Numbers of all ranks except rank 0."""
         return list(self._links)
 
     def send(self, rank: int, command: ToRank) -> None:
@@ -232,13 +232,13 @@ class RankProcesses:
         self._links[rank].send(self._encoder.encode(command))
 
     def broadcast(self, command: ToRank) -> None:
-        """Send a command to all ranks, encoded once."""
+        """Send a command to all ranks. The command is encoded only once."""
         encoded = self._encoder.encode(command)
         for link in self._links.values():
             link.send(encoded)
 
     def wait_done(self) -> list[Done]:
-        """Wait for every rank's answer to the last command, and return all in the order of ranks.
+        """Wait for every rank's answer to the last command, and return the answers by rank.
 
         Raises:
             RankFailedError: a rank cannot continue.
@@ -250,7 +250,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report in time, or None, and drop other answers."""
+        """Return the error that ranks report in time, or None. Drop all other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
 
@@ -269,7 +269,7 @@ class RankProcesses:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Wait for the tokens of the oldest step whose tokens are not collected yet.
+        """Wait for the tokens of the oldest step whose tokens have not been collected yet.
 
         Raises:
             GroupLostError: the rank has ended, or has sent another answer.
@@ -288,7 +288,7 @@ class RankProcesses:
         return total
 
     def stop(self) -> None:
-        """Ask the processes to end, and kill the ones that have not after a grace period."""
+        """Ask the processes to end, and kill those that still run after a grace period."""
         self._is_stopping.set()
         encoded = self._encoder.encode(Stop())
         for link in self._links.values():
@@ -304,7 +304,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes without asking, since a rank that still loads does not listen."""
+        """Kill the processes at once, because a rank that is still loading receives no commands."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()
@@ -319,7 +319,7 @@ class RankProcesses:
         return link
 
     def _answer(self, rank: int) -> Answer:
-        """Wait for the next answer of a rank, and report its loading meanwhile."""
+        """Wait for the next answer of a rank, and report the rank's loading in the meantime."""
         while isinstance(answer := self._message(rank), Loading):
             self._report(answer)
         return answer
@@ -336,7 +336,7 @@ class RankProcesses:
         return self._decoder.decode(link.recv())
 
     def _watch(self, rank: int) -> None:
-        """End this process as soon as another rank has ended without a report."""
+        """End this process as soon as another rank has ended without reporting an error."""
         status = self._popens[rank].wait()
         # A shortage of memory is reported even while the group is about to end because of it.
         if status in (OUT_OF_MEMORY, HOST_SHORT):
@@ -352,10 +352,10 @@ class RankProcesses:
 
 
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
-    """Return one error for the reports of ranks.
+    """Combine the errors that ranks have reported into one error.
 
-    An error that another start would not cure is the cause of the unforeseen errors, so it
-    alone is returned.
+    If another start would not fix an error, that error has caused the unforeseen errors. Therefore
+    only that error is returned.
     """
     for rank, each in failed.items():
         if not each.may_retry:
@@ -369,19 +369,20 @@ def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
 class DistributedRunner:
     """The runner of a group, which computes rank 0's part and collects the last stage's tokens.
 
-    Every rank executes moves and steps in the order in which they are sent. With several stages the
-    first one therefore computes a plan while the next one computes the plan before.
+    Every rank executes moves and steps in the order in which they are sent. With several pipeline
+    stages, the first stage therefore computes a plan while the next stage computes the previous
+    plan.
 
-    A step that fails on any rank ends the group. The other ranks wait in a collective that the
-    failed rank has left, so all ranks must restart before a step can be computed again.
+    A step that fails on any rank ends the group. The other ranks wait in a collective operation
+    that the failed rank has left, so all ranks must restart before a step can be computed again.
     """
 
     def __init__(
         self, own_runner: "Runner", processes: RankProcesses, layout: RankLayout, max_sequences: int
     ) -> None:
-        """Run steps on `own_runner` and on `processes`.
+        """Create a runner that runs steps on `own_runner` and on `processes`.
 
-        `max_sequences` is the most sequences of a step.
+        `max_sequences` is the maximum number of sequences per step.
         """
         self._own_runner = own_runner
         self._processes = processes
@@ -389,7 +390,7 @@ class DistributedRunner:
         self._sent = SentHistories(max_sequences)
 
     def move(self, moves: Moves) -> None:
-        """Move blocks on every rank, see `ullage_engine.worker.engine.Runner`."""
+        """Copy KV blocks on every rank. See `ullage_engine.worker.engine.Runner`."""
         self._processes.broadcast(Move(moves))
         try:
             self._own_runner.move(moves)
@@ -397,7 +398,7 @@ class DistributedRunner:
             raise GroupLostError(f"rank 0 cannot move blocks: {error}") from error
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step on every rank, see `ullage_engine.worker.engine.Runner`.
+        """Compute a step on every rank. See `ullage_engine.worker.engine.Runner`.
 
         Raises:
             GroupLostError: the group can no longer compute.
@@ -406,10 +407,10 @@ class DistributedRunner:
         return tokens if self._sampling_rank == 0 else self.collect()
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin a step of a group with several stages.
+        """Start a step of a group with several pipeline stages.
 
         The call returns when the first stage has computed the step and the next stage has received
-        its rows.
+        the resulting rows.
 
         Raises:
             GroupLostError: the group can no longer compute.
@@ -417,7 +418,7 @@ class DistributedRunner:
         self._begin(plan)
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the tokens of the oldest submitted step that is not collected yet.
+        """Wait for the tokens of the oldest submitted step that has not been collected yet.
 
         Raises:
             GroupLostError: the group can no longer compute.
@@ -431,7 +432,7 @@ class DistributedRunner:
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Send a plan to every rank, compute rank 0's part, and return the tokens it sampled."""
+        """Send a plan to every rank, compute rank 0's part, and return the tokens sampled there."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank

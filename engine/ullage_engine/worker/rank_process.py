@@ -1,8 +1,8 @@
 """A rank other than 0: `python -m ullage_engine.worker.rank_process`, started by the worker.
 
-The rank loads its part of the model, answers each command of the start, and then computes its part
-of every step. It ends with rank 0, killed by the kernel if necessary. An error while serving ends
-the rank, and the group with it.
+The rank loads its part of the model, answers each startup command, and then computes its part of
+every step. The rank ends when rank 0 ends, and is killed by the kernel if necessary. An error while
+serving ends the rank, and thereby the group.
 
 exit status: 0 after Stop, 2 the rank has reported to rank 0 why it cannot serve, 4 the rank has
 reported an unforeseen error during its start, 6 the rank ran out of memory while serving, 8 the
@@ -65,13 +65,13 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.group")
 
 _LINGER_MS = 2_000
-"""Milliseconds for which a closed socket still sends its last messages."""
+"""Milliseconds during which a closed socket still sends its last messages."""
 _PROGRESS_S = 1.0
-"""Least seconds between two reports within one stage of loading."""
+"""Minimum seconds between reports within one stage of loading."""
 
 
 class Rank0Link:
-    """The rank's end of its socket to rank 0."""
+    """This rank's end of the socket to rank 0."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._socket = context.socket(zmq.PAIR)
@@ -86,16 +86,16 @@ class Rank0Link:
         self._socket.send(self._encoder.encode(message))
 
     def receive(self) -> ToRank:
-        """Wait for the next command."""
+        """Wait for the next command from rank 0."""
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
-        """Close the socket. The last messages are still sent."""
+        """Close the socket, after which the last messages are still sent."""
         self._socket.close()
 
 
 class Reporter:
-    """The reporter of this rank's loading to rank 0 at each stage, its end, and once a second."""
+    """Reports this rank's loading to rank 0: at each stage, at its end, and once a second."""
 
     def __init__(self, rank: int, link: Rank0Link) -> None:
         self._rank = rank
@@ -114,11 +114,11 @@ class Reporter:
 
 
 def prepare(rank: RankStartup, link: Rank0Link) -> None:
-    """Load, and obey the commands of the start until `Finalize`.
+    """Load this rank's part, and execute the startup commands until `Finalize`.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: the rank cannot serve.
-        ProofError: the rank's results differ.
+        ProofError: the rank's results differ from those of a verified start.
     """
     rank.load()
     link.send(Done(weights_key=rank.weights_key))
@@ -165,7 +165,7 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
 
 
 def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
-    """Return the plan with whole histories for requests whose penalties read them."""
+    """Return the plan with whole token histories for requests whose penalties read them."""
     received.begin_plan()
     chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
     return StepPlan(chunks)

@@ -1,6 +1,6 @@
-"""The worker's start: from a configuration to an engine that steps, on one rank or several.
+"""The worker's startup: from a configuration to an engine that serves, on one or several ranks.
 
-Rank 0 starts the other ranks' processes and commands each phase of their start.
+Rank 0 starts the other ranks' processes and sends a command for each phase of their startup.
 """
 
 import logging
@@ -50,46 +50,46 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.worker")
 
 _FAILURE_GRACE_S = 2.0
-"""Seconds after an error on rank 0 within which another rank reports the cause."""
+"""Seconds to wait after an error on rank 0 for another rank to report the cause."""
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
-"""Function from a rank, its endpoint and, on a CPU, its budget in bytes to its command line."""
+"""Function that returns a rank's command line, given its number, endpoint and CPU budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A loaded engine with its ledger, profile and ranks."""
+    """A loaded engine with its memory ledger, memory profile and ranks."""
 
     engine: EngineCore
     ledger: Ledger
-    """Reservations of all ranks together."""
+    """Memory reservations of all ranks together."""
     used_bytes: Callable[[], int]
-    """Measure of the memory in use, at most a second old.
+    """Function that returns the bytes of memory in use, at most a second old.
 
-    It is the resident bytes of all ranks, or the bytes of rank 0 on its CUDA device.
+    These are the resident bytes of all ranks, or the bytes of rank 0 on its CUDA device.
     """
     swap_seconds: Callable[[], float]
-    """Measure of the seconds spent on copies of KV to host memory and back, on rank 0."""
+    """Function that returns rank 0's seconds spent on copies of KV to host memory and back."""
     swap_bytes_per_second: float
-    """Bandwidth to host memory measured at start, 0 without host memory for KV."""
+    """Bandwidth to host memory, measured at startup. 0 without host memory for KV."""
     free_memory: FreeMemoryMonitor
-    """Monitor of the memory that other processes took from rank 0's device."""
+    """Monitor of the memory that other processes take on rank 0's device."""
     stop_ranks: Callable[[], None]
-    """Function that ends the other ranks."""
+    """Function that stops the other ranks."""
     throughput: ThroughputEstimator
     profile: MemoryProfile
     max_model_len: int
     vocab_size: int
     dtype: str
     name: str
-    """Name by which clients ask for the model."""
+    """Name that clients use to request the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """Everything that decides the bits of the engine's answers."""
+    """Fingerprint of everything on which the exact bits of the engine's answers depend."""
     kv_space: bytes
-    """Namespace of KV outside the device, empty without such KV."""
+    """Namespace of KV blocks in tiers outside the device. Empty without tiers."""
     longest_step_s: float
-    """Seconds of the longest step, measured at the start."""
+    """Duration of the longest step in seconds, measured at startup."""
 
     def state(self) -> WorkerState:
         """Measure memory and load, end idle sessions, and withhold KV that other processes took."""
@@ -118,7 +118,7 @@ class Started:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the model and the worker, with its first state."""
+        """Return the message that describes the model, the worker and the worker's first state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -132,7 +132,7 @@ class Started:
         )
 
     def log_start(self) -> None:
-        """Log the device map and the facts of the served model."""
+        """Log the device map and facts about the served model."""
         for place in self.ranks:
             log.info("%s", place)
         facts = {
@@ -143,7 +143,7 @@ class Started:
         log.info("worker serves %s", self.name, extra=facts)
 
     def stop(self) -> None:
-        """End the other ranks."""
+        """Stop the other ranks."""
         self.stop_ranks()
 
 
@@ -158,10 +158,10 @@ def start(
 
     Args:
         config: the engine's configuration.
-        report: receives the progress of the start.
-        group_path: beginning of the paths of the other ranks' sockets.
-        rank_command: makes the command lines of the other ranks.
-        host_tier: memory of the host tier, None without one.
+        report: called with the progress of the start.
+        group_path: prefix of the paths of the other ranks' sockets.
+        rank_command: returns the command lines of the other ranks.
+        host_tier: memory of the host tier. None without a host tier.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
@@ -199,9 +199,9 @@ def start(
 
 
 def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
-    """Return the error of the rank that caused an error of the start, or None if there is none.
+    """Return the error of the rank that caused a startup error, or None if no rank caused it.
 
-    When one rank is gone the other ranks fail too, in the middle of a common computation.
+    When one rank has ended, the other ranks fail too, in the middle of a common computation.
     """
     own = (WorkerStartError, LedgerError, WeightsError, ProofError)
     if isinstance(error, own) or not isinstance(error, Exception):
@@ -216,7 +216,7 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Start all ranks phase by phase. All ranks end a phase before any begins the next."""
+    """Start all ranks phase by phase. All ranks finish a phase before any begins the next."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
         # The source may have changed meanwhile. The next start maps one file for all ranks.
@@ -258,10 +258,10 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
 
 
 def _confirm(own: RankStartup, verified: list[Proof] | None, others: list[Done]) -> None:
-    """Compare the proofs of all ranks with those of a verified start, or store them.
+    """Compare the proofs of all ranks with those of a verified start, or store the proofs.
 
     Raises:
-        ProofError: a rank's results differ.
+        ProofError: a rank's results differ from those of the verified start.
     """
     of_ranks = (own.proof, *(answer.proof for answer in others))
     proofs = [each for each in of_ranks if each is not None]
@@ -276,7 +276,7 @@ def _started(
     used_bytes: Callable[[], int],
     stop: Callable[[], None],
 ) -> Started:
-    """Assemble the engine of a start whose last phase is done."""
+    """Assemble the engine after the last phase of startup."""
     memory = own.config.memory
     profile = _profile(own, num_blocks)
     throughput = ThroughputEstimator()
@@ -355,7 +355,7 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Return the sums of all ranks' reservations by name. Every rank has kept its own budget."""
+    """Return the sums of all ranks' reservations by name. Every rank is within its own budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
@@ -374,7 +374,7 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 
 
 def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
-    """Return the memory prices of a request, for admission and the router."""
+    """Return the memory costs of requests, for admission control and the router."""
     limits = own.limits
     runner = own.runner
 
