@@ -1,5 +1,5 @@
 """The execution of step plans on one rank's device.
 
 A runner runs the model, samples tokens and exchanges activations with other ranks. It computes the
-plans that it is given and never decides what runs. It must not know gRPC or requests that wait.
+given plans and never decides what to run. It must not depend on gRPC or on waiting requests.
 """

@@ -1,11 +1,12 @@
-"""The sampler of batches on a GPU: one copy uploads all parameters, one downloads all tokens.
+"""The batch sampler for GPUs: one copy uploads all parameters, and one downloads all tokens.
 
-Sampling has three phases, so that a caller may do other work between them: `plan_sampling` on the
-host, then `enqueue`, which launches all work and reads nothing, then `SampledBatch.read`, which
-waits.
+Sampling has three phases, so that a caller may do other work between them. `plan_sampling` runs on
+the host. `enqueue` launches all work on the GPU without reading results. `SampledBatch.read` waits
+for the results.
 
-Filtered rows draw from the `CANDIDATES` likeliest tokens. The device marks rows that keep more
-tokens, and `read` samples those again from the whole vocabulary. Both ways give the same token.
+Rows with top-k, top-p or min-p draw from the `CANDIDATES` likeliest tokens. The device marks rows
+whose filters keep more tokens, and `read` samples those rows again from the whole vocabulary. Both
+ways give the same token.
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,13 @@ from ullage_engine.runner.draw import (
 from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_edits
 
 CANDIDATES = 1024
-"""Number of likeliest tokens of a row that are sorted.
+"""Number of a row's likeliest tokens that are sorted.
 
-Sorting a whole vocabulary takes a hundred times the memory.
+Sorting the whole vocabulary takes a hundred times as much memory.
 """
 
 SORT_ROWS = 8
-"""Rows whose whole vocabulary is sorted at once, which bounds the temporaries."""
+"""Maximum number of rows whose whole vocabulary is sorted at once, which limits the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class SamplingPlan:
     draws: Draws
     edits: Edits
     num_alternatives: int | None
-    """Most alternatives reported for a row, None without any log-probabilities."""
+    """Maximum number of alternatives reported for a row. None without any log-probabilities."""
 
 
 def plan_sampling(
@@ -55,10 +56,10 @@ def plan_sampling(
     """Plan the sampling of one token for each chunk.
 
     Args:
-        chunks: chunks to sample, which all have sampling parameters.
+        chunks: chunks to sample. All have sampling parameters.
         counts: token counts of the requests with penalties.
-        vocab: number of tokens.
-        width: number of candidates of filtered rows.
+        vocab: size of the vocabulary.
+        width: number of candidate tokens for rows with top-k, top-p or min-p.
     """
     params = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
     rows = [Row(each, chunk.end) for each, chunk in zip(params, chunks, strict=True)]
@@ -74,21 +75,21 @@ def plan_sampling(
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """Tokens that the device computes."""
+    """A batch of sampled tokens that the device is still computing."""
 
     plan: SamplingPlan
     computed: torch.Tensor
-    """Logits of the model [rows, vocab], which must not change before `read`."""
+    """The model's logits [rows, vocab], which must not change before `read`."""
     result: torch.Tensor
     """Integers [rows, columns] on the device.
 
     The first column is the token, `NO_TOKEN`, `NOTHING_ALLOWED` or `UNSETTLED`. If
-    log-probabilities are reported, that of the token, the alternatives' ids and the alternatives'
-    log-probabilities follow.
+    log-probabilities are reported, the next columns are the token's log-probability, the
+    alternatives' ids and the alternatives' log-probabilities.
     """
 
     def read(self) -> list[SampledToken]:
-        """Wait for the tokens and return them, in the order of the chunks."""
+        """Wait for the tokens, and return them in the order of the chunks."""
         table = self.result.cpu().numpy()
         sampled = [
             self._sampled(chunk, row) for chunk, row in zip(self.plan.chunks, table, strict=True)
@@ -123,11 +124,11 @@ class SampledBatch:
 
 
 def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) -> SampledBatch:
-    """Launch the sampling of a token of each row, without waiting for the device.
+    """Launch the sampling of one token per row, without waiting for the device.
 
     Args:
-        computed: logits [rows, vocab], kept unchanged.
-        logits: copy of the logits in float32, contiguous, overwritten.
+        computed: logits [rows, vocab], which are not changed.
+        logits: contiguous copy of the logits in float32, which is overwritten.
         plan: result of `plan_sampling`.
     """
     # Nothing below may read a value of the device, not even to decide which kernel comes next.
@@ -170,5 +171,5 @@ def _logprob_columns(
 
 
 def _as_int32(column: torch.Tensor) -> torch.Tensor:
-    """Return integers as int32, and the bits of float32 numbers."""
+    """Return integers as int32, and reinterpret the bits of float32 values as int32."""
     return column.view(torch.int32) if column.is_floating_point() else column.int()

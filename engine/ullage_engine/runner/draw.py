@@ -1,13 +1,13 @@
-"""Draws of tokens from rows of logits, computed on any device without the host.
+"""Random draws of tokens from rows of logits, computed on any device without the host.
 
 The filters keep a prefix of the tokens sorted by (logit descending, id ascending): top-k, top-p as
-a share of the mass that top-k keeps, min-p. The drawn token is the inverse of the kept tokens'
-cumulative sum at the row's noise. The sum runs in that order if the row is filtered, and in the
-order of ids otherwise.
+a fraction of the probability mass that top-k keeps, min-p. The token is drawn by inverting the
+cumulative sum of the kept tokens' weights at the row's random value. The sum runs in sorted order
+if the row is filtered, and in the order of ids otherwise.
 
 Draws are batch-invariant, although a GPU adds up a row in an order that depends on the number of
-rows: weights are integers (see `FIXED_POINT`), whose sums are exact in any order. Only the first
-additions of `_block_sums` are in float32, element by element.
+rows. The reason is that weights are integers (see `FIXED_POINT`), whose sums are exact in any
+order. Only the first additions of `_block_sums` are in float32, element by element.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,38 +22,38 @@ from ullage_engine.native.library import Draw
 from ullage_engine.protocol.requests import SamplingParams
 
 FIXED_POINT = 2.0**42
-"""Weight of the likeliest token.
+"""Integer weight of the likeliest token.
 
-Fractions of a weight are cut off. A weight of 1 is 2e-13 of the likeliest token's probability. A
-sum over 2**20 tokens fits in int64.
+Weights are rounded down to integers. A weight of 1 is 2e-13 of the likeliest token's probability.
+The sum of the weights of 2**20 tokens fits in int64.
 """
 
 BLOCK = 128
-"""Number of neighbouring tokens that are added up before cumulative sums are formed."""
+"""Number of neighbouring tokens whose weights are added up before cumulative sums are computed."""
 
 UNSETTLED = -2
-"""Token id of a row that keeps more tokens than there are candidates: draw again from more."""
+"""Token id of a row whose filters keep more tokens than candidates. The row is drawn again."""
 
 _ALTERNATIVES = 64
 """Number of likeliest tokens from which alternatives are taken.
 
-More than are reported, so that ties at the last reported one are among them.
+These are more than are reported, so that they include ties with the last reported token.
 """
 
 _KEEP_ALL = 1.5
-"""top_p of rows that top-p does not limit: no rounding of a sum reaches it."""
+"""top_p for rows without a top-p limit, so large that no rounding error of a sum reaches it."""
 
 _MASK = (1 << 64) - 1
-"""All bits of a 64-bit integer."""
+"""Mask of all bits of a 64-bit integer."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""Increment of SplitMix64: 2**64 divided by the golden ratio."""
+"""Increment of the SplitMix64 generator: 2**64 divided by the golden ratio."""
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in (0, 1) for the token at `position` of a request with this seed.
+    """Return a pseudorandom number in (0, 1) for the token at `position`, given the request's seed.
 
-    Two rounds of SplitMix64 (Steele, Lea and Flood, 2014) mix the pair. The number has 23 bits, so
-    that the number and its distance from 1 are exact in float32.
+    Two rounds of SplitMix64 (Steele, Lea and Flood, 2014) mix seed and position. The number has 23
+    bits, so that the number and its distance from 1 are exact in float32.
     """
     mixed = _mix((_mix((seed + _GOLDEN) & _MASK) + _GOLDEN * (position + 1)) & _MASK)
     return ((mixed >> 41) + 0.5) / (1 << 23)
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def is_free(self) -> bool:
-        """Whether any token may be drawn."""
+        """Whether any token may be drawn: the row is neither filtered nor greedy."""
         return not self.is_filtered and not self.is_greedy
 
     @property
@@ -93,7 +93,7 @@ class Row:
         return uniform(self.params.seed, self.position)
 
     def draw(self) -> Draw:
-        """Return the parameters by which the C++ library chooses."""
+        """Return the parameters by which the C++ library chooses the token."""
         params = self.params
         return Draw(
             temperature=params.temperature,
@@ -106,10 +106,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The draws from a batch, decided on the host."""
+    """How to draw the tokens of a batch, as planned on the host."""
 
     width: int
-    """Number of candidates of a filtered row: its likeliest tokens."""
+    """Number of a filtered row's candidates, which are its likeliest tokens."""
     any_greedy: bool
     any_filtered: bool
     any_free: bool
@@ -117,13 +117,13 @@ class Draws:
     """Whether top-p limits any row."""
     any_min_p: bool
     needs_mass: bool
-    """Whether the weights of a whole row must be added up."""
+    """Whether the weights of any whole row must be added up."""
     arrays: HostArrays
-    """Parameters, [rows, 1] each, empty if all rows are greedy."""
+    """Arrays of sampling parameters, [rows, 1] each. Empty if all rows are greedy."""
 
 
 def plan_draws(rows: Sequence[Row], width: int) -> Draws:
-    """Return the draws of each row, from `width` candidates if the row is filtered."""
+    """Plan the draw of each row, from `width` candidates if the row is filtered."""
     filtered = [row.params for row in rows if row.is_filtered]
     any_free = any(row.is_free for row in rows)
     any_greedy = any(row.is_greedy for row in rows)
@@ -175,17 +175,17 @@ def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
 def draw_tokens(
     logits: torch.Tensor, draws: Draws, on_device: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Draw a token of each row.
+    """Draw one token per row.
 
     Args:
-        logits: float32 [rows, vocab], overwritten.
+        logits: float32 [rows, vocab], which are overwritten.
         draws: result of `plan_draws`.
         on_device: the arrays of `draws`, on the device.
 
     Returns:
-        Tokens, int64 [rows, 1]. `UNSETTLED` if the candidates do not decide the token, as those of
-        the whole vocabulary always do. Rows with NaN or infinite logits, or without a logit above
-        -inf, get any token, since callers know these rows.
+        Tokens, int64 [rows, 1]. A token is `UNSETTLED` if the candidates do not determine it. The
+        whole vocabulary always determines the token. Rows with NaN or infinite logits, or without a
+        logit above -inf, get an arbitrary token, because callers find these rows themselves.
     """
     if draws.any_greedy:
         greatest, first = logits.max(dim=-1, keepdim=True)
@@ -218,7 +218,7 @@ def draw_tokens(
 
 
 def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and ids of the `width` likeliest tokens, ties by id.
+    """Return logits and ids of the `width` likeliest tokens, with ties in the order of ids.
 
     Among tokens that tie with the last one, the choice is arbitrary.
     """
@@ -230,7 +230,7 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def alternatives(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and ids of the `count` likeliest tokens, ties in the order of ids."""
+    """Return logits and ids of the `count` likeliest tokens, with ties in the order of ids."""
     values, ids = likeliest(logits, max(_ALTERNATIVES, count))
     return values[:, :count], ids[:, :count]
 
@@ -238,14 +238,14 @@ def alternatives(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 def log_masses(logits: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
 
-    Overwrites the logits.
+    The logits are overwritten.
     """
     mass = _block_sums(_blocks(logits, greatest, None)).sum(-1, keepdim=True)
     return mass.double().div_(FIXED_POINT).log_().float()
 
 
 def _weigh(differences: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """Turn differences from the greatest logit into weights, in place."""
+    """Convert differences from the greatest logit to weights, in place."""
     if temperature is not None:
         differences.div_(temperature)
     return differences.exp_().mul_(FIXED_POINT)
@@ -254,7 +254,7 @@ def _weigh(differences: torch.Tensor, temperature: torch.Tensor | None) -> torch
 def _blocks(
     logits: torch.Tensor, greatest: torch.Tensor, temperature: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return weights as whole numbers [rows, blocks, BLOCK], overwriting the logits."""
+    """Return integer-valued weights [rows, blocks, BLOCK], and overwrite the logits."""
     rows, vocab = logits.shape
     if vocab % BLOCK:
         logits = pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
@@ -266,8 +266,9 @@ def _blocks(
 def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
     """Return the sum of each block as int64 [rows, blocks].
 
-    Three additions in float32 come first, or int64 would take twice the memory of the logits. They
-    are element by element and so the same in any batch. Their error is at most 3 * 2**-24.
+    The first three additions are in float32, because int64 would take twice the memory of the
+    logits. These additions are element by element, so results do not depend on the batch. Their
+    error is at most 3 * 2**-24.
     """
     half = BLOCK // 2
     quarter = BLOCK // 4
@@ -281,7 +282,7 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
 def _draw_of_blocks(
     blocks: torch.Tensor, sums: torch.Tensor, running: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from all tokens in the order of ids: the block, then the token in it."""
+    """Draw from all tokens in the order of ids: first the block, then the token in the block."""
     target = (running[:, -1:] * noise).long()
     block = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     before = running.gather(1, block) - sums.gather(1, block)
@@ -304,7 +305,7 @@ def _draw_of_candidates(
 ) -> torch.Tensor:
     """Draw from the sorted candidates that the filters keep.
 
-    `mass` is the mass of the whole row.
+    `mass` is the total weight of the whole row.
     """
     weights = _weigh(values - values[:, :1], on_device["temperature"])
     running = weights.long().cumsum(-1)
@@ -330,7 +331,7 @@ def _last_kept(
     draws: Draws,
     on_device: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the place of the last candidate that all three filters keep, int64 [rows, 1]."""
+    """Return the index of the last candidate that all three filters keep, int64 [rows, 1]."""
     last = on_device["last_of_top_k"]
     if draws.any_nucleus:
         share = running.gather(1, last)

@@ -1,8 +1,8 @@
 """Edits of logits before a token is chosen: penalties, biases, banned tokens, masks, in this order.
 
-The same arithmetic exists twice. `penalise` and `constrain` edit one row, which is the least work
-on a CPU. `plan_edits` and `edit` edit a whole batch on a GPU, with a number of kernels that does
-not depend on the number of rows.
+The same arithmetic is implemented twice. `penalise` and `constrain` edit one row, which is the
+least work on a CPU. `plan_edits` and `edit` edit a whole batch on a GPU, with a number of kernels
+that does not depend on the number of rows.
 """
 
 from collections import OrderedDict
@@ -18,17 +18,17 @@ from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
 
 LARGEST = 1e30
-"""Substitute for an infinite logit: far beyond any other logit, with finite sums."""
+"""Substitute for an infinite logit, far larger than any other logit but with finite sums."""
 
 PENALTIES_AT_ONCE = 1 << 16
-"""Number of penalised logits that are edited at once.
+"""Maximum number of penalised logits that are edited at once.
 
-It bounds the temporaries, about 45 bytes for each logit, for histories of any length.
+This limits the temporary memory to about 45 bytes per logit, for histories of any length.
 """
 
 
 class TokenCounts:
-    """The counts of tokens in a growing history, in which every position is counted once."""
+    """Token counts of a growing history. Every position is counted only once."""
 
     def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
         self.history = history
@@ -39,7 +39,7 @@ class TokenCounts:
         self._outputs = np.empty(0, np.float32)
 
     def update(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Return the tokens of the history, and the count of each token in the output."""
+        """Return the distinct tokens of the history, and how often each occurs in the output."""
         for position in range(self._num_counted, len(self.history)):
             token = self.history[position]
             place = self._places.setdefault(token, len(self._places))
@@ -54,16 +54,16 @@ class TokenCounts:
 
 
 class PenaltyCounts:
-    """The counts of requests with penalties, kept for the most recently used requests."""
+    """Token counts for requests with penalties, kept for the most recently used requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._by_request: OrderedDict[str, TokenCounts] = OrderedDict()
 
     def of(self, chunk: Chunk) -> TokenCounts:
-        """Return the counts of a chunk's history.
+        """Return the token counts of a chunk's history.
 
-        The counts of the last step are continued if the history is the same list, which only grows.
+        If the history is the same list as in the last step, counting continues from that step.
         """
         counts = self._by_request.pop(chunk.request_id, None)
         if counts is None or counts.history is not chunk.history:
@@ -81,11 +81,11 @@ def is_constrained(chunk: Chunk) -> bool:
 
 
 def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
-    """Apply penalties to one row in place. The logits stay finite.
+    """Apply penalties to one row of logits in place. The logits stay finite.
 
-    The repetition penalty divides positive and multiplies negative logits of every token seen
-    (Keskar et al., 2019). Presence and frequency penalties are subtracted and count output only, as
-    OpenAI documents them.
+    For every token that has occurred, the repetition penalty divides a positive logit and
+    multiplies a negative one (Keskar et al., 2019). Presence and frequency penalties are subtracted
+    and count only output tokens, as OpenAI documents them.
     """
     ids, outputs = (torch.from_numpy(each) for each in counts.update())
     values = logits[ids]
@@ -99,7 +99,7 @@ def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) 
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """Replace infinities that a penalty caused, in place."""
+    """Replace infinite logits that a penalty caused, in place."""
     return values.nan_to_num_(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
 
 
@@ -118,9 +118,9 @@ def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
 
 
 def _allow(logits: torch.Tensor, allowed: bytes) -> None:
-    """Rule out all tokens whose bit is not set, in place.
+    """Rule out all tokens whose bit in the mask is not set, in place.
 
-    Most masks allow a few tokens or nearly all, so only the bytes of the rarer kind are unpacked.
+    Most masks allow either few tokens or nearly all, so only bytes of the rarer kind are unpacked.
     """
     vocab = logits.shape[0]
     bits = np.frombuffer(allowed, np.uint8)[: -(-vocab // 8)]
@@ -141,7 +141,7 @@ def _allow(logits: torch.Tensor, allowed: bytes) -> None:
 def _tokens_of(
     bits: npt.NDArray[np.uint8], places: npt.NDArray[np.intp], bit: int, vocab: int
 ) -> torch.Tensor:
-    """Return the ids of the tokens that have this bit in the bytes at these places."""
+    """Return the ids of the tokens whose bit equals `bit`, in the mask bytes at these indices."""
     unpacked = np.unpackbits(bits[places], bitorder="little").reshape(-1, 8)
     rows, columns = np.nonzero(unpacked == bit)
     ids = places[rows] * 8 + columns
@@ -150,10 +150,10 @@ def _tokens_of(
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits of a batch as arrays. The index of a logit is row * vocab + token."""
+    """The edits of a batch, as arrays in which the index of a logit is row * vocab + token."""
 
     arrays: HostArrays
-    """Arrays uploaded with the batch's other parameters, empty if nothing is edited."""
+    """Arrays to upload with the batch's other parameters. Empty if nothing is edited."""
     more_penalties: Sequence[HostArrays]
     """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
 
@@ -227,10 +227,10 @@ def _bans(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gener
 
 
 def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the masks and the mask of each row.
+    """Return the masks, and for each row the index of its mask.
 
-    A mask has a bit for each token that is ruled out. Rows without a mask share the first one,
-    which rules nothing out.
+    Set bits in a mask rule out tokens. Rows without a mask share the first mask, which rules out no
+    token.
     """
     masks = [chunk.allowed for chunk in chunks if chunk.allowed is not None]
     if not masks:
@@ -250,9 +250,9 @@ def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gene
 
 
 def edit(logits: torch.Tensor, edits: Edits, on_device: Mapping[str, torch.Tensor]) -> None:
-    """Apply edits to float32 logits [rows, vocab], contiguous, in place.
+    """Apply edits to contiguous float32 logits [rows, vocab] in place.
 
-    `on_device` has the arrays of `edits` on the device.
+    `on_device` holds the arrays of `edits` on the device.
     """
     # Each index occurs once, so the order in which a GPU writes does not matter.
     flat = logits.view(-1)

@@ -1,4 +1,4 @@
-"""The runner of step plans on one device, and of the largest plans that the device can meet."""
+"""The runner of step plans on one device, which also runs the largest possible plans."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -59,26 +59,26 @@ from ullage_engine.runner.warm_up_plans import (
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
 
 _CONSTANTS = ("cos", "sin", "mask")
-"""Buffers of the arena that are filled once."""
+"""Buffers of the arena that are filled only once."""
 
 _MEASURED_ROWS = 8
-"""Sequences of the decode steps that are timed at the start."""
+"""Number of sequences in the decode steps that are timed at startup."""
 
 _TOKEN_STRIDE = 7919
-"""Difference between neighbouring token ids of a timed prompt: a prime, so that few ids repeat."""
+"""Difference between successive token ids of a timed prompt: a prime, so that few ids repeat."""
 
 Wrap = Callable[[str, Linear], Linear]
-"""Function from the name of a linear layer and the layer to the layer that replaces it."""
+"""Function that takes a linear layer's name and the layer, and returns a replacement layer."""
 
 WrapExperts = Callable[[str, ExpertLinears], ExpertLinears]
 """Function like `Wrap` for the linear layers of experts."""
 
 _Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
-"""Chunks to sample, their logits, and the likeliest token of each chunk if it is known already."""
+"""Chunks to sample, their logits, and each chunk's likeliest token if that is already known."""
 
 
 class ModelRunner:
-    """The runner, which owns the KV pool and every buffer of a step. Not thread-safe.
+    """Runs step plans, and owns the KV pool and every buffer of a step. Not thread-safe.
 
     Order of use: `allocate_arena`, `allocate_kv`, `warm_up`, then `execute`.
     """
@@ -100,14 +100,15 @@ class ModelRunner:
         Args:
             loaded: weights of this rank, with the model's configuration.
             device: device that computes.
-            dtype: type of activations and plain products.
-            limits: limits that size every buffer.
-            pipeline_rank: this rank's part of a group, None if one rank computes alone.
+            dtype: type of activations and unquantised matmuls.
+            limits: limits of a step, which determine the size of every buffer.
+            pipeline_rank: this rank's part of a group. None if one rank computes alone.
             wrap: replaces linear layers of the model.
             wrap_experts: replaces linear layers of experts.
-            kv_type: type of keys and values that are not float8, None for `dtype`.
-            new_capture: makes the captures of decode steps as graphs. Graphs need one rank that
-                computes with kernels alone, and no experts: the host may have to count their rows.
+            kv_type: type of keys and values that are not stored as float8. None for `dtype`.
+            new_capture: creates the captures of decode steps as graphs. Graphs need a single rank
+                that computes only with kernels, and a model without experts, because the host may
+                have to count the rows of experts.
         """
         self._loaded = loaded
         self._device = device
@@ -170,7 +171,7 @@ class ModelRunner:
 
     @property
     def step_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for activations, gathers and quantised products."""
+        """Bytes that `allocate_arena` takes for activations, gathers and quantised matmuls."""
         return self._step_layout.nbytes + self._scratch_linear_bytes
 
     @property
@@ -180,7 +181,7 @@ class ModelRunner:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one KV block over all layers."""
+        """Bytes of one KV block, summed over all layers."""
         itemsize = 1 if self._limits.fp8_kv else self._kv_type.itemsize
         limits = self._limits
         return kv_block_bytes(
@@ -191,14 +192,14 @@ class ModelRunner:
     def state_pool_bytes(self) -> int:
         """Bytes that `allocate_kv` takes in addition to KV blocks.
 
-        They hold the convolution states and the block that rebuilds them, and are 0 for models
-        without convolutions.
+        They hold the convolution states and the block that rebuilds these states. They are 0 for
+        models without convolutions.
         """
         state_bytes = self.model_config.state_bytes(self._dtype.itemsize)
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return the bytes that were really allocated, by the name of their reservation."""
+        """Return the bytes that were actually allocated, by the name of the reservation."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -226,7 +227,7 @@ class ModelRunner:
                 self._kv_scales = decoder.kv_scales()
 
     def _build(self) -> Decoder:
-        """Build the decoder that torch computes."""
+        """Build the decoder that computes with torch."""
         parts = (self.model_config, self._limits, self._arena)
         backend: AttentionBackend
         if self._limits.fused:
@@ -257,7 +258,7 @@ class ModelRunner:
         Args:
             num_blocks: blocks of the KV pool, numbered from 0.
             num_host_slots: slots of the host, numbered from 0.
-            shared: slots of the host tier, numbered behind the host's own, see `HostPool`.
+            shared: slots of the host tier, numbered after the host's own slots. See `HostPool`.
         """
         # The old pool is freed before its successor is allocated, so that memory never holds both.
         # Graphs hold pointers into the old pool, so they go with it.
@@ -287,12 +288,12 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Check that this machine computes rows independently, if the settings promise it.
+        """Check that this machine computes rows independently, if the settings guarantee this.
 
         The check overwrites the arena, so call it before `warm_up`.
 
         Returns:
-            The fault, or None without one.
+            A description of the fault, or None if the check passes.
         """
         if self._native is not None:
             return None
@@ -300,7 +301,7 @@ class ModelRunner:
             return self.decoder.verify_row_invariance()
 
     def warm_up(self) -> None:
-        """Run the largest steps, so that every buffer that libraries allocate lazily exists.
+        """Run the largest steps, so that libraries allocate all of their lazy buffers now.
 
         The steps overwrite the KV pool, so call it before the first request.
         """
@@ -349,12 +350,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_derived(self) -> str:
-        """Compute tables and scales again, and compare them with the first ones.
+        """Recompute tables and scales, and compare them with those in memory.
 
         The check overwrites the arena's activations.
 
         Returns:
-            The name of a tensor that differs, empty if all are equal.
+            The name of a tensor that differs, or an empty string if all are equal.
         """
         decoder = self._native or self.decoder
         if self._kv_scales is not None:
@@ -380,7 +381,7 @@ class ModelRunner:
         return probe_plans(self._limits, self._kv.num_blocks, self.model_config.vocab)
 
     def _decode_seconds(self, rows: int, context: int) -> float:
-        """Measure the seconds of a step of `rows` decodes behind `context` tokens each."""
+        """Measure the seconds of a step of `rows` decodes, each after `context` tokens."""
         return self._step_seconds(
             [
                 make_chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
@@ -431,9 +432,9 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits in the model's type, from which the float32 ones were copied.
+        """Return the logits in the model's data type, from which the float32 logits were copied.
 
-        None if the library computes, since its logits are float32 from the start.
+        Return None if the C++ library computes, because its logits are float32 from the start.
         """
         if self._native is not None:
             return None
@@ -465,7 +466,8 @@ class ModelRunner:
         """Compute a step of a whole model without sampling.
 
         Returns:
-            Hidden states of the batch's rows after the last layer, valid until the next step.
+            Hidden states of the batch's rows after the last layer. They are valid until the next
+            step.
         """
         self._clear_begun_blocks(plan)
         if self._native is not None:
@@ -475,12 +477,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
-        """Write the logits of rows of the last result of `hidden`.
+        """Compute the logits for rows of hidden states, and write them to `out`.
 
         Args:
-            hidden: that result.
-            out: receives the logits [rows, vocab], of as many rows as it has.
-            first: first row.
+            hidden: the last result of the method `hidden`.
+            out: receives the logits [rows, vocab]. Its size determines the number of rows.
+            first: index of the first row.
         """
         rows = range(first, first + len(out))
         if self._native is not None:
@@ -490,7 +492,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
-        """Copy whole blocks over all layers: to the host, from the host, then on the device.
+        """Copy whole KV blocks of all layers: to the host, from the host, then on the device.
 
         Nothing is allocated. Steps that are executed later see the result. Prefetched blocks have
         arrived when the next step has ended.
@@ -505,9 +507,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
-        """Measure the seconds of copying one block to the host or back.
+        """Measure the seconds that it takes to copy one KV block to the host or back.
 
-        The host must have a slot.
+        The host must have at least one slot.
         """
         assert self._host is not None, "allocate_kv comes first"
         return self._host.measure()
@@ -533,7 +535,7 @@ class ModelRunner:
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder that torch computes."""
+        """The decoder that computes with torch."""
         assert self._model is not None, "allocate_arena comes first"
         return self._model
 
@@ -577,7 +579,7 @@ class ModelRunner:
     def _batch(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """Lay out the rows of a step.
 
-        `bucket` rounds the number of blocks of context, see `build_batch`.
+        `bucket` rounds the number of context blocks. See `build_batch`.
         """
         limits = self._limits
         if bucket is None:
@@ -612,7 +614,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
     ) -> _Computed | None:
-        """Compute the index-th micro-batch of a step, see `logits`."""
+        """Compute the index-th micro-batch of a step. See `logits`."""
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
 
@@ -628,7 +630,7 @@ class ModelRunner:
         return self._sampled(batch)
 
     def _replay(self, batch: StepBatch) -> bool:
-        """Replay the graph that computes a batch up to its logits, return False without a graph."""
+        """Replay the graph that computes a batch up to its logits. Return False without a graph."""
         replay = self._graphs.find(batch) if self._graphs else None
         if replay is None:
             return False
@@ -639,7 +641,7 @@ class ModelRunner:
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Return the buffer for the logits of `rows` rows and their padding."""
+        """Return the buffer for the logits of `rows` rows, padding included."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 
@@ -651,7 +653,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Capture decode steps of every number of rows and width of tables, the largest first."""
+        """Capture decode steps of every number of rows and block table width, largest first."""
         if self._graphs is None:
             return
 
@@ -667,7 +669,7 @@ class ModelRunner:
     def _decode_action(self, batch: StepBatch) -> Action:
         """Return the function that computes a step of decodes up to its logits.
 
-        The function also computes every later step of the same shape, once that step is prepared.
+        The function also computes any later step of the same shape, once that step is prepared.
         """
         step = self.decoder.prepare(batch)
         caches = self._kv.layers

@@ -1,4 +1,4 @@
-"""The proof that a runner computes the same as a verified start of the same model."""
+"""The proof that a runner computes the same results as a verified start of the same model."""
 
 from collections.abc import Mapping
 
@@ -27,10 +27,11 @@ def take_proof(
     The probe overwrites the KV pool. All ranks of a group take their proofs together.
 
     Args:
-        runner: runner with its KV pool.
+        runner: runner with an allocated KV pool.
         weights: weights in memory, by name.
-        tolerance: largest difference of logits, see `ullage_engine.model_loader.proof.tolerance`.
-        verifies: whether everything is computed twice and compared, since no earlier start did.
+        tolerance: maximum difference of logits. See `ullage_engine.model_loader.proof.tolerance`.
+        verifies: whether to compute everything twice and compare, because no earlier start was
+            verified.
 
     Raises:
         ProofError: two computations differ.

@@ -23,9 +23,9 @@ from ullage_engine.runner.draw import UNSETTLED, Row, alternatives, draw_tokens,
 from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_constrained, penalise
 
 CANDIDATES = (128, 1024)
-"""Numbers of likeliest tokens that a CPU tries before it sorts the whole vocabulary.
+"""Numbers of likeliest tokens that a CPU tries before sorting the whole vocabulary.
 
-Sorting 49,152 logits takes 3.2 ms a row, finding the 128 likeliest ones 0.06 ms.
+Sorting 49,152 logits takes 3.2 ms per row. Finding the 128 likeliest tokens takes 0.06 ms.
 """
 
 
@@ -39,18 +39,18 @@ def sample(
 ) -> list[SampledToken]:
     """Sample a token for each row of logits.
 
-    A row with NaN or infinite logits gets `NO_TOKEN`: weights are damaged or a kernel is wrong. A
-    row whose tokens are all ruled out gets `NOTHING_ALLOWED`.
+    A row with NaN or infinite logits gets `NO_TOKEN`, because its weights are damaged or a kernel
+    is wrong. A row whose tokens are all ruled out gets `NOTHING_ALLOWED`.
 
     Args:
-        logits: float32 [rows, vocab], overwritten.
+        logits: float32 [rows, vocab], which are overwritten.
         chunks: chunk of each row.
-        counts: token counts of the requests' earlier steps, None to count the histories.
-        likeliest: likeliest token of each row, the first of equals, or -1 if a logit is not finite.
-            None to compute the tokens.
-        team: threads of the C++ library, which choose on a CPU, None if torch chooses.
-        computed: the same logits in any type, kept unchanged. Only GPUs read them. None to copy the
-            logits.
+        counts: token counts of the requests' earlier steps. None to count the histories.
+        likeliest: likeliest token of each row (the first of equals), or -1 if a logit is not
+            finite. None to compute the tokens.
+        team: threads of the C++ library, which choose tokens on a CPU. None if torch chooses.
+        computed: the same logits in any type, which are not changed. Only GPUs read them. None to
+            copy the logits.
     """
     counts = counts or PenaltyCounts(len(chunks))
     if logits.device.type != "cpu":
@@ -184,14 +184,14 @@ def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _likeliest_ids(logits: torch.Tensor) -> list[int]:
-    """Return the likeliest token of each row, the first of equals."""
+    """Return the likeliest token of each row, and the first one if several are equally likely."""
     return [int(token) for token in logits.numpy().argmax(-1)]
 
 
 def _draw_rows(
     logits: torch.Tensor, rows: Sequence[Row], indices: list[int], width: int
 ) -> dict[int, int]:
-    """Return the token, or `UNSETTLED`, of each row with one of these indices, by index."""
+    """Draw a token, or `UNSETTLED`, for each of these rows, and return the tokens by row index."""
     tokens: dict[int, int] = {}
     for start in range(0, len(indices), SORT_ROWS):
         batch = indices[start : start + SORT_ROWS]

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: hundreds of launches become one.
+"""Decode steps as CUDA graphs, which turn hundreds of kernel launches into one.
 
 A graph replays the captured launches, at the same addresses and with the same shapes. Steps with
 equal numbers of rows and equal widths of block tables share both: a batch pads its rows,
@@ -16,23 +16,23 @@ Action = Callable[[], None]
 """Function that launches the operations of a step, from its indices to its logits."""
 
 Capture = Callable[[Action], Action]
-"""Function from an action to the function that replays it."""
+"""Function that captures an action and returns a function that replays the capture."""
 
 NewCapture = Callable[[], Capture]
-"""Function that begins a set of captures, which share memory and are freed together."""
+"""Function that starts a set of captures, which share memory and are freed together."""
 
 WIDTH_RATIO = 4
 """Ratio of neighbouring widths of block tables.
 
-A wider table costs a decode empty splits, and each width costs graphs at start.
+A wider table costs a decode empty splits, and each width costs additional graphs at startup.
 """
 
 LEAST_WIDTH = 64
-"""Blocks of the narrowest table: contexts of 1,024 tokens with blocks of 16."""
+"""Blocks in the narrowest block table: contexts of 1,024 tokens with blocks of 16."""
 
 
 class CudaCapture:
-    """A set of CUDA graphs whose temporaries share one memory pool.
+    """A set of CUDA graphs whose temporary tensors share one memory pool.
 
     Once all graphs of a pool are freed, torch accepts no new graphs into it.
     """
@@ -61,12 +61,12 @@ class StepGraphs:
     """The graphs of one runner, by number of rows and width of the block tables."""
 
     def __init__(self, new_capture: NewCapture, most_blocks: int) -> None:
-        """Prepare to capture, with tables of at most `most_blocks` blocks."""
+        """Prepare to capture graphs, with block tables of at most `most_blocks` blocks."""
         self._new_capture = new_capture
         self._capture: Capture | None = None
         self._replays: dict[tuple[int, int], Action] = {}
         self.widths = list(_widths(most_blocks))
-        """Blocks of the tables, the widest last."""
+        """Numbers of blocks in the tables, the widest last."""
 
     def width(self, blocks: int) -> int:
         """Return the width of tables for sequences of at most `blocks` blocks."""
@@ -83,7 +83,7 @@ class StepGraphs:
     def find(self, batch: StepBatch) -> Action | None:
         """Return the replay that computes a batch once its indices are on the device, or None.
 
-        Graphs have no prompts, and sample all of their rows.
+        Graphs compute no prompts, and sample all of their rows.
         """
         is_whole = len(batch.sampled) == batch.num_tokens
         if len(batch.rows.prompts.counts) or not is_whole:

@@ -1,7 +1,7 @@
-"""Plans of the steps of the warm-up and of the probe.
+"""Step plans for the warm-up and for the probe.
 
-The warm-up runs every shape that a product can have, and the largest steps. The probe is the fixed
-steps that prove a start.
+The warm-up runs every shape that a matmul can have, and the largest steps. The probe consists of
+fixed steps, whose results prove that a start computes correctly.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,19 +33,19 @@ EVERY_TOKEN = b"\xff" * (1 << 17)
 """Mask that allows every token of any vocabulary up to 2**20."""
 
 GREEDY = SamplingParams(temperature=0.0)
-"""Sampling parameters of the likeliest token."""
+"""Sampling parameters that choose the likeliest token (greedy sampling)."""
 
 _PROBE_TOKENS = (24, 8)
-"""Prompt tokens of the probe's two sequences."""
+"""Numbers of prompt tokens in the probe's two sequences."""
 _PROBE_STRIDE = 7919
-"""Difference between neighbouring tokens of the probe.
+"""Difference between successive token ids of the probe.
 
-It is a prime, so that tokens are spread over the vocabulary and choose different experts.
+The difference is prime, so that token ids spread over the vocabulary and choose different experts.
 """
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a plan for every shape of a matrix product, see `ullage_engine.kernels.arena`."""
+    """Yield a plan for every shape of a matrix product. See `ullage_engine.kernels.arena`."""
     longest = min(limits.max_tokens, limits.max_model_len)
     for tokens in _largest_of_each(limits.product_rows, longest):
         yield StepPlan([make_chunk(0, tokens, 0, limits, num_blocks, None)])
@@ -77,7 +77,7 @@ def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[S
 
 
 def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield decodes of every number of rows that products have, the largest number first."""
+    """Yield decode plans for every number of rows that matmuls can have, the largest first."""
     most = min(limits.max_rows, limits.max_tokens)
     for rows in reversed(_largest_of_each(limits.product_rows, most)):
         chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
@@ -87,8 +87,8 @@ def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPlan]:
     """Return the steps of the probe, a few dozen fixed tokens, in the order of computation.
 
-    The steps are a prompt, a decode with another prompt, and decodes of both. There are fewer if
-    these do not fit.
+    The steps are a prompt, a decode together with another prompt, and decodes of both sequences.
+    There are fewer steps if these do not fit.
     """
     block = limits.block_tokens
     longest = min(limits.max_model_len, num_blocks * limits.block_tokens)

@@ -33,15 +33,15 @@ from ullage_engine.quantization.formats import MXFP4_GROUP, Encoding, Packed
 
 
 class RowParallelLinear:
-    """Linear layer whose inputs are split over ranks, which sum their products."""
+    """Linear layer whose inputs are split over ranks, which sum their partial results."""
 
     def __init__(self, part: Linear, reduce: Reduce, buffer: torch.Tensor) -> None:
-        """Multiply by this rank's part.
+        """Create the layer for this rank's part of the inputs.
 
         Args:
             part: linear layer [this rank's inputs, out].
-            reduce: sums over the ranks.
-            buffer: flat, large enough for the largest product.
+            reduce: sums a tensor over the ranks.
+            buffer: flat tensor, large enough for the largest result.
         """
         self.shape = part.shape
         self._part = part
@@ -59,7 +59,7 @@ class RowParallelLinear:
 
 
 def linear_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
-    """Return the bytes of scratch memory that products with quantised matrices take."""
+    """Return the bytes of scratch memory that matmuls with quantised matrices take."""
     packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
     device = _device(loaded)
     decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
@@ -76,15 +76,15 @@ def model_weights(
     scratch: torch.Tensor,
     rank: PipelineRank | None = None,
 ) -> Weights:
-    """Make the linear layers of a model, or of one rank's part of a model.
+    """Create the linear layers of a model, or of one rank's part of a model.
 
     Args:
-        loaded: tensors of the model or of the part.
+        loaded: tensors of the model or of the rank's part.
         limits: limits of a step.
-        backend: makes unquantised layers.
+        backend: creates unquantised layers.
         dtype: type of activations.
-        scratch: uint8 of `linear_scratch_bytes`, shared by all layers.
-        rank: the rank's part in its group, None if the model is whole.
+        scratch: uint8 tensor of `linear_scratch_bytes` bytes, shared by all layers.
+        rank: the rank's part in its group. None if the model is whole.
     """
     reduce = rank.reduce if rank else None
     tensors = loaded.tensors
@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield encodings with the shape of one product, since experts are multiplied singly."""
+    """Yield encodings with the shape of one matmul, because experts are multiplied one by one."""
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:
