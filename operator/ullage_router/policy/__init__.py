@@ -1,6 +1,6 @@
 """The router's rules as pure functions of plain data.
 
-They decide which requests fit, which one goes next, to which engine, and when a client should
-retry. The package does no I/O: it imports neither asyncio nor gRPC, reads no clock, and knows no
-package that acts on its decisions.
+They decide whether a request fits, which request runs next, on which engine it runs, and when a
+client should retry. The package does no I/O: it imports neither asyncio nor gRPC, reads no clock,
+and does not depend on the packages that act on its decisions.
 """

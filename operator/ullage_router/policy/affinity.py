@@ -1,4 +1,4 @@
-"""Remembers which engine has the beginning of a request in its caches.
+"""Remembers which engine has the prefix of a request in its caches.
 
 A session goes to the engine of its last turn. Any other request goes to the engine that computed
 the longest known prefix of its prompt. Prompts are hashed block by block, each block together with
@@ -8,8 +8,8 @@ first MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
 
 Another router process may have placed a request that this one does not remember. All processes draw
 the same two engines for a session, or for a prompt's first block, by consistent hashing (Karger et
-al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches in whichever
-process its next turn arrives.
+al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches no matter
+which process receives its next turn.
 
 A tenant's entries are invisible to other tenants. When a table is full, a tenant with more than an
 equal share of it makes room. Neither the traffic of others nor `Pick` calls that only announce
@@ -27,24 +27,24 @@ import msgspec
 from ullage_common.config.router import AffinitySection
 
 RING_POINTS = 40
-"""Points of each engine on the ring. More points make the engines' shares more equal."""
+"""Number of points per engine on the hash ring. More points even out the engines' shares."""
 PREFIX_BLOCK_TOKENS = 64
-"""Tokens of a hashed block."""
+"""Tokens per hashed block."""
 MAX_PREFIX_BLOCKS = 64
-"""Maximum number of blocks of a prompt that are hashed."""
+"""Maximum number of hashed blocks per prompt."""
 
 
 class CacheKey(msgspec.Struct, frozen=True):
-    """The key that finds a request's beginning in the tables, hashed once per request."""
+    """The key under which the tables look up a request's prefix, computed once per request."""
 
     session: str
     prefixes: tuple[int, ...]
-    """Hashes of the prompt's prefixes of whole blocks, shortest first."""
+    """Hashes of the prompt's prefixes in whole blocks, shortest first."""
     tenant: str = ""
 
     @property
     def session_hashes(self) -> tuple[int, ...]:
-        """Hash of the session (empty where the request has none)."""
+        """Hash of the session (empty if the request has no session)."""
         return (hash(self.session),) if self.session else ()
 
     @property
@@ -66,7 +66,7 @@ class HashRing:
         ring = sorted(point for engine in engines for point in _engine_points(engine))
         self._points = [point for point, _ in ring]
         self._nearest: list[tuple[str, ...]] = [()] * len(ring)
-        """The engine at each point, and the next other engine if there is one."""
+        """For each point, its engine and the next different engine on the ring, if there is one."""
 
         # Go around twice: the last points' next engines are at the ring's beginning.
         nearest: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class HashRing:
             self._nearest[i % len(ring)] = nearest
 
     def nearest_two(self, point: int) -> tuple[str, ...]:
-        """Return the first engine from the point on, and the next other engine if there is one."""
+        """Return the first engine at or after the point, and the next different engine, if any."""
         if not self._points:
             return ()
         return self._nearest[bisect_left(self._points, point) % len(self._points)]
@@ -121,7 +121,7 @@ class Table:
         return ""
 
     def put(self, tenant: str, keys: Sequence[int], engine: str) -> None:
-        """Set the engine of the keys. The last key becomes the most recently used."""
+        """Map the keys to the engine. The last key becomes the most recently used."""
         if not keys:
             return
         engines = self._tenants.get(tenant)
@@ -140,8 +140,8 @@ class Table:
     def _make_room(self) -> None:
         """Evict an entry of a tenant that has more than an equal share.
 
-        Such a tenant exists, because the table is too full. Tenants within their share move to the
-        back, so the next search begins with the tenant that had too much.
+        Such a tenant exists, because the table is over its size. Tenants within their share move to
+        the back, so the next search begins with the tenant that exceeded its share.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
@@ -167,7 +167,7 @@ class Table:
 
 
 class Affinity:
-    """The tables of sessions and of prefixes."""
+    """The tables that map sessions and prompt prefixes to engines."""
 
     def __init__(self, section: AffinitySection) -> None:
         self._section = section
@@ -187,10 +187,9 @@ class Affinity:
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str = "", adapter: str = ""
     ) -> CacheKey:
-        """Return the key of a request.
+        """Return the key under which the tables look up a request.
 
-        The adapter is part of the key, because the same tokens have different KV with another
-        adapter.
+        The adapter is part of the key, because the KV of the same tokens differs between adapters.
         """
         if session and adapter:
             session = f"{adapter}\0{session}"
@@ -198,11 +197,11 @@ class Affinity:
         return CacheKey(session if self._section.max_sessions else "", prefixes, tenant)
 
     def find(self, cache_key: CacheKey, is_usable: Callable[[str], bool]) -> str:
-        """Return the engine that has most of the request's beginning (empty if none is known).
+        """Return the engine with the longest cached prefix of the request (empty if none is known).
 
         Args:
-            is_usable: whether an engine takes requests. Unusable engines are skipped, so the result
-                may be an engine with a shorter match.
+            is_usable: returns whether an engine takes requests. Unusable engines are skipped, so
+                the result may be an engine with a shorter match.
         """
         tenant = cache_key.tenant
         sessions = cache_key.session_hashes
@@ -210,13 +209,13 @@ class Affinity:
         return engine or self._prefixes.first(tenant, reversed(cache_key.prefixes), is_usable)
 
     def on_placed(self, cache_key: CacheKey, engine: str) -> None:
-        """Record that the request's beginning is now in that engine's caches."""
+        """Record that the engine now has the request's prefix in its caches."""
         self._sessions.put(cache_key.tenant, cache_key.session_hashes, engine)
         # The shortest prefix is put last and so evicted last, because most requests share it.
         self._prefixes.put(cache_key.tenant, cache_key.prefixes[::-1], engine)
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that lost its caches."""
+        """Remove all entries of an engine that has lost its caches."""
         self._sessions.remove_engine(engine)
         self._prefixes.remove_engine(engine)
 
@@ -227,9 +226,9 @@ class Affinity:
 
 
 def prefix_hashes(token_ids: Sequence[int], adapter: str = "") -> tuple[int, ...]:
-    """Return a hash of every prefix of whole blocks, shortest first.
+    """Return a hash for each prefix of whole blocks, shortest first.
 
-    All processes compute the same hashes.
+    All router processes compute the same hashes.
     """
     hashes = []
     last = _point(adapter) if adapter else 0

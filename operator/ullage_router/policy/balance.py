@@ -1,14 +1,14 @@
 """Balances prefill work over the engines of a pool.
 
-Causal attention over a prompt of N tokens multiplies N * (N + 1) / 2 pairs of a query and a key.
-The rest of each layer costs as much for one token as `mlp_products` such pairs. In units of one
-pair:
+Causal attention over a prompt of N tokens computes N * (N + 1) / 2 query-key pairs. The rest of
+each layer costs as much for one token as `mlp_products` such pairs. The work in units of one pair
+is:
 
     work(N) = N * (N + 1) / 2 + mlp_products * N
 
-`balance` places prompts longest first, each on the engine with the least work that has memory for
-it (LPT; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest
-critical path when engines are idle).
+`balance` takes the prompts longest first. It places each on the least loaded engine that has memory
+for the prompt. This is the LPT rule (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+When engines are idle, its critical path is at most 4/3 of the shortest one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 
 def pairs(tokens: int) -> int:
-    """Return the number of pairs of a query and a key in causal attention over a prompt."""
+    """Return the number of query-key pairs in causal attention over a prompt."""
     return tokens * (tokens + 1) // 2
 
 
 def work(tokens: int, mlp_products: int) -> int:
-    """Return the work of computing a prompt, in units of one pair of a query and a key."""
+    """Return the work of prefilling a prompt, in units of one query-key pair."""
     return pairs(tokens) + mlp_products * tokens
 
 
@@ -31,9 +31,9 @@ class EngineLoad:
 
     id: str
     work: int
-    """Work on the engine without any of the prompts."""
+    """Work on the engine, without the prompts to place."""
     room: int
-    """Bytes available to all prompts together."""
+    """Bytes available for all prompts to place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ class PrefillTask:
 
     work: int
     engine: str
-    """Key of the prompt's present engine, where its bytes are reserved."""
+    """Key of the prompt's current engine, where its bytes are reserved."""
     sizes: Mapping[str, int]
-    """Bytes that the prompt takes on each engine that it may move to."""
+    """Bytes that the prompt takes on each engine to which it may move, by engine key."""
 
 
 def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Return the key of the engine for each task.
+    """Assign each task to an engine, and return the engine keys.
 
-    Tasks stay where they are unless moving them shortens the critical path.
+    Tasks stay on their current engines unless moving tasks shortens the critical path.
 
     Args:
-        engines: every engine that holds a task, and possibly others. An engine to which no task may
-            move, for example a canary's, does not count.
+        engines: every engine that holds a task, and possibly others. Engines to which no task may
+            move, such as a canary's, are ignored.
     """
     possible = {key for task in tasks for key in (task.engine, *task.sizes)}
     engines = [engine for engine in engines if engine.id in possible]
@@ -82,7 +82,7 @@ def critical_path(
 
 
 def _longest_first(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Place the longest task first, and return nothing if the memory does not suffice."""
+    """Place tasks longest first. Return an empty list if memory does not suffice."""
     total = {engine.id: engine.work for engine in engines}
     room = {engine.id: engine.room for engine in engines}
     placement = [""] * len(tasks)

@@ -4,8 +4,8 @@ A cascade sends a request to a small model first and hands it over to a larger o
 model is unsure. `features` reads a request before any model has seen it, `plan` chooses the first
 step, and `Confidence` judges a step's first tokens.
 
-Only the last turn is searched for code and maths, and only its two ends. The question is usually
-there, and so a long conversation costs no more to read than a short one.
+Only the last turn is searched for code and maths, and only its two ends. The question is usually at
+one of the ends, and a long conversation costs no more to search than a short one.
 """
 
 import itertools
@@ -19,19 +19,19 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CascadeSection, FallbackSection, HeuristicsSection
 
 SEARCHED_CHARACTERS = 4000
-"""Number of characters searched at either end of the last turn."""
+"""Number of characters searched at each end of the last turn."""
 CHARACTERS_PER_TOKEN = 4
-"""Average length of a token, for estimates."""
+"""Average number of characters per token, for estimates."""
 CODE_LINES = 2
 """Number of code-like lines that make a prompt count as code."""
 MATHS_SHARE = 0.12
-"""Minimum share of digits and operators among non-space characters for a text to be maths."""
+"""Minimum share of digits and operators among non-space characters for a text to count as maths."""
 MATHS_CHARACTERS = 8
-"""Minimum number of digits and operators for a text to be maths."""
+"""Minimum number of digits and operators for a text to count as maths."""
 HELD_SHARE = 0.5
-"""Share of the remaining time for which one step may hold a request.
+"""Maximum share of the remaining time that one step may hold a request.
 
-The next step needs time, too.
+The rest is left for the next step.
 """
 
 Reason = Literal["FIRST", "HARD", "SEVERAL_ANSWERS", "OWN_TOKENS", "PEAK"]
@@ -55,23 +55,26 @@ _MATHS = frozenset("0123456789+-*/=<>^%∑∫√≤≥≠±×÷π")  # noqa: RUF
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features of one request that the choice of a step depends on."""
+    """The features of a request that determine the first step of its cascade."""
 
     characters: int = 0
-    """Number of characters of all turns."""
+    """Total number of characters in all turns."""
     turns: int = 1
     has_code: bool = False
     has_maths: bool = False
     has_tools: bool = False
     has_several_answers: bool = False
-    """Whether the request asks for samples or beams, which a single confidence cannot judge."""
+    """Whether the request asks for several samples or beams, which one confidence cannot judge."""
     is_bound: bool = False
-    """Whether the request has token ids of this service's model, which other models misread."""
+    """Whether the request has token ids of this model, which other models would misread."""
     priority: int = 0
 
 
 def features(request: inference_pb2.GenerateRequest) -> Features:
-    """Return a request's features, in time bounded by SEARCHED_CHARACTERS and the turns."""
+    """Return a request's features.
+
+    The time is bounded by SEARCHED_CHARACTERS and the number of turns.
+    """
     texts = [m.content for m in request.messages.messages] or [request.text]
     last = _ends(texts[-1])
     return Features(
@@ -87,7 +90,7 @@ def features(request: inference_pb2.GenerateRequest) -> Features:
 
 
 def estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Return an estimate of the prompt's tokens, which is charged until they are counted."""
+    """Return the estimated number of prompt tokens, which is charged until they are counted."""
     characters = sum(len(m.content) for m in request.messages.messages) + len(request.text)
     return len(request.token_ids.ids) or 1 + characters // CHARACTERS_PER_TOKEN
 
@@ -131,12 +134,12 @@ def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLoad:
-    """The load of this service's own engines."""
+    """The load of the engines of this service."""
 
     pressure_level: int = 0
-    """Pressure level of the ready engine under the least pressure (0 when none is ready)."""
+    """Pressure level of the ready engine with the lowest pressure (0 if no engine is ready)."""
     queued: int = 0
-    """Number of requests that wait in this router."""
+    """Number of requests waiting in this router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +151,12 @@ class Plan:
     is_judged: bool
     """Whether all steps but the last hold their first tokens until their confidence is known."""
     is_parallel: bool
-    """Whether each step begins together with the previous one."""
+    """Whether each step starts together with the previous step."""
     reason: Reason
 
 
 def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
-    """Return the steps of a request: the first by its features, then all larger ones."""
+    """Return the steps of a request: the first by its features, then those of all larger models."""
     last = len(policy.steps) - 1
     if features.is_bound:
         return Plan((policy.own,), False, False, "OWN_TOKENS")
@@ -167,7 +170,7 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Return the number of signs of a hard prompt. Each starts the request one step higher."""
+    """Return the number of signs of a hard prompt. Each sign starts the request one step higher."""
     signs = (
         0 < policy.prompt_characters < features.characters,
         0 < policy.turns < features.turns,
@@ -179,7 +182,7 @@ def difficulty(features: Features, policy: HeuristicsSection) -> int:
 
 
 def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
-    """Return whether a request of this priority goes to the fallback, to make room for others."""
+    """Return whether a request of this priority goes to the fallback, to relieve the engines."""
     if priority > policy.max_priority:
         return False
     return (
@@ -223,7 +226,10 @@ class Confidence:
 
     @property
     def value(self) -> float | None:
-        """exp(mean log-probability) from 0 to 1, or None without any or if the mean is NaN."""
+        """exp(mean log-probability), from 0 to 1.
+
+        None if there are no values or their mean is NaN.
+        """
         mean = sum(self._logprobs) / len(self._logprobs) if self._logprobs else math.nan
         if math.isnan(mean):
             return None

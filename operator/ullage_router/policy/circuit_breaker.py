@@ -18,10 +18,10 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """The breaker of one engine. Times are seconds of any steady clock.
+    """The breaker of one engine. Times are in seconds, from any monotonic clock.
 
     Args:
-        section: failures that open the breaker, and the bounds of the pause.
+        section: the number of failures that open the breaker, and the bounds of the pause.
     """
 
     def __init__(self, section: BreakerSection) -> None:
@@ -29,7 +29,7 @@ class CircuitBreaker:
         self._failures = 0
         self._pause_s = section.pause
         self._until: float | None = None
-        """Time at which the pause ends, or None while closed."""
+        """Time at which the pause ends, or None while the breaker is closed."""
         self._probe: object | None = None
         self.openings = 0
         """Number of times that the breaker opened."""
@@ -41,26 +41,29 @@ class CircuitBreaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether all requests pass."""
+        """Whether the breaker lets all requests pass."""
         return self._until is None
 
     def state(self, now: float) -> State:
-        """Return the state at a time: an open breaker is half-open when its pause is over."""
+        """Return the state at a time. An open breaker becomes half-open when its pause is over."""
         if self._until is None:
             return "closed"
         return "open" if now < self._until else "half-open"
 
     def admits(self, now: float) -> bool:
-        """Return whether a request may be sent. A half-open breaker admits one at a time."""
+        """Return whether a request may be sent.
+
+        A half-open breaker admits one request at a time.
+        """
         return self.state(now) == "closed" or (self.state(now) == "half-open" and not self._probe)
 
     @property
     def until(self) -> float:
-        """Time at which the pause ends or ended, or minus infinity while closed."""
+        """Time at which the pause ends or ended, or minus infinity while the breaker is closed."""
         return float("-inf") if self._until is None else self._until
 
     def on_sent(self, request: object, now: float) -> None:
-        """Record a request to the engine. While half-open, the first one is the probe."""
+        """Record that a request was sent. The first one sent while half-open is the probe."""
         if self.state(now) == "half-open" and self._probe is None:
             self._probe = request
 
@@ -72,7 +75,7 @@ class CircuitBreaker:
             self._failures = self._section.failures - 1
 
     def on_success(self, request: object) -> None:
-        """Clear the record after a request that was answered to its end."""
+        """Clear the failures after a request was answered completely."""
         if self._until is None or request is self._probe:
             self._failures = 0
             self._until = None
@@ -81,8 +84,8 @@ class CircuitBreaker:
     def on_failure(self, request: object, now: float) -> bool:
         """Count a failure of the engine, and return whether it opened the breaker.
 
-        While the breaker is not closed, only the probe's failure counts: other requests were sent
-        before it opened.
+        While the breaker is not closed, only a failure of the probe counts, because the other
+        requests were sent before the breaker opened.
         """
         if self._until is not None and request is not self._probe:
             return False
@@ -93,7 +96,10 @@ class CircuitBreaker:
         return True
 
     def on_end(self, request: object) -> None:
-        """Record the end of a request. After the probe ends, another request may be the probe."""
+        """Record the end of a request.
+
+        After the probe ends, another request may become the probe.
+        """
         if request is self._probe:
             self._probe = None
 
@@ -104,7 +110,7 @@ class CircuitBreaker:
         self.openings += 1
 
     def check_integrity(self, now: float) -> None:
-        """Assert that failures, pause and probe are within their bounds."""
+        """Assert that the failures, the pause and the probe are within their bounds."""
         assert 0 <= self._failures <= self._section.failures
         assert self._section.pause <= self._pause_s <= self._section.max_pause
         assert self._until is None or self._until <= now + self._section.max_pause
@@ -114,12 +120,12 @@ class CircuitBreaker:
 def held_back(
     breakers: Iterable[tuple[str, CircuitBreaker]], most: int, now: float
 ) -> frozenset[str]:
-    """Return the keys of a pool's ready engines that get no requests now.
+    """Return the keys of a pool's ready engines that currently get no requests.
 
     Args:
-        breakers: breakers of the pool's ready engines by key. Closed ones may be left out.
-        most: maximum number of engines to hold back, so that some are tried even if all fail.
-            Engines whose pause ends last are held back first.
+        breakers: breakers of the pool's ready engines by key. Closed breakers may be left out.
+        most: maximum number of engines to hold back, so that some engines are tried even if all
+            fail. Engines whose pause ends last are held back first.
     """
     refusing = [(breaker.until, name) for name, breaker in breakers if not breaker.admits(now)]
     return frozenset(name for _, name in sorted(refusing, reverse=True)[:most])

@@ -1,9 +1,9 @@
-"""Accounts for requests that an engine's reports do not include yet.
+"""Accounts for requests that are not yet included in an engine's reports.
 
 Bytes are reserved when a request is sent. The engine counts the request from the moment it answers
 Accepted, but a report that is already in flight may not include it. A reservation therefore ends
 with the second report after Accepted, or when the request ends, whichever comes first. Until then
-its bytes may be counted twice, but they are never missing.
+the request's bytes may be counted twice, but they are never missing.
 """
 
 import heapq
@@ -16,9 +16,12 @@ from typing import NamedTuple
 from ullage_router.policy.balance import pairs
 
 REPORTS_AFTER_ACCEPTED = 2
-"""Number of reports after Accepted that end a reservation."""
+"""Number of reports after Accepted at which a reservation ends."""
 SPARE_LIMITS = 64
-"""Number of limits by which the heap may exceed twice the requests in flight before a cleanup."""
+"""Number of entries by which the heap may exceed twice the requests in flight.
+
+Beyond that, the limits of ended requests are removed.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,23 +29,23 @@ class Credit:
     """The reservation of one request in flight."""
 
     size: int
-    """Bytes."""
+    """Reserved bytes."""
     tokens: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
     step_limit_s: float = math.inf
-    """Longest step, in seconds, with which the request would still end in time."""
+    """Longest step time, in seconds, with which the request would still end in time."""
     counted_from: int | None = None
     """Number of the first report that must include the request, or None before Accepted."""
     holder: str = ""
     """The caller that holds the reservation without paying for it.
 
-    It is empty if the reservation is paid for, or its request was sent.
+    Empty if the reservation is paid for, or if its request has been sent.
     """
 
 
 @dataclass(slots=True)
 class PromptSums:
-    """Sums over the prompts that are not computed yet."""
+    """Sums over the prompts that are not prefilled yet."""
 
     tokens: int = 0
     pairs: int = 0
@@ -57,16 +60,16 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Sums over unpaid reservations that no report is certain to include."""
+    """Sums over the unpaid reservations that may be missing from the engine's last report."""
 
     requests: int = 0
     size: int = 0
-    """Bytes."""
+    """Reserved bytes."""
     tokens: int = 0
-    """Prompt tokens."""
+    """Number of prompt tokens."""
 
     def plus(self, credit: Credit, sign: int = 1) -> "Held":
-        """Return the sums with one more reservation, or one less for the sign -1."""
+        """Return the sums after adding a reservation, or removing it if the sign is -1."""
         return Held(
             self.requests + sign,
             self.size + sign * credit.size,
@@ -80,57 +83,60 @@ NOTHING_HELD = Held()
 class CreditBook:
     """The credits of one engine's requests in flight.
 
-    A credit is open until a report is certain to include its request. Then it is counted, until the
+    A credit is open until a report is certain to include its request. It is then counted until the
     request ends.
     """
 
     def __init__(self) -> None:
         self._open: set[Credit] = set()
         self._accepted: deque[Credit] = deque()
-        """Accepted credits by the report that must include them. Some may have ended."""
+        """Accepted credits, by the number of the report that must include them.
+
+        Some may have ended.
+        """
         self._counted: set[Credit] = set()
         self._step_limits: list[tuple[float, int, Credit]] = []
-        """A heap of the finite limits of all requests in flight.
+        """A heap of the finite step limits of all requests in flight.
 
-        Limits of ended requests leave it lazily: when they are the shortest, or when there are too
-        many of them.
+        The limit of an ended request is removed lazily: when it is the shortest, or when the heap
+        has too many such limits.
         """
         self._numbers = itertools.count()
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
-        """Credits of requests without a first token."""
+        """Credits of requests that have no first token yet."""
 
         # Every decision needs these sums, so they are maintained instead of computed.
         self._unsure = PromptSums()
-        """Prompts that no report is certain to include."""
+        """Sums over prompts that no report is certain to include."""
         self._sure = PromptSums()
-        """Prompts that the last report includes."""
+        """Sums over prompts that the last report includes."""
 
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD
-        """Unpaid reservations of all holders."""
+        """Sums over the unpaid reservations of all holders."""
 
     @property
     def reports(self) -> int:
-        """Number of reports that arrived so far."""
+        """Number of reports received so far."""
         return self._reports
 
     @property
     def total(self) -> int:
-        """Bytes that no report is certain to include."""
+        """Bytes of the requests that no report is certain to include."""
         return self._total
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens to compute that no report is certain to include."""
+        """Tokens still to prefill for the requests that no report is certain to include."""
         return self._unsure.tokens
 
     def prefill_pairs(self, reported_tokens: int) -> float:
-        """Return the pairs of queries and keys in the prompts that are not computed yet.
+        """Return the query-key pairs in the prompts that are not prefilled yet.
 
         Args:
-            reported_tokens: prompt tokens that the engine has yet to compute, in its last report.
+            reported_tokens: prompt tokens that the engine still had to prefill in its last report.
         """
         sure = self._sure
         remaining = min(1.0, reported_tokens / sure.tokens) if sure.tokens else 0.0
@@ -138,17 +144,17 @@ class CreditBook:
 
     @property
     def uncounted(self) -> int:
-        """Requests that no report is certain to include."""
+        """Number of requests that no report is certain to include."""
         return len(self._open)
 
     @property
     def inflight(self) -> int:
-        """Requests sent and not ended."""
+        """Number of requests that were sent and have not ended."""
         return len(self._open) + len(self._counted)
 
     @property
     def step_limit_s(self) -> float:
-        """Longest step, in seconds, with which every request in flight would still end in time."""
+        """Longest step time, in seconds, that lets every request in flight end in time."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
@@ -164,10 +170,10 @@ class CreditBook:
         """Open a credit for a request that is about to be sent.
 
         Args:
-            size: bytes.
+            size: bytes to reserve.
             tokens: prompt tokens.
-            step_limit_s: longest step with which the request would still end in time.
-            holder: the caller that does not pay for the reservation (empty where it is paid for).
+            step_limit_s: longest step time with which the request would still end in time.
+            holder: the caller that does not pay for the reservation (empty if it is paid for).
         """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)
@@ -182,19 +188,19 @@ class CreditBook:
         return credit
 
     def on_accepted(self, credit: Credit) -> None:
-        """Record that the engine answered Accepted."""
+        """Record that the engine has accepted the request."""
         if credit.counted_from is None:
             credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
             self._accepted.append(credit)
 
     def on_first_token(self, credit: Credit) -> None:
-        """Record the first token, after which the prompt is computed."""
+        """Record the first token, which shows that the prompt is prefilled."""
         if credit in self._prompts:
             self._prompts.remove(credit)
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def on_report(self) -> None:
-        """Count every request that this report must include."""
+        """Mark every request that this report must include as counted."""
         self._reports += 1
         while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
             credit = self._accepted.popleft()

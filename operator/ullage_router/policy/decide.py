@@ -3,19 +3,19 @@
     decide(facts, engines, policy) -> Run | ShrinkContext | Wait | Refuse
 
 `decide` is a pure function: the same request, engines and policy always give the same answer. It
-goes through four questions in this order.
+answers four questions in this order.
 
- 1. Can the request ever run? One that fits no engine even when it is empty is invalid at once, and
-    a service without a ready engine is unavailable.
+ 1. Can the request ever run? A request that fits no engine, not even an empty one, is invalid. A
+    service without a ready engine is unavailable.
  2. Where is its home? The first pool that can ever hold it, or the large pool (`placement.py`).
- 3. Does it fit at home now? Then it runs on the engine whose caches hold its beginning, or on the
-    better of two drawn engines.
+ 3. Does it fit at home now? Then it runs on the engine that has its prefix in the caches, or on the
+    better of two engines drawn at random.
  4. Otherwise, which rung of the ladder helps? The rungs are tried in the order of the policy:
     shrink the context, shrink the output, wait, go to another pool, be refused.
 
-A request that arrives while others wait may not pass them: it can only wait, go to another pool or
-be refused. The exception is backfill: a request may start before the head of the queue if it ends
-before the head's memory is predicted to be free.
+A request that arrives while others wait may not overtake them. It can only wait, go to another pool
+or be refused. The exception is backfill: a request may start before the head of the queue if it
+ends before the head's memory is predicted to be free.
 """
 
 import math
@@ -63,7 +63,7 @@ _REASONS_AFTER_WAITING = {
 def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> NextStep:
     """Return the next step of a request.
 
-    The caller acts on the step, and decides again after ShrinkContext and Wait.
+    The caller carries out the step, and calls `decide` again after ShrinkContext and Wait.
 
     Args:
         engines: every engine that has described its model, in any state.
@@ -105,7 +105,7 @@ def decide_among(
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
     """Return whether a request that waits behind others may run now.
 
-    This is much less work than `decide`, which also computes the alternative.
+    This check is much cheaper than `decide`, which also computes the alternative.
     """
     able = _able(facts, engines)
     return bool(able) and _ladder(facts, able, policy).runs_before_waiting()
@@ -115,7 +115,7 @@ def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) ->
     """Return the minimum number of output tokens to which an answer may be shrunk.
 
     Args:
-        asked: output tokens that the client asked for, or None if it named no number.
+        asked: output tokens that the client asked for, or None if the client set no limit.
         max_tokens: maximum number of output tokens of the request.
     """
     return min(max_tokens, max(rung.min_tokens, int((asked or 0) * rung.min_share)))
@@ -133,7 +133,10 @@ def _ladder(facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPoli
 
 @dataclass(slots=True)
 class _LadderRun:
-    """One run down the ladder: a request, the engines that can ever hold it, and its home pool."""
+    """One pass of a request down the ladder.
+
+    It has the engines that can ever hold the request, and the request's home pool.
+    """
 
     facts: RequestFacts
     engines: Sequence[EngineView]
@@ -142,7 +145,7 @@ class _LadderRun:
     home_reason: str
 
     def first_that_fits(self) -> NextStep:
-        """Return the first step that is possible, at the latest a refusal."""
+        """Return the first possible step on the ladder. The last rung is a refusal."""
         if not any(e.standing is not EngineState.UNUSABLE for e in self.engines):
             return self._unavailable()
         if run := self.at_home():
@@ -166,7 +169,7 @@ class _LadderRun:
     def on_one_of_two(self) -> Run | None:
         """Decide like `at_home`, over the preferred engine and the first two others that fit.
 
-        The engines come in random order, so the first two are two drawn ones.
+        The engines come in random order, so the first two are a random draw.
         """
         facts = self.facts
         pool = self.home
@@ -208,7 +211,8 @@ class _LadderRun:
         """Shorten the prompt until it fits the freest engine.
 
         Returns:
-            None if no turn may be dropped, no engine is free, or too little would be left.
+            None if no turn may be dropped, no engine is free, or too little of the prompt would be
+            left.
         """
         free = self._free(self.home)
         if not (self.facts.droppable and free):
@@ -272,7 +276,7 @@ class _LadderRun:
         return None
 
     def _others(self) -> list[str]:
-        """Return the pools to which the request may go instead, preferred ones first."""
+        """Return the pools to which the request may go instead, in order of preference."""
         return [
             pool
             for pool in self.policy.rungs.route.pools or self.policy.pools
@@ -363,7 +367,7 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
-        """Return engines that may take this request now and that no earlier request waits for."""
+        """Return engines that may run this request now and that no earlier request waits for."""
         if pool in self.facts.ahead:
             return []
         taken = self.facts.refused_by.union(self.facts.claimed)
@@ -379,9 +383,10 @@ class _LadderRun:
         )
 
     def _open_to_backfill(self) -> list[EngineView]:
-        """Return engines at home with room for the request that it would free in time.
+        """Return engines at home that have room for the request and regain the room in time.
 
-        It must end before the heads of the queues for the pool, and for the engine, could begin.
+        The request must end before the head of the pool's queue could start, and before the head of
+        the engine's queue could start.
         """
         facts = self.facts
         head_bytes = facts.passable.get(self.home)
@@ -400,7 +405,7 @@ class _LadderRun:
     # Predictions
 
     def _ends_before(self, engine: EngineView, head_bytes: int | None) -> bool:
-        """Return whether the request would end on the engine before the head could begin.
+        """Return whether the request would end on the engine before the queue's head could start.
 
         Args:
             head_bytes: bytes that the head of the queue waits for, or None if nobody waits.
@@ -427,8 +432,8 @@ class _LadderRun:
         """Return the seconds until the request could run at home within its time limits.
 
         Args:
-            comes_back: whether the client leaves and returns then, rather than waiting here.
-            is_first: whether to predict as if nobody waited before it.
+            comes_back: whether the client leaves and retries at that time, instead of waiting here.
+            is_first: whether to predict as if no request waited before this one.
         """
         facts = self.facts
         limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits
@@ -450,8 +455,8 @@ class _LadderRun:
     def _retry_after(self, engines: Sequence[EngineView], needed: int) -> int:
         """Return Retry-After in whole seconds.
 
-        By then memory is free, the time limits can be met, and clients that were refused earlier
-        have had their turn.
+        At that time memory is free, the time limits can be met, and clients that were refused
+        earlier have had their turn.
         """
         facts = self.facts
         ahead = facts.ahead.get(self.home, 0)
@@ -492,7 +497,7 @@ def _never_fits(
 ) -> NextStep:
     """Return the step for a request that is too large for any engine.
 
-    That is a shorter prompt or a refusal.
+    The step is either a shorter prompt or a refusal.
     """
     longest = facts.prompt_tokens + max(room_of(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
@@ -546,6 +551,6 @@ def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
 
 
 def _fewest(facts: RequestFacts, policy: RoutingPolicy) -> int:
-    """Return the minimum number of prompt tokens that must remain when turns are dropped."""
+    """Return the minimum number of prompt tokens to keep when turns are dropped."""
     kept = 1 - policy.rungs.shrink_context.max_dropped_share
     return max(1, math.ceil(facts.prompt_tokens * kept))

@@ -1,7 +1,7 @@
-"""The record of the decision about a request.
+"""The record of the router's decision about a request.
 
 Admission writes a `Decision`. Records, headers, logs and gRPC's trailing metadata read it. A
-`Decision` never changes: each rung of the ladder makes a new one.
+`Decision` is immutable. Each rung of the ladder creates a new one.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 
 KEPT_STEPS = 12
-"""Maximum number of steps of a trail that is kept whole."""
+"""Maximum number of steps up to which a trail is kept whole."""
 MIB = 1 << 20
 
 Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow", "lost"]
@@ -28,27 +28,27 @@ ANSWERED = frozenset({"served", "fallback"})
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One step of a cascade that was tried."""
+    """An attempt to answer a request with one step of a cascade."""
 
     step: str
     outcome: Outcome
     model: str = ""
-    """The model's name in that step (empty when it is not known)."""
+    """Name of the model that ran the step (empty if unknown)."""
     confidence: float | None = None
-    """Geometric mean probability of the tokens that were judged."""
+    """Geometric mean probability of the judged tokens."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Tokens that had arrived when the attempt was discarded."""
+    """Number of tokens that had arrived when the attempt was discarded."""
     reason: str = ""
-    """Reason of the error that ended the attempt (empty when none did)."""
+    """Reason of the error that ended the attempt (empty if there was no error)."""
 
     @property
     def discarded_tokens(self) -> int:
-        """Completion tokens of a discarded attempt (0 for the one that answered)."""
+        """Number of completion tokens of a discarded attempt (0 for the attempt that answered)."""
         return 0 if self.outcome in ANSWERED else self.completion_tokens
 
     def to_wire(self) -> inference_pb2.CascadeAttempt:
-        """Return the attempt as the API's message."""
+        """Return the attempt as a protobuf message of the API."""
         return inference_pb2.CascadeAttempt(
             step=self.step,
             model=self.model,
@@ -60,7 +60,7 @@ class Attempt(msgspec.Struct, frozen=True):
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return the attempt in the form of the log."""
+        """Return the attempt as JSON for the log."""
         return {
             "step": self.step,
             "model": self.model,
@@ -75,9 +75,9 @@ class Decision(msgspec.Struct, frozen=True):
     """The state of a request's decision at one moment."""
 
     action: str = ""
-    """accept, shrink, queue, route4 or reject (empty until something is decided)."""
+    """accept, shrink, queue, route4 or reject (empty until a decision is made)."""
     pool: str = ""
-    """The pool that the decision is about (empty where another router decided)."""
+    """The pool that the decision concerns (empty if another router decided)."""
     route: str = ""
     """The pool's label in headers, logs and metrics (`route_of`)."""
     reason: str = ""
@@ -85,14 +85,14 @@ class Decision(msgspec.Struct, frozen=True):
     side: str = ""
     """stable or canary (empty until an engine is chosen)."""
     revision: str = ""
-    """Revision of the engine (empty when it is not known)."""
+    """Revision of the engine (empty if unknown)."""
     model: str = ""
     """Name of the model that serves the request."""
     prompt_tokens: int = 0
     predicted_bytes: int | None = None
-    """KV bytes that the request is predicted to take, or None until they are predicted."""
+    """KV bytes that the request is predicted to take, or None before the prediction."""
     available_bytes: int | None = None
-    """KV bytes available on the engine, or on the freest of the pool, or None if unknown."""
+    """KV bytes available on the engine, or on the freest engine of the pool. None if unknown."""
     degraded: tuple[str, ...] = ()
     """Changes that were made to the request, such as `max_tokens=64`."""
     trail: tuple[str, ...] = ()
@@ -102,39 +102,40 @@ class Decision(msgspec.Struct, frozen=True):
     attempts: tuple[Attempt, ...] = ()
     """Steps of the cascade that were tried."""
     coalesced_with: str = ""
-    """Id of the request whose generation is shared (empty when the request has its own)."""
+    """Id of the request that shares its generation with this one (empty if nothing is shared)."""
 
     @property
     def lowered_limit(self) -> str:
-        """The lowered output limit, such as `max_tokens=64` (empty when it was not lowered)."""
+        """The lowered output limit, such as `max_tokens=64` (empty if it was not lowered)."""
         return next((word for word in self.degraded if word.startswith("max_tokens=")), "")
 
     @property
     def predicted_mib(self) -> float:
-        """Predicted KV in MiB (0 until it is predicted)."""
+        """Predicted KV in MiB (0 before the prediction)."""
         return round((self.predicted_bytes or 0) / MIB, 3)
 
     @property
     def explanation(self) -> dict[str, str]:
-        """The decision in the details of an error (empty when there is none)."""
+        """The decision as it appears in the details of an error (empty if there is no decision)."""
         if not self.action:
             return {}
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
 
     def next_trail(self, step: str, reason: str) -> tuple[str, ...]:
-        """Return the trail with one more step. A long trail keeps its first steps and its last."""
+        """Return the trail with one more step. A long trail keeps only its first and last steps."""
         trail = (*self.trail, f"{step}={reason}")
         return trail if len(trail) <= KEPT_STEPS else (*trail[: KEPT_STEPS - 2], "...", trail[-1])
 
     def after(self, step: str, reason: str) -> "Decision":
-        """Return the decision with one more step taken."""
+        """Return the decision after one more step."""
         return msgspec.structs.replace(self, trail=self.next_trail(step, reason))
 
     def lowered(self, changes: Iterable[str]) -> "Decision":
         """Return the decision with limits that the engine lowered further.
 
         Args:
-            changes: for example `max_tokens=64`. A change replaces an earlier one of the same name.
+            changes: for example `max_tokens=64`. A change replaces an earlier change of the same
+                name.
         """
         degraded = self.degraded
         for change in changes:
@@ -165,7 +166,7 @@ def route_of(pool: str, tensor: int, pipeline: int) -> str:
 
 
 def attempts_header(attempts: Iterable[Attempt]) -> str:
-    """Render attempts as a dictionary of structured fields (RFC 9651).
+    """Format attempts as a structured-field dictionary (RFC 9651).
 
     For example: `small=escalated;confidence=0.412, big=served`.
     """

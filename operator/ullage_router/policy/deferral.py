@@ -2,10 +2,10 @@
 
 All refusals of a burst see the same forecast. If all clients came back in the second in which the
 first of them fits, most would be refused again. Earlier refusals therefore count as ahead of later
-ones: each client gets a Retry-After by which memory for all before it has been released, too.
+ones: each client gets a Retry-After that also covers the memory of all clients refused before it.
 
-No place is reserved. A request that arrives and fits runs, and one that does not come back is
-removed when it is due.
+No memory is reserved. A request that arrives and fits is run at once. A refused request that does
+not come back is removed when its Retry-After is over.
 """
 
 import math
@@ -31,7 +31,7 @@ class DeferralBook:
         self._sizes: dict[Deferred, int] = {}
         self._weights: dict[str, float] = {}
         self._due: dict[int, dict[Deferred, int]] = {}
-        """The same bytes by the second at which they are due."""
+        """The same bytes, by the second in which their Retry-After ends."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -40,9 +40,9 @@ class DeferralBook:
         """Record a refused request.
 
         Args:
-            weight: weight of its tenant.
+            weight: weight of the request's tenant.
             size: bytes that the request would have taken.
-            due: time at which its Retry-After is over.
+            due: time at which the request's Retry-After is over.
         """
         if size <= 0:  # a request of a model without KV waits for nothing
             return
@@ -52,7 +52,10 @@ class DeferralBook:
         self._weights[kind.tenant] = weight
 
     def expire(self, now: float) -> None:
-        """Remove requests that are due. Those that came back are counted in the queue instead."""
+        """Remove requests whose Retry-After is over.
+
+        Those that came back are counted in the queue instead.
+        """
         for second in [second for second in self._due if second <= now]:
             for kind, size in self._due.pop(second).items():
                 self._sizes[kind] -= size
@@ -62,7 +65,7 @@ class DeferralBook:
             self._weights.clear()
 
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
-        """Return the bytes ahead of a tenant's next refused request of a pool.
+        """Return the bytes that come before a tenant's next refused request in a pool.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
         the queue. Another tenant's bytes therefore count only up to the tenant's own refused bytes,
@@ -80,7 +83,7 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes that come back to a pool, by whole seconds from now."""
+        """Return the bytes of requests that will come back to a pool, by whole seconds from now."""
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
@@ -90,7 +93,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """The book from one request's view, read only if that request is refused, too."""
+    """The deferral book as one request sees it. It is read only if that request is refused, too."""
 
     book: DeferralBook
     now: float = 0.0
@@ -103,7 +106,7 @@ class Deferrals(NamedTuple):
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes that come back to a pool, by whole seconds from now."""
+        """Return the bytes of requests that will come back to a pool, by whole seconds from now."""
         return self.book.returns(pool, self.now)
 
 

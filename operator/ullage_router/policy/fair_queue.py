@@ -1,6 +1,6 @@
-"""The order in which the waiting requests of one pool are served, in O(log n) a step.
+"""Orders the waiting requests of one pool, in O(log n) per step.
 
-Three rules apply, from the outside in.
+Three rules apply, from the outermost to the innermost.
 
  * Priority: of the heads of all levels, the one with the largest `priority * aging - arrival` is
    served first. Waiting makes up for priority, so no level starves.
@@ -8,7 +8,8 @@ Three rules apply, from the outside in.
    queueing (Goyal, Vin and Cheng, 1996). Each tenant's tag grows by cost / weight, the smallest tag
    is served, and a tenant that starts to wait begins at the tag served last.
  * Urgency: a tenant's own requests are ordered by deadline, but no deadline counts as later than
-   MAX_LEAD_S after arrival. So only requests that came within that time can overtake.
+   MAX_LEAD_S after arrival. So a request can overtake only those that arrived at most MAX_LEAD_S
+   earlier.
 """
 
 import itertools
@@ -18,23 +19,26 @@ from dataclasses import dataclass, field
 from sortedcontainers import SortedList
 
 MAX_LEAD_S = 1.0
-"""Seconds by which a request may overtake earlier requests of its tenant."""
+"""Number of seconds by which a later request may overtake earlier requests of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FairEntry:
-    """The properties of a waiting request that decide its order. Times are of one clock."""
+    """The properties of a waiting request that determine its order.
+
+    All times use the same clock.
+    """
 
     number: int
-    """Tie-breaker between equal entries. The smaller one arrived earlier."""
+    """Tie-breaker between equal entries. The entry with the smaller number arrived earlier."""
     tenant: str
     weight: float
-    """Weight of the tenant."""
+    """Weight of the request's tenant."""
     priority: int
     arrival: float
-    """Time of arrival, seconds."""
+    """Time of arrival in seconds."""
     deadline: float
-    """Time by which the first token must have arrived, seconds."""
+    """Time by which the first token must have arrived, in seconds."""
     size: int
     """Bytes that the request waits for."""
     cost: int
@@ -42,20 +46,20 @@ class FairEntry:
 
     @property
     def due(self) -> float:
-        """The time that orders the requests of a tenant, seconds."""
+        """The time, in seconds, by which the requests of a tenant are ordered."""
         return min(self.deadline, self.arrival + MAX_LEAD_S)
 
 
 @dataclass(slots=True)
 class _Flow:
-    """One tenant's requests at one priority."""
+    """The waiting requests of one tenant at one priority."""
 
     tag: float
-    """Virtual time at which the next request begins."""
+    """Virtual start time of the tenant's next request."""
     number: int
-    """Number of the request with which the tenant last started to wait."""
+    """Number of the request with which the tenant last began to wait."""
     entries: "SortedList[tuple[float, int, FairEntry]]" = field(default_factory=SortedList)
-    """(due, number, entry) of each request."""
+    """A (due, number, entry) tuple for each request."""
 
     @property
     def head(self) -> FairEntry:
@@ -65,22 +69,22 @@ class _Flow:
 
 
 class _Level:
-    """The tenants of one priority. A level is removed when nobody waits at it."""
+    """The tenants at one priority. A level is removed when no request waits in it."""
 
     def __init__(self) -> None:
         self.size = 0
         """Bytes that the level's requests wait for."""
         self._now = 0.0
-        """Virtual time: the tag served last."""
+        """Virtual time, which is the tag that was served last."""
         self._flows: dict[str, _Flow] = {}
         self._order: SortedList[tuple[float, int, str]] = SortedList()
-        """(tag, number, tenant) of tenants that wait."""
+        """A (tag, number, tenant) tuple for each tenant with waiting requests."""
         self._idle: SortedList[tuple[float, str]] = SortedList()
-        """(tag, tenant) of tenants without requests that have had more than their share."""
+        """A (tag, tenant) tuple for each tenant that exceeded its share and has no requests."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits."""
+        """Whether no request waits."""
         return not self._order
 
     @property
@@ -102,7 +106,7 @@ class _Level:
         self.size += entry.size
 
     def remove(self, entry: FairEntry) -> None:
-        """Remove an entry, without a charge."""
+        """Remove an entry without charging its tenant."""
         flow = self._flows[entry.tenant]
         flow.entries.remove((entry.due, entry.number, entry))
         self.size -= entry.size
@@ -126,25 +130,25 @@ class _Level:
             del self._flows[self._idle.pop(0)[1]]
 
     def _rest(self, tenant: str, flow: _Flow) -> None:
-        """Keep the tag of a tenant that had more than its share, until the others catch up."""
+        """Keep the tag of a tenant that exceeded its share until the other tenants catch up."""
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))
         else:
             del self._flows[tenant]
 
     def in_turns(self) -> Iterator[FairEntry]:
-        """Yield all entries, one of each tenant in turn."""
+        """Yield all entries, taking one from each tenant in turn."""
         flows = [self._flows[tenant].entries for _, _, tenant in self._order]
         for row in itertools.zip_longest(*flows):
             yield from (item[2] for item in row if item is not None)
 
     def entries(self) -> Iterator[FairEntry]:
-        """Yield all entries in no order."""
+        """Yield all entries in arbitrary order."""
         for flow in self._flows.values():
             yield from (entry for _, _, entry in flow.entries)
 
     def check_integrity(self) -> None:
-        """Assert that every tenant either waits or is idle, with the tag that it is sorted by."""
+        """Assert that every tenant is either waiting or idle, and is sorted by its current tag."""
         waiting = {tenant for _, _, tenant in self._order}
         resting = {tenant for _, tenant in self._idle}
         assert waiting | resting == self._flows.keys()
@@ -156,10 +160,10 @@ class _Level:
 
 
 class FairQueue:
-    """The waiting requests of a pool in the order of service.
+    """The waiting requests of a pool, in the order in which they are served.
 
     Args:
-        aging_s: seconds of waiting that make up for one level of priority.
+        aging_s: seconds of waiting that are worth one level of priority.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -172,7 +176,7 @@ class FairQueue:
 
     @property
     def head(self) -> FairEntry | None:
-        """The entry to serve next, or None when the queue is empty."""
+        """The entry to serve next, or None if the queue is empty."""
         return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
     def first(self, count: int) -> list[FairEntry]:
@@ -187,7 +191,7 @@ class FairQueue:
         self._len += 1
 
     def remove(self, entry: FairEntry) -> None:
-        """Remove an entry of the queue that is not served."""
+        """Remove an entry from the queue without serving it."""
         level = self._levels[entry.priority]
         level.remove(entry)
         self._len -= 1
@@ -195,16 +199,19 @@ class FairQueue:
             del self._levels[entry.priority]
 
     def serve(self, entry: FairEntry) -> None:
-        """Remove an entry of the queue that goes to an engine, and charge its tenant."""
+        """Remove an entry that is about to be sent to an engine, and charge its tenant."""
         self._levels[entry.priority].charge(entry)
         self.remove(entry)
 
     def size_from(self, priority: int) -> int:
-        """Return the bytes that requests of at least this priority wait for."""
+        """Return the bytes that requests with at least this priority wait for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: FairEntry) -> tuple[float, int]:
-        """Return the sort key of a head. The head with the largest key goes first."""
+        """Return the sort key of the head of a level.
+
+        The head with the largest key is served first.
+        """
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:

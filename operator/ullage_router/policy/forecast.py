@@ -1,19 +1,19 @@
 """Predicts a request's first and last token on an engine, and whether they come in time.
 
 In time means within the service's objectives (TTFT and end to end) and the request's own limits.
-Engines report their backlog of prompt tokens, their prefill speed, and the time of a step by the
-number of sequences in it. For p prompt tokens and o expected output tokens on an engine with load L
-and backlog B:
+Engines report their backlog of prompt tokens, their prefill speed, and their step times by batch
+size. For p prompt tokens and o expected output tokens on an engine with load L and backlog B:
 
     first = max(B / prefill speed, wait for a place in the batch) + p / prefill speed + step(L + 1)
     end = first + (o - 1) * step(L + 1)
 
 Predictions miss some delays, so they may take only SHARE of an objective or a limit. Two rules
-soften that. A request that would miss an objective even on an idle engine gains nothing by waiting,
-so it may take STRETCH times its time there. And an idle engine may always try.
+relax this limit. A request that would miss an objective even on an idle engine gains nothing by
+waiting, so it may take STRETCH times as long as on an idle engine. And an idle engine may always
+try.
 
-Each admitted request bounds the time of a step, so that it will not be late. No request is added to
-an engine if that would make steps longer.
+Each admitted request sets an upper bound on the step time, so that the request will not be late. No
+request is added to an engine if that would make steps longer.
 """
 
 import math
@@ -23,13 +23,16 @@ from ullage_router.policy.facts import EngineView, TimeLimits
 from ullage_router.policy.retry import LEAST_SPAN_S, release_s
 
 SHARE = 0.8
-"""Share of an objective or a limit that a prediction may take. The rest covers unseen delays."""
+"""Share of an objective or a limit that a prediction may use.
+
+The rest covers unpredicted delays.
+"""
 STRETCH = 2.0
-"""Factor on the time on an idle engine that a request may take if it misses an objective there."""
+"""Factor on the time on an idle engine, allowed if the request misses an objective even there."""
 UNMEASURED_LOAD = 4
 """Maximum number of concurrent requests on an engine that has not measured a step yet."""
 PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of releases after which `turn_s` checks whether a request could run."""
+"""Numbers of memory releases after which `turn_s` checks whether a request could run."""
 PROBED_ENGINES = 4
 """Number of least loaded engines that `turn_s` checks."""
 
@@ -38,8 +41,8 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
     """Return whether a request that goes to the engine now would be on time.
 
     Args:
-        prompt: prompt tokens.
-        output: expected output tokens.
+        prompt: number of prompt tokens.
+        output: expected number of output tokens.
     """
     if not (engine.load or engine.backlog_tokens):
         return True
@@ -72,7 +75,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
     """Return the seconds until the end of a request that goes to the engine now.
 
     Returns:
-        Infinity if the engine's batch is full, or its speed is not measured yet.
+        Infinity if the engine's batch is full or the engine's speed is not measured yet.
     """
     step_s = engine.step_s(engine.load + 1)
     is_full = bool(engine.max_sequences) and engine.load >= engine.max_sequences
@@ -82,7 +85,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest step, in seconds, with which a request sent now would end in time."""
+    """Return the longest step time, in seconds, with which a request sent now would end in time."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -92,7 +95,7 @@ def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimit
 
 
 def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest wait, in seconds, after which an idle engine would still be on time."""
+    """Return the longest wait, in seconds, after which an idle engine would be on time."""
     return _slack_s(engine, 1, 0.0, prompt, output, limits)
 
 
@@ -110,14 +113,14 @@ def turn_s(
 
     Args:
         engines: engines of one pool, at least one.
-        prompt: prompt tokens.
-        output: expected output tokens.
+        prompt: number of prompt tokens.
+        output: expected number of output tokens.
         needed: bytes that the request takes.
-        ahead: bytes and number of requests that wait before it for these engines.
-        comes_back: whether the client leaves and returns then, rather than waiting here.
+        ahead: bytes and number of the requests that wait for these engines before this request.
+        comes_back: whether the client leaves and retries at that time, instead of waiting here.
 
     Returns:
-        Infinity where no predicted release is soon enough. None where no release is predicted.
+        Infinity if no predicted release is soon enough. None if no release is predicted.
     """
     size, number = (-(-part // len(engines)) for part in ahead)
     probed = sorted(engines, key=lambda e: e.load)[:PROBED_ENGINES]
@@ -136,11 +139,12 @@ def turn_s(
 
 
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
-    """Yield (seconds, load) at which the engine has the bytes and a place in its batch.
+    """Yield (seconds, load) pairs at which the engine has the bytes and a free place in its batch.
 
     The load includes the request. Releases are probed in growing strides, so that a long list of
-    them costs little. The last probe is at the end of the known releases, or later if they are too
-    few, since others wait for them: then requests go on to end at the same rate.
+    them costs little. The last probe is at the end of the known releases. It is later if other
+    requests need more releases than are known. Requests are then assumed to keep ending at the same
+    rate.
     """
     releases = engine.releases
     available = engine.available
@@ -171,7 +175,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 
 
 def _has_place(engine: EngineView, load: int) -> bool:
-    """Return whether the engine's batch and its other requests allow this load."""
+    """Return whether the engine's batch size and its other requests allow this load."""
     is_full = bool(engine.max_sequences) and load > engine.max_sequences
     return not is_full and engine.step_s(load) <= engine.step_limit_s
 
@@ -182,8 +186,8 @@ def _slack_s(
     """Return how much longer the request could wait, in seconds (negative if it would be late).
 
     Args:
-        load: requests on the engine then, including this one.
-        wait_s: seconds until its prompt is begun.
+        load: number of requests on the engine after the wait, including this one.
+        wait_s: seconds until the prefill of the request's prompt starts.
     """
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
     rest = output - 1
@@ -208,7 +212,7 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return the seconds of an objective that a prediction may take.
+    """Return the seconds of an objective that a prediction may use.
 
     Args:
         lone_s: seconds that the request takes on an idle engine.
@@ -218,6 +222,6 @@ def _allowed_s(objective_s: float, lone_s: float) -> float:
 
 
 def _nth_release_s(engine: EngineView, number: int) -> float:
-    """Return the seconds until the predicted end of `number` requests (0 when unknown)."""
+    """Return the predicted seconds until `number` requests have ended (0 if unknown)."""
     releases = engine.releases
     return releases[min(number, len(releases)) - 1].after_s if releases else 0.0

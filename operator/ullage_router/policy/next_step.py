@@ -1,4 +1,4 @@
-"""The four answers of `decide`: run, shrink the context, wait, or refuse."""
+"""The four results of `decide`: run, shrink the context, wait, or refuse."""
 
 import math
 from collections.abc import Mapping
@@ -13,30 +13,30 @@ Step = Literal["accept", "shrinkOutput", "route"]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Send the request to this engine."""
+    """Send the request to an engine."""
 
     action: Action
     reason: str
     pool: str
     engine: str
-    """The engine's key."""
+    """Key of the engine."""
     max_tokens: int
     demand: Demand
     step: Step
     """The step that made the request fit: room at home, a shorter output, or another pool."""
     step_limit_s: float = math.inf
-    """Longest step, in seconds, with which the request would still end in time on this engine."""
+    """Longest step time, in seconds, that lets the request end in time on this engine."""
     choices: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the request takes on each engine that may serve it instead, by key.
+    """Bytes that the request takes on each engine that may serve it instead, by engine key.
 
-    It is empty if the prefill window cannot move the request.
+    Empty if the prefill window cannot move the request.
     """
 
 
 class ShrinkContext(msgspec.Struct, frozen=True):
     """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
 
-    With the reason CONTEXT_TOO_LONG, a prompt that only comes closer to the target helps, too.
+    With the reason CONTEXT_TOO_LONG, it also helps if the prompt only gets closer to that length.
     """
 
     reason: str
@@ -46,15 +46,18 @@ class ShrinkContext(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Wait for memory of this pool, then decide again."""
+    """Wait until this pool has memory, then decide again."""
 
     reason: str
     pool: str
     demand: Demand
     longest_s: float = math.inf
-    """Longest wait in seconds, after which the request would be late even on an idle engine."""
+    """Longest useful wait in seconds.
+
+    After it, the request would be late even on an idle engine.
+    """
     available: int = 0
-    """Bytes available on the freest usable engine of the pool."""
+    """Bytes available on the usable engine of the pool with the most free memory."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -65,10 +68,10 @@ class Refuse(msgspec.Struct, frozen=True):
     message: str
     demand: Demand | None = None
     available: int = 0
-    """Bytes available on the freest usable engine of the pool."""
+    """Bytes available on the usable engine of the pool with the most free memory."""
     retry_after_s: int | None = None
     pool: str = ""
-    """The pool that would have served the request (empty when there is none)."""
+    """The pool that would have served the request (empty if there is none)."""
 
 
 NextStep = Run | ShrinkContext | Wait | Refuse

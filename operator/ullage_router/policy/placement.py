@@ -1,9 +1,9 @@
-"""Chooses a pool for each request, and an engine among those with room for it.
+"""Chooses a pool for each request, and an engine that has room for the request.
 
 A request's home is the first pool that can ever hold it, or the large pool if the request is large.
-Among engines that fit, the one whose caches hold the prompt's beginning is preferred, unless it is
-far busier than the better of two engines drawn at random (power of two choices; Mitzenmacher, "The
-Power of Two Choices in Randomized Load Balancing", 2001).
+Among the engines with room, the preferred one has the prompt's prefix in its caches. It is passed
+over if it is far busier than the better of two engines drawn at random (power of two choices;
+Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def home_of(
     """Return the request's home pool, and the reason for it.
 
     Args:
-        able: the engines that can ever hold the request, at least one.
+        able: the engines that can hold the request when they are empty, at least one.
     """
     present = {engine.pool for engine in able}
     if policy.large_pool in present and is_large(facts, able[0], policy):
@@ -28,7 +28,7 @@ def home_of(
 
 
 def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> bool:
-    """Return whether the request belongs in the large pool, at the price of this engine."""
+    """Return whether the request is large by its prompt tokens, or by its bytes on this engine."""
     return (
         facts.prompt_tokens > policy.large_request_tokens
         or demand_on(facts, engine).kv_bytes > policy.large_request_kv
@@ -36,7 +36,7 @@ def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> 
 
 
 def room_of(facts: RequestFacts, engine: EngineView) -> int:
-    """Return the output tokens for which the empty engine has room."""
+    """Return the number of output tokens for which the empty engine has room."""
     room = facts.rooms.get(engine.kind)
     if room is None:
         longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
@@ -45,7 +45,7 @@ def room_of(facts: RequestFacts, engine: EngineView) -> int:
 
 
 def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
-    """Return the request's predicted bytes on this engine, priced once per kind of engine."""
+    """Return the request's predicted bytes on this engine, computed once per kind of engine."""
     demand = facts.prices.get(engine.kind)
     if demand is None:
         max_tokens = min(facts.max_tokens, max(1, room_of(facts, engine)))
@@ -54,14 +54,14 @@ def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
 
 
 def price_on(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
-    """Return the request's predicted bytes on this engine with another output limit."""
+    """Return the request's predicted bytes on this engine with a different output limit."""
     return predict(
         engine.profile, facts.prompt_tokens, max_tokens, engine.expected_output, facts.samples
     )
 
 
 def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
-    """Pick the preferred engine, unless a drawn one has far fewer requests.
+    """Pick the preferred engine, unless a randomly drawn engine has far fewer requests.
 
     Args:
         fits: engines that have room for the request, at least one.
@@ -81,7 +81,8 @@ def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy)
 def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
     """Draw two engines and return the better one.
 
-    With two choices, a burst of requests that all see the same reports spreads over the engines.
+    With two choices, a burst of requests spreads over the engines although all see the same
+    reports.
     """
     if len(fits) == 1:
         return fits[0]
@@ -96,7 +97,7 @@ def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> 
 
 
 def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:
-    """Return a sort key: health, then least prefill work, most memory and fewest requests."""
+    """Return an engine's sort key: health, least prefill work, most memory, fewest requests."""
     is_well = engine.health >= WELL
     memory = engine.available * engine.health
     return is_well, -engine.prefill_work(mlp_products), memory, -engine.load

@@ -1,10 +1,11 @@
-"""The quota of a tenant as a pure state machine: every step returns the next state.
+"""The quota of a tenant as a pure state machine, whose methods return the next state.
 
-A limit of N a minute is a token bucket (https://en.wikipedia.org/wiki/Token_bucket) that holds N
-and refills at N / 60 a second. So at most N * (1 + t / 60) pass in any t seconds.
+A limit of N per minute is a token bucket (https://en.wikipedia.org/wiki/Token_bucket) that holds N
+and refills at N / 60 per second. So at most N * (1 + t / 60) requests or tokens pass in any t
+seconds.
 
-Tokens are charged before they are known, so their bucket may go into debt: tokens used beyond the
-charge are taken at the end of a request, and no request enters until the debt is refilled.
+Tokens are charged before their number is known, so their bucket may go into debt. Tokens used
+beyond the charge are taken at the end of a request, and no request enters until the debt is paid.
 """
 
 import math
@@ -15,43 +16,46 @@ from msgspec.structs import replace
 
 MINUTE_S = 60.0
 ROUNDING = 1e-6
-"""Shortage that is ignored, because refilling adds rounding errors of this order."""
+"""Shortage that is ignored, because refilling causes rounding errors of this size."""
 
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 
 class TokenBucket(msgspec.Struct, frozen=True):
-    """A token bucket at one moment."""
+    """The state of a token bucket at one moment."""
 
     capacity: float
-    """Amount that the bucket gains in a minute, and its maximum."""
+    """Capacity of the bucket, which is also the amount that it gains per minute."""
     level: float
-    """Amount left at the time `at` (negative while in debt)."""
+    """Amount left at the time `at` (negative if the bucket is in debt)."""
     at: float
-    """Time on the monotonic clock, seconds."""
+    """Time on the monotonic clock, in seconds."""
 
     @staticmethod
     def full(capacity: float, now: float) -> "TokenBucket":
-        """Return a bucket that holds its capacity."""
+        """Return a full bucket."""
         return TokenBucket(capacity, capacity, now)
 
     def refilled(self, now: float) -> "TokenBucket":
-        """Return the bucket at a later time."""
+        """Return the bucket as it is at a later time."""
         gained = max(0.0, now - self.at) * self.capacity / MINUTE_S
         return replace(self, level=min(self.capacity, self.level + gained), at=max(now, self.at))
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket has `amount`, or its capacity if that is less."""
+        """Return the seconds until the bucket has `amount`, or until it is full."""
         missing = min(amount, self.capacity) - self.refilled(now).level
         return missing / self.capacity * MINUTE_S if missing > ROUNDING else 0.0
 
     def holds(self, amount: float, now: float) -> int:
-        """Return how many times `amount` may be taken now, as if one after another."""
+        """Return how many times in a row `amount` could be taken now."""
         whole = math.floor((self.refilled(now).level + ROUNDING) / amount)
         return max(whole, 0 if self.wait_s(amount, now) else 1)
 
     def take(self, amount: float, now: float) -> "TokenBucket":
-        """Return the bucket without `amount`, possibly in debt. A negative amount is refunded."""
+        """Return the bucket after taking `amount`, possibly in debt.
+
+        A negative amount is a refund.
+        """
         refilled = self.refilled(now)
         return replace(refilled, level=min(self.capacity, refilled.level - amount))
 
@@ -66,19 +70,19 @@ class Shortage(msgspec.Struct, frozen=True):
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """A tenant's limits and the amounts left of them. None means no limit."""
+    """A tenant's limits, and the amounts left of them. A limit of None is no limit."""
 
     requests: TokenBucket | None = None
-    """Requests a minute."""
+    """Bucket of requests per minute."""
     tokens: TokenBucket | None = None
-    """Tokens a minute."""
+    """Bucket of tokens per minute."""
     concurrency: int | None = None
     """Maximum number of concurrent requests."""
     active: int = 0
-    """Number of requests that have entered and not left yet."""
+    """Number of requests that have entered and have not left yet."""
 
     def room(self, count: int, tokens: float, now: float) -> int:
-        """Return how many of `count` requests, each of `tokens` tokens, could enter and pay."""
+        """Return how many of `count` requests could enter if each is charged `tokens` tokens."""
         if self.concurrency is not None:
             count = min(count, self.concurrency - self.active)
         for bucket, amount in ((self.requests, 1.0), (self.tokens, tokens)):
@@ -87,10 +91,12 @@ class Quota(msgspec.Struct, frozen=True):
         return max(0, count)
 
     def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
-        """Admit `count` requests, or return the limit that forbids it. Each request must `leave`.
+        """Admit `count` requests, or return the limit that forbids it.
+
+        Call `leave` for each admitted request.
 
         Args:
-            count: at most as many requests as there is `room` for.
+            count: number of requests, at most as many as there is `room` for.
         """
         entered = self.enter_paid(count)
         if self.requests is None or isinstance(entered, Shortage):
@@ -100,15 +106,15 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Admit requests without counting them against the rate. Each request must `leave`."""
+        """Admit requests without counting them against the rate. Call `leave` for each of them."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
 
     def charge(self, tokens: float, now: float) -> "Quota | Shortage":
-        """Charge tokens in advance, or return the shortage.
+        """Charge tokens in advance, or return the shortage if too few are left.
 
-        More tokens than the bucket can hold need a full bucket and leave it in debt.
+        A charge that exceeds the bucket's capacity needs a full bucket and leaves it in debt.
         """
         if self.tokens is None:
             return self
@@ -117,7 +123,7 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, tokens=self.tokens.take(tokens, now))
 
     def give_back(self, count: int, now: float) -> "Quota":
-        """Refund requests that entered and were refused, so that they do not count."""
+        """Refund requests that entered but were refused, so that the rate does not count them."""
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
@@ -125,6 +131,6 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Release requests that ended, and replace the charged tokens by the tokens they used."""
+        """Release requests that ended, and correct their charge to the tokens that they used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

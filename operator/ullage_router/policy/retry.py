@@ -1,11 +1,11 @@
 """Decides when a client should retry, and how many retries the router itself may make.
 
 Retry-After is the time at which memory is predicted to be free. Engines report when running
-requests will release memory. Requests in the queue take it first, wherever in the pool it is
-released, and then one engine must have the request's own bytes. After the last known release,
-memory is assumed to be released at the same rate. Requests that were refused earlier and will come
-back also take their share first (`deferral.py`), which spreads a burst of refusals over the
-releases. Jitter separates clients that would come back in the same second, here or at another
+requests will release memory. Queued requests take the memory first, on whichever engine of the pool
+it is released. Then one engine must have enough memory for the request itself. After the last known
+release, memory is assumed to be released at the same rate. Requests that were refused earlier and
+will come back also take their share first (`deferral.py`), which spreads a burst of refusals over
+the releases. Jitter separates clients that would come back in the same second, here or at another
 router with the same forecast.
 
 The router's own retries are bounded by a token bucket, so that failures cannot multiply load. Every
@@ -24,22 +24,22 @@ MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
 """Minimum Retry-After without a prediction."""
 JITTER = 0.2
-"""Maximum jitter as a share of the forecast."""
+"""Maximum jitter as a share of the predicted wait."""
 LEAST_SPAN_S = 0.1
-"""Minimum time over which a release rate is computed."""
+"""Minimum number of seconds over which a release rate is computed."""
 
 _AFTER = operator.attrgetter("after_s")
 
 
 def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | None:
-    """Return the seconds until a request may fit.
+    """Return the predicted seconds until a request fits.
 
-    The result never falls for a larger `needed` or `ahead`.
+    The result never decreases if `needed` or `ahead` increases.
 
     Args:
         engines: engines of one pool, at least one.
-        needed: bytes of the request.
-        ahead: bytes that other requests wait for before it.
+        needed: bytes that the request needs.
+        ahead: bytes that earlier requests wait for.
 
     Returns:
         None if no release is known.
@@ -52,7 +52,7 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
-    """Return the seconds until one engine has the bytes and has computed its queued prompts."""
+    """Return the seconds until one engine has the bytes and has prefilled its queued prompts."""
     return max(release_s(engine.available, engine.releases, needed), engine.backlog_s)
 
 
@@ -60,7 +60,7 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
     """Return the seconds until `needed` bytes are predicted to be available.
 
     Returns:
-        Infinity where no release is known.
+        Infinity if no release is known.
     """
     if available >= needed:
         return 0.0
@@ -78,7 +78,7 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
 
 
 def drain_s(engines: Sequence[EngineView], size: int) -> float:
-    """Return the seconds in which engines release this many bytes (0 if no release is known)."""
+    """Return the seconds that engines take to release this many bytes (0 if unknown)."""
     rate = sum(map(_release_rate, engines))
     return size / rate if rate else 0.0
 
@@ -94,17 +94,17 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Return Retry-After: the second soon after a forecast in which the fewest bytes come back.
+    """Return Retry-After: the second soon after the forecast with the fewest returning bytes.
 
     Args:
         seconds: the forecast, or None if nothing is known.
-        returns: bytes of other requests that come back, by whole seconds from now.
-        draw: a random number that decides between equal seconds.
+        returns: bytes of other requests that will come back, by whole seconds from now.
+        draw: a random number that breaks ties.
 
     Returns:
-        At most JITTER of the forecast later, or twice UNKNOWN_RETRY_AFTER_S without a forecast. A
-        forecast beyond the upper bound cannot be met, so clients are spread over the second half
-        of the bound.
+        A time at most JITTER of the forecast later, or at most twice UNKNOWN_RETRY_AFTER_S without
+        a forecast. A forecast beyond the upper bound cannot be met, so clients are spread over the
+        second half of the bound.
     """
     low = bounds.min_retry_delay
     high = bounds.max_retry_delay
@@ -126,14 +126,14 @@ def retry_after(
 
 
 def unknown_retry_after(draw: int) -> int:
-    """Return Retry-After for a wait that cannot be predicted, for example for a first engine."""
+    """Return Retry-After for an unpredictable wait, such as for the first engine to start."""
     return retry_after(None, {}, draw, RejectSection())
 
 
 def earliest_s(available: int, releases: Iterable[Release], needed: int) -> float:
-    """Return a lower bound of the seconds until `needed` bytes are available.
+    """Return a lower bound on the seconds until `needed` bytes are available.
 
-    Unlike `release_s` it does not extrapolate beyond the last predicted release.
+    Unlike `release_s`, this function does not extrapolate beyond the last predicted release.
     """
     releases = tuple(releases)
     last_s = max((release.after_s for release in releases), default=0.0)
@@ -141,20 +141,23 @@ def earliest_s(available: int, releases: Iterable[Release], needed: int) -> floa
 
 
 class RetryBudget:
-    """The token bucket of the router's own retries. Times are seconds of any steady clock."""
+    """The token bucket that bounds the router's retries.
+
+    Times are in seconds, from any monotonic clock.
+    """
 
     def __init__(self, section: RetrySection, now: float) -> None:
         self._section = section
         self._tokens = float(section.burst)
         self._filled_at = now
         self.spent = 0
-        """Number of retries made."""
+        """Number of retries that were made."""
         self.refused = 0
-        """Number of retries that an empty bucket prevented."""
+        """Number of retries that were prevented because the bucket was empty."""
 
     @property
     def tokens(self) -> float:
-        """Number of retries left when the bucket was last used."""
+        """Number of retries that were left when the bucket was last used."""
         return self._tokens
 
     def on_request(self) -> None:
