@@ -1,4 +1,4 @@
-"""The HTTP application: every path, and the answers to unknown paths and methods."""
+"""The HTTP application: all paths, and the replies to unknown paths and methods."""
 
 import asyncio
 import functools
@@ -43,7 +43,7 @@ class App:
     Args:
         service: Serves requests.
         monitoring: Serves /stats and /metrics, or None if another port does.
-        more: Routes of the console. None if another port has them, or the console is off.
+        more: Routes of the console, or None if another port serves the console or it is off.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class App:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """The served paths and methods, with paths as OpenAPI writes them."""
+        """The served paths and methods. The paths are in OpenAPI's notation."""
         return [
             (f"{path}{{name}}" if path.endswith("/") else path, method)
             for path, methods in self._routes.items()
@@ -105,13 +105,13 @@ async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
 
 
 class _SmallPages:
-    """Small JSON documents: the models and the probes."""
+    """Small JSON documents: the list of models and the health probes."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
 
     def models(self, request: Request) -> object:
-        """Return the models that the request's tenant may use."""
+        """Return the models that the tenant of the request may use."""
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         names = filter(tenant.may_use, self._names())
         return {"object": "list", "data": [self._describe(name, tenant) for name in names]}
@@ -142,13 +142,13 @@ class _SmallPages:
         await _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
 
     def _names(self) -> list[str]:
-        """Return the names of the served model and of its adapters."""
+        """Return the names of the served model and its adapters."""
         return [self._service.config.model, *sorted(self._service.engines.adapters)]
 
     def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
         """Describe the served model or one of its adapters.
 
-        To a tenant that may not use the served model, an adapter looks like a separate model.
+        If the tenant may not use the served model, an adapter is described as a separate model.
         """
         model = self._service.engines.model
         served = self._service.config.model
@@ -167,9 +167,10 @@ class _SmallPages:
 
 
 def _sampling_defaults(model: Model) -> dict[str, float]:
-    """Return the model's recommended sampling parameters, the defaults of requests.
+    """Return the model's recommended sampling parameters, which are the defaults of requests.
 
-    The wire has float32, so 0.7 arrives slightly smaller. Rounding to seven digits restores it.
+    The protobuf fields are float32, so 0.7 arrives slightly smaller. Rounding to seven digits
+    restores the value.
     """
     fields = model.description.sampling_defaults.ListFields()
     return {field.name: float(f"{value:.7g}") for field, value in fields}
@@ -197,7 +198,7 @@ def _get(endpoint: Endpoint) -> dict[str, Endpoint]:
 
 
 def _page(make: Page) -> Endpoint:
-    """Return an endpoint that answers with the JSON of `make`."""
+    """Return an endpoint that replies with the JSON that `make` returns."""
 
     async def endpoint(request: Request, reply: Reply) -> None:
         await _json(reply, HTTPStatus.OK, make(request))

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol with limits on time, size and memory."""
+"""Handles an HTTP/1.1 connection with uvicorn's protocol and limits on time, size and memory."""
 
 import asyncio
 import enum
@@ -27,25 +27,31 @@ from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scope
 
 MAX_PIPELINED = 16
-"""Pipelined requests that may wait for an earlier reply before parsing stops."""
+"""Number of pipelined requests that may wait for earlier replies before parsing stops."""
 PARSED_BYTES = 4 << 10
-"""Bytes parsed at a time, so that one step yields few requests."""
+"""Number of bytes parsed at a time, so that one step yields few requests."""
 WRITE_BUFFER_BYTES = 16 << 10
-"""Bytes that a client may leave unread before its reply waits: here, and again in the kernel."""
+"""Unread bytes of replies at which the next reply waits.
+
+This process and the kernel may each hold this many.
+"""
 STARTED_PER_TURN = 16
-"""Requests started in one turn of the event loop. A thousand at once must not delay the tokens of
-other requests or the reports of engines."""
+"""Requests started in one turn of the event loop.
+
+Starting a thousand requests at once would delay the tokens of other requests and the reports of
+engines.
+"""
 FRAMING_BYTES_PER_BYTE = 8
-"""Bytes of chunk framing allowed for each byte of a body. A chunk of one byte needs five."""
+"""Bytes of chunk framing allowed per byte of a body. A chunk of one byte needs five."""
 EVENTS_PER_TURN = 1024
-"""Headers and pieces of bodies that one connection may bring in one turn of the event loop."""
+"""Headers and pieces of bodies that one connection may deliver in one turn of the event loop."""
 _UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """The part of a request that the client sends next. In CLOSED, its bytes are discarded."""
+    """The part of a request that the client sends next. In CLOSED, received bytes are discarded."""
 
     OPENED = enum.auto()
     HEAD = enum.auto()
@@ -60,7 +66,7 @@ class ConnectionState(ServerState):
     Attributes:
         limits: The limits of connections.
         timeouts_s: Seconds that each phase of a connection may take.
-        is_leaving: Whether responses ask clients to open another connection for the next request.
+        is_leaving: Whether responses ask clients to use a new connection for the next request.
         is_draining: Whether new connections are refused.
     """
 
@@ -79,7 +85,7 @@ class ConnectionState(ServerState):
         self._starts: deque[Callable[[], None]] = deque()
 
     def start_soon(self, start: Callable[[], None]) -> None:
-        """Start a request after all earlier ones, a few in each turn of the event loop."""
+        """Start a request after all earlier requests, with a few starts per event loop turn."""
         self._starts.append(start)
         if len(self._starts) == 1:
             asyncio.get_running_loop().call_soon(self._start_some)
@@ -96,21 +102,24 @@ class ConnectionState(ServerState):
 class Cycle(RequestResponseCycle):
     """A request and its reply.
 
-    The head of a reply is sent with the first part of its body, and parts from one turn of the
-    event loop are sent together. All headers come from this program, so uvicorn's two regular
-    expressions a header are skipped, which saves 12 us a request.
+    The head of a reply is sent together with the first part of the body. Parts that are written in
+    one turn of the event loop are sent together. All headers come from this program, so uvicorn's
+    two regular-expression checks per header are skipped, which saves 12 us per request.
     """
 
     is_framed = True
-    """Whether the client supports chunks. In HTTP/1.0 the connection's end is the body's end."""
+    """Whether the client supports chunked bodies.
+
+    In HTTP/1.0, closing the connection ends the body.
+    """
     task: asyncio.Task[None] | None = None
     _head = b""
     _held = b""
-    """Parts that are sent at the end of this turn of the event loop."""
+    """Parts of the reply that are sent at the end of this turn of the event loop."""
     _is_flush_due = False
 
     async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
-        """Run the application once the client has read the connection's earlier replies."""
+        """Run the application once the client has read the earlier replies on the connection."""
         self.task = asyncio.current_task()
         # Without this wait, unread replies to pipelined requests would fill the memory.
         await self.flow.drain()
@@ -118,7 +127,7 @@ class Cycle(RequestResponseCycle):
             await super().run_asgi(app)  # type: ignore[arg-type]
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
-        """Write a message of the application to the connection."""
+        """Write an ASGI message of the application to the connection."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
@@ -183,25 +192,26 @@ class Cycle(RequestResponseCycle):
 
 
 class Flow(FlowControl):
-    """Flow control that resumes reading only when all received bytes are parsed.
+    """Flow control that resumes reading only after all received bytes are parsed.
 
-    uvicorn resumes after each reply of a pipeline, and each read brings up to 256 KiB of requests.
+    uvicorn resumes after each reply to a pipelined request, and each read returns up to 256 KiB of
+    requests.
     """
 
     unparsed = b""
     """Bytes that were received but not yet parsed."""
 
     def resume_reading(self) -> None:
-        """Resume reading, unless some bytes are not parsed."""
+        """Resume reading, unless there are unparsed bytes."""
         if not self.unparsed:
             super().resume_reading()
 
 
 class HTTPConnection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds, time limits, refusals in order, and cancellation.
+    """uvicorn's protocol with size bounds, time limits, ordered refusals and cancellation.
 
-    Cycles use the connection as their transport. So the connection knows how many bytes the client
-    has read, and how to close without losing a reply.
+    Cycles use the connection as their transport. The connection therefore tracks how many bytes the
+    client has read, and can close without losing a reply.
     """
 
     flow: Flow
@@ -218,31 +228,31 @@ class HTTPConnection(HttpToolsProtocol):
         self._shared = server_state
         self._limits = server_state.limits
         self._answered: Cycle | None = None
-        """The cycle that is being answered, or that is next."""
+        """The cycle that is being answered now, or is the next to be answered."""
 
         self._opened = self.loop.time()
         self._phase = Phase.OPENED
         self._phase_began = self._opened
-        """Time at which the phase began. The reply to the previous request restarts it."""
+        """Time at which the phase began. A reply to the previous request resets it."""
         self._ticked_at = self._opened
 
         self._budget = self._limits.max_head_bytes
-        """Bytes that may arrive before the head ends, or before the next bytes of the body."""
+        """Bytes that may still arrive before the head ends, or before more of the body arrives."""
         self._num_events = 0
-        """Number of headers and pieces of bodies in this turn of the event loop."""
+        """Number of headers and body pieces received in this turn of the event loop."""
 
         self._is_closing = False
         self._written_bytes = 0
-        """Bytes that cycles have written."""
+        """Number of bytes that cycles have written."""
         self._sent_bytes = 0
-        """Bytes of these that the kernel had accepted at the last tick."""
+        """Number of written bytes that the kernel had accepted by the last tick."""
         self._sent_at = self._opened
-        """Time of the last tick at which the client had read something, or nothing was unsent."""
+        """Time of the last tick at which the client had read some bytes or no bytes were unsent."""
 
     # The event loop's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept the connection, or abort it when there are too many."""
+        """Accept the connection, or abort it if too many connections are open."""
         transport = cast(asyncio.Transport, transport)
         if self._shared.is_draining or len(self.connections) >= self._limits.max_connections:
             transport.abort()
@@ -253,7 +263,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.flow = Flow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the request that is being answered, and drop all others."""
+        """Cancel the request that is being answered, and drop all other requests."""
         if self.transport is None:  # the connection was refused
             return
 
@@ -285,7 +295,7 @@ class HTTPConnection(HttpToolsProtocol):
     def leave(self) -> None:
         """Close after the next reply, which carries `connection: close`.
 
-        An idle connection stays open, since a request may be on its way.
+        An idle connection stays open, because a request may already be in transit.
         """
         if self._answered:
             self._answered.keep_alive = False
@@ -298,7 +308,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.close()
 
     def abort(self) -> None:
-        """Close the connection at once, without sending the rest."""
+        """Close the connection at once, without sending unsent bytes."""
         self.transport.abort()
 
     def tick(self, now: float) -> None:
@@ -340,16 +350,16 @@ class HTTPConnection(HttpToolsProtocol):
     # A cycle's calls.
 
     def write(self, data: bytes) -> None:
-        """Write bytes, and count them."""
+        """Write bytes and count them."""
         self._written_bytes += len(data)
         self.transport.write(data)
 
     def is_closing(self) -> bool:
-        """Return whether the connection accepts no further replies."""
+        """Return whether the connection accepts no more replies."""
         return self._is_closing
 
     def close(self) -> None:
-        """Close the connection without losing a reply that was sent."""
+        """Close the connection without losing a reply that has been sent."""
         cycle = self._answered
         if cycle and cycle.response_started and not cycle.response_complete:
             self.abort()  # the client must not mistake a part for the whole reply
@@ -364,7 +374,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Answer the next pipelined request, if there is one, and go on parsing."""
+        """Answer the next pipelined request, if there is one, and continue parsing."""
         self._answered = None
         if self._is_closing:
             return
@@ -390,7 +400,7 @@ class HTTPConnection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parse until too many requests wait, or the turn's share of events is used up.
+        """Parse until too many requests wait, or until this turn's limit of events is reached.
 
         The remaining bytes are kept, and reading pauses until they are parsed.
         """
@@ -412,7 +422,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> int:
-        """Parse some bytes, and return how many were parsed."""
+        """Parse some bytes, and return the number of parsed bytes."""
         self._budget -= len(data)
         try:
             self.parser.feed_data(data)
@@ -435,10 +445,10 @@ class HTTPConnection(HttpToolsProtocol):
         return len(data)
 
     def _withdraw_upgrade(self) -> None:
-        """Parse a head again without its Upgrade headers.
+        """Parse a request head again without its Upgrade headers.
 
-        After a head with Upgrade, the parser expects the other protocol. Clients that only offer
-        HTTP/2, such as Java's, continue with the body of their HTTP/1.1 request.
+        After a head with Upgrade, the parser expects the other protocol. But clients that only
+        offer HTTP/2, such as Java's client, continue with the body of their HTTP/1.1 request.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
@@ -455,23 +465,23 @@ class HTTPConnection(HttpToolsProtocol):
         self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines)))
 
     def on_message_begin(self) -> None:
-        """Begin a request's head."""
+        """Begin the head of a request."""
         if self._phase is not Phase.CLOSED:
             super().on_message_begin()
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header of a head, and drop trailers, which follow a body's last chunk.
+        """Keep a header of a request head. Drop trailers, which follow the last chunk of a body.
 
-        Neither this server nor a proxy checks trailers the way it checks heads. The first header
-        above the limit is kept, so that the head is refused.
+        Neither this server nor a proxy checks trailers as it checks heads. The first header above
+        the limit is kept, so that the head is refused.
         """
         self._num_events += 1
         if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check a request's head, and queue its reply."""
+        """Check the head of a request, and queue the reply."""
         if self._phase is Phase.CLOSED:
             return
 
@@ -530,7 +540,7 @@ class HTTPConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the request, so that the next head may come."""
+        """End the request, so that the next head may arrive."""
         if self._phase is Phase.BODY:
             self._budget = self._limits.max_head_bytes
             self._enter(Phase.IDLE)
@@ -539,7 +549,7 @@ class HTTPConnection(HttpToolsProtocol):
     # From requests to replies.
 
     def _new_cycle(self, is_kept_alive: bool) -> Cycle:
-        """Queue the reply to the request whose head was parsed last, after those before it."""
+        """Queue the reply to the request whose head was parsed last, after all earlier replies."""
         self.cycle = cycle = Cycle(
             scope=self.scope,
             transport=cast(asyncio.Transport, self),
@@ -561,7 +571,7 @@ class HTTPConnection(HttpToolsProtocol):
         return cycle
 
     def _refuse(self, error: ServiceError) -> None:
-        """Stop reading, and let the application answer with an error after the earlier replies."""
+        """Stop reading, and let the application reply with an error after the earlier replies."""
         phase = self._phase
         if phase is Phase.CLOSED:
             return
@@ -593,7 +603,7 @@ class HTTPConnection(HttpToolsProtocol):
 
 
 def _tune(sock: socket.socket) -> None:
-    """Send tokens at once, and keep unread bytes in this process, where they are bounded."""
+    """Send tokens without delay, and keep unread bytes in this process, where they are bounded."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):

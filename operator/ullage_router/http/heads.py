@@ -14,11 +14,11 @@ _RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
 
 
 def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Return the error of a head, or None if the head is valid.
+    """Return the error in a request head, or None if the head is valid.
 
     Args:
-        version: The version of HTTP, such as `1.1`.
-        headers: The headers, with names in lower case.
+        version: The HTTP version, such as `1.1`.
+        headers: The headers, with lower-case names.
     """
     if version not in ("1.0", "1.1"):
         return unknown_version(version)
@@ -52,7 +52,7 @@ def head_error(version: str, headers: Headers) -> ServiceError | None:
 
 
 def unknown_version(version: str) -> ServiceError:
-    """Return the error of a request in a version of HTTP that the server does not speak."""
+    """Return the error for a request with an HTTP version that the server does not support."""
     message = f"HTTP/{version} is not supported; use HTTP/1.1"
     return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
 

@@ -1,4 +1,4 @@
-"""Limits of connections and of the memory for bodies."""
+"""Limits on connections, and on the memory for request bodies."""
 
 from dataclasses import dataclass, field
 
@@ -11,53 +11,58 @@ from ullage_router.http.long_bodies import (
 
 @dataclass(frozen=True, slots=True)
 class HTTPLimits:
-    """Limits of each connection and of all connections of a server, in bytes and seconds."""
+    """Limits on each connection and on all connections of a server, in bytes and seconds."""
 
     max_head_bytes: int = 64 << 10
-    """Bytes of the request line and the headers."""
+    """Maximum bytes of the request line and the headers."""
     max_headers: int = 100
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
-    """Bytes of bodies that are arriving or waiting to become prompts, over all connections."""
+    """Maximum bytes of bodies that are arriving or waiting to become prompts.
+
+    The limit covers all connections.
+    """
     max_long_bytes: int = MAX_LONG_BYTES
-    """Bytes of long bodies that arrive or are held at a time."""
+    """Maximum bytes of long bodies that are arriving or held at a time."""
     max_handled_bytes: int = MAX_HANDLED_BYTES
-    """Bytes of long bodies that become prompts at a time."""
+    """Maximum bytes of long bodies that are being turned into prompts at a time."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
-    """Age at which a connection ends with its reply, so that clients spread over routers."""
+    """Age at which a connection closes after its reply, so that clients spread over routers."""
     head_timeout_s: float = 10.0
-    """Seconds from a request's first byte to the end of its headers."""
+    """Maximum seconds from the first byte of a request to the end of its headers."""
     body_timeout_s: float = 30.0
-    """Seconds from the end of the headers to the end of the body."""
+    """Maximum seconds from the end of the headers to the end of the body."""
     idle_timeout_s: float = 75.0
-    """Seconds between two requests."""
+    """Maximum idle seconds between two requests."""
     stall_timeout_s: float = 60.0
-    """Seconds for which a client may leave a reply unread."""
+    """Maximum seconds for which a client may leave a reply unread."""
     linger_s: float = 2.0
-    """Seconds for which the bytes after a refused request are read and discarded. If the connection
-    were closed at once, a client that is still sending could lose the reply."""
+    """Seconds for which the bytes after a refused request are read and discarded.
+
+    If the connection were closed at once, a client that is still sending could lose the reply.
+    """
 
 
 @dataclass(slots=True)
 class BodyRoom:
-    """Memory for bodies that have not become prompts, on all connections of a server."""
+    """Memory for bodies that have not become prompts yet, over all connections of a server."""
 
     limit: int
-    """Bytes for all bodies. One tenant gets at most half of them."""
+    """Maximum bytes of all bodies. One tenant gets at most half of this."""
     taken: int = 0
     """Bytes in use."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
-    """Turns of long bodies that arrive."""
+    """Grants the turns in which long bodies arrive."""
     handled: LongBodies = field(
         default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
     )
-    """Turns of long bodies that become prompts."""
+    """Grants the turns in which long bodies become prompts."""
     _of_tenants: dict[str, int] = field(default_factory=dict)
     """Bytes in use by tenant."""
 
     def take(self, size: int, tenant: str) -> bool:
-        """Take `size` bytes. If they are not free, take nothing and return False."""
+        """Reserve `size` bytes. If they are not free, reserve nothing and return False."""
         of_tenant = self._of_tenants.get(tenant, 0) + size
         if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
             return False
@@ -67,7 +72,7 @@ class BodyRoom:
         return True
 
     def give_back(self, size: int, tenant: str) -> None:
-        """Give back bytes that were taken."""
+        """Free bytes that were reserved with `take`."""
         self.taken -= size
         if tenant and size:
             self._of_tenants[tenant] -= size

@@ -1,13 +1,12 @@
-"""Turns of long bodies, which bound their bytes in a process.
+"""Grants turns to long request bodies, which bounds their bytes in a process.
 
 A long body takes two turns in succession:
 
-    to arrive             Few bodies arrive at a time. The others wait at their clients, and nothing
-                          more of them is received. A client that is slow while others wait loses
-                          its turn.
-    to become a prompt    Fewer still are parsed at a time, since parsing takes up to six times the
-                          bytes of a body. No client can delay this turn: a request that waits for
-                          anything but this router gives its turn back.
+    to arrive Only a few bodies arrive at a time. The others wait at their clients, and no more of
+    their bytes are received. A client that is slow while others wait loses its turn. to become a
+    prompt Even fewer bodies are parsed at a time, since parsing takes up to six times the bytes of
+    a body. No client can delay this turn: a request that waits for anything outside this router
+    gives its turn back.
 """
 
 import asyncio
@@ -17,45 +16,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONG_BODY_BYTES = 1 << 20
-"""Bytes up to which a body needs no turn."""
+"""Maximum size in bytes of a body that needs no turn."""
 MAX_LONG_BYTES = 16 << 20
-"""Declared bytes of long bodies that arrive or are held at a time, at most half for one tenant."""
+"""Maximum total of the declared bytes of long bodies that are arriving or held.
+
+One tenant gets at most half of this.
+"""
 MAX_HANDLED_BYTES = 8 << 20
-"""Bytes of long bodies that become prompts at a time, enough for one of maximum length."""
+"""Maximum bytes of long bodies that become prompts at a time, enough for one maximum-size body."""
 TURN_TIMEOUT_S = 20.0
-"""Seconds that a body waits for its turn."""
+"""Maximum seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
-"""Seconds for which a body with a turn may be too slow while other bodies wait for a turn."""
+"""Seconds that a body with a turn may be too slow while other bodies wait for a turn."""
 MIN_BYTES_PER_S = 512 << 10
-"""Rate below which a body is too slow."""
+"""Rate in bytes per second below which a body is too slow."""
 
 
 @dataclass(slots=True, eq=False)
 class BodyTurn:
-    """The turn of one body."""
+    """The turn of one long body."""
 
     size: int
-    """Bytes that the body may have."""
+    """Maximum number of bytes that the body may have."""
     tenant: str
     idle_s: float = 0.0
-    """Seconds of earlier waits for the body's bytes, minus the credit for arrived bytes."""
+    """Seconds spent waiting for the body's bytes so far, minus the credit for arrived bytes."""
     idle_since: float | None = None
     """Start of the current wait for the body's bytes, on the event loop's clock, or None."""
     timeout: asyncio.Timeout | None = None
     is_lost: bool = False
 
     def lost_at(self) -> float:
-        """Return the time at which the turn is lost to a waiting body if no more bytes arrive."""
+        """Return the time at which a waiting body takes the turn if no more bytes arrive."""
         if self.idle_since is None or self.is_lost:
             return float("inf")
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Count arrived bytes, which offset past waits but not future ones."""
+        """Count bytes that arrived. They offset earlier waits, but not later ones."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
-        """Take the turn away, and end the wait of the body's reader with TimeoutError."""
+        """Revoke the turn, and end the wait of the body's reader with TimeoutError."""
         self.is_lost = True
         if self.timeout and not self.timeout.expired():
             self.timeout.reschedule(asyncio.get_running_loop().time())
@@ -65,8 +67,8 @@ class LongBodies:
     """Grant turns round-robin among tenants, and first-in-first-out within a tenant.
 
     Args:
-        limit: Bytes of all turns at a time.
-        tenant_limit: Bytes of one tenant's turns at a time.
+        limit: Maximum bytes of all granted turns.
+        tenant_limit: Maximum bytes of one tenant's granted turns.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class LongBodies:
         self._waiting: OrderedDict[str, deque[tuple[BodyTurn, asyncio.Future[None]]]] = (
             OrderedDict()
         )
-        """Queued turns by tenant. The first tenant that may have a turn is next."""
+        """Queued turns by tenant, served from the first tenant that may have a turn."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, size: int, tenant: str) -> BodyTurn:
@@ -107,14 +109,14 @@ class LongBodies:
         return turn
 
     def shrink(self, turn: BodyTurn, size: int) -> None:
-        """Give back the part of its turn that a complete body did not need."""
+        """Free the part of the turn that a complete body did not need."""
         self._taken[turn.tenant] -= turn.size - size
         turn.size = size
         self._give_turns()
 
     @contextlib.contextmanager
     def awaited(self, turn: BodyTurn, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count the time of a `with` block as a wait for the body's client.
+        """Count the duration of a `with` block as time spent waiting for the body's client.
 
         Args:
             turn: The turn of the body.
@@ -133,7 +135,7 @@ class LongBodies:
             turn.idle_since = None
 
     def give_back(self, turn: BodyTurn) -> None:
-        """End a turn."""
+        """End a turn, so that other bodies may have one."""
         del self._turns[turn]
         self._taken[turn.tenant] -= turn.size
         if not self._taken[turn.tenant]:
@@ -165,7 +167,7 @@ class LongBodies:
         return total <= self._limit and self._taken[tenant] + size <= most
 
     def _make_room(self) -> None:
-        """Take the turn of the slowest body that blocks others, now or when its time is up."""
+        """Revoke the turn of the slowest body that blocks others, now or when its time is over."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -181,7 +183,7 @@ class LongBodies:
             slow.lose()
 
     def _in_the_way(self) -> Iterator[BodyTurn]:
-        """Yield the turns that block others: the same tenant's, or all at the total limit."""
+        """Yield the turns that block others: the same tenant's, or all if the total is reached."""
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
         is_full = any(self._taken.total() + size > self._limit for size in waiting.values())
         for turn in self._turns:

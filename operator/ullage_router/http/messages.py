@@ -27,16 +27,18 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = "application/json"
-"""The required type of a body. Browsers let a page send text and forms to any server without a
-CORS preflight."""
+"""The required content type of a body.
+
+Browsers let a page send text and forms to any server without a CORS preflight.
+"""
 REFUSAL = "ullage.refusal"
-"""Key of a scope for the ServiceError that the connection found in the request's bytes."""
+"""Key in an ASGI scope of the ServiceError that the connection found in the request's bytes."""
 MAX_DISCARDED_BYTES = 64 << 10
-"""Longest unread body that is discarded. For a longer one, the connection closes."""
+"""Maximum length of an unread body that is discarded. For a longer body, the connection closes."""
 
 
 class Body:
-    """The bytes of a body. Its reader takes them, so that no other frame keeps them alive.
+    """The bytes of a body. The reader takes them, so that no other frame keeps them alive.
 
     Attributes:
         num_bytes: Size of the body.
@@ -47,7 +49,7 @@ class Body:
         self._data = data
 
     def take(self) -> bytes:
-        """Return the bytes, and drop the reference to them. Call it only once."""
+        """Return the bytes, and drop the reference to the bytes. Call this method only once."""
         data = self._data
         del self._data
         return data
@@ -59,7 +61,7 @@ class Request:
     Attributes:
         method: The method, such as `GET`.
         path: The path, percent-decoded and without the query.
-        headers: Values by name in lower case. The values of a repeated name are joined by commas.
+        headers: Values by lower-case name. The values of a repeated name are joined by commas.
     """
 
     def __init__(self, scope: Scope, receive: Receive, limits: HTTPLimits, room: BodyRoom) -> None:
@@ -75,14 +77,14 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn: BodyTurn | None = None
-        """The turn of a long body among those that arrive."""
+        """The turn in which a long body arrives."""
         self._handled: BodyTurn | None = None
-        """The turn of a long body among those that become prompts."""
+        """The turn in which a long body becomes a prompt."""
         self._tenant = ""
 
     @property
     def local_address(self) -> str:
-        """The server's address, or empty for a Unix socket."""
+        """The server's address (empty for a Unix socket)."""
         server = self._scope.get("server")
         return str(server[0]) if server else ""
 
@@ -93,15 +95,15 @@ class Request:
 
     @property
     def refusal(self) -> ServiceError | None:
-        """The error in the request's bytes, or None if there is none so far."""
+        """The error found in the request's bytes, or None if there is no error so far."""
         return self._scope.get(REFUSAL)
 
     @property
     def ends_connection(self) -> bool:
         """Whether the connection must close with the reply.
 
-        It must close if the rest of the body is too long to discard, or of unknown length. A client
-        that waits for `100 Continue` may or may not send its body after a refusal.
+        The connection must close if the rest of the body is too long to discard or has an unknown
+        length. A client that waits for `100 Continue` may or may not send its body after a refusal.
         """
         if self._is_read:
             return False
@@ -117,8 +119,9 @@ class Request:
     def end_turn(self) -> None:
         """End the turn of a long body.
 
-        Call it once the body has become a prompt or never will, or when the request waits for
-        anything outside this router. The parsed values still take room until `release`.
+        Call this method once the body has become a prompt or will not become one, or when the
+        request waits for anything outside this router. The parsed values still occupy memory until
+        `release`.
         """
         if self._turn:
             self._room.long_bodies.give_back(self._turn)
@@ -128,19 +131,19 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """Free the room of a body that its reader no longer needs."""
+        """Free the memory of a body that the reader no longer needs."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
 
     async def read_json(self, tenant: str = "") -> Body:
-        """Read a body whose content type is JSON, as `read` does.
+        """Read a body, as `read` does, after checking that its content type is JSON.
 
         Args:
-            tenant: The owner of the body's room until the body is released.
+            tenant: The tenant to whom the body's memory is charged until the body is released.
 
         Raises:
-            ServiceError: The content type is not JSON, or as `read`.
+            ServiceError: The content type is not JSON, or `read` failed.
         """
         self._check_length()
         kind = self.headers.get("content-type", "")
@@ -153,10 +156,11 @@ class Request:
         """Read the body.
 
         Args:
-            tenant: The owner of the body's room until the body is released.
+            tenant: The tenant to whom the body's memory is charged until the body is released.
 
         Raises:
-            ServiceError: The body is missing, too large, malformed or late, or there is no room.
+            ServiceError: The body is missing, too large, malformed or late, or there is not enough
+                memory for it.
         """
         self._check_length()
         return await self._read_whole(tenant)
@@ -221,13 +225,15 @@ class Request:
             raise bodies_full() from error
 
     async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
-        """Return the next part of the body, which takes room, and whether another part follows.
+        """Return the next part of the body, and whether another part follows.
+
+        The memory of the part is charged to the tenant.
 
         Args:
             num_before: Bytes of the earlier parts.
 
         Raises:
-            ServiceError: The body is malformed or too large, or there is no room.
+            ServiceError: The body is malformed or too large, or there is not enough memory for it.
         """
         message = await self._receive()
         if message["type"] == "http.disconnect":
@@ -246,9 +252,10 @@ class Request:
 
 
 class Reply:
-    """The one reply to a request.
+    """The reply to a request.
 
-    A caller sends it with `whole`, or with `start`, then `piece` any number of times, then `end`.
+    A caller sends the reply either with `whole`, or with `start`, any number of `piece` calls, and
+    `end`.
     """
 
     def __init__(self, request: Request, send: Send) -> None:
@@ -257,7 +264,7 @@ class Reply:
         self._start: Message | None = None
         self._nudge: asyncio.Task[None] | None = None
         self.headers: Headers = []
-        """Headers in addition to the endpoint's."""
+        """Headers in addition to those of the endpoint."""
         self.has_begun = False
         self.is_complete = False
 
@@ -270,7 +277,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     def start(self, status: int, headers: Headers) -> None:
-        """Set the head, which is sent with the first part of the body."""
+        """Set the head of the reply, which is sent with the first part of the body."""
         if self._request.ends_connection:
             headers = [*headers, (b"connection", b"close")]
         if self.headers:
@@ -289,8 +296,8 @@ class Reply:
     def nudge(self, data: bytes) -> None:
         """Send a part without waiting, such as a keep-alive comment.
 
-        The next part replaces a part that has not been sent, since a client with other data to read
-        does not need it.
+        If this part is still unsent when the next part comes, the next part replaces it. A client
+        that has other data to read does not need this part.
         """
         if not self.is_complete and (self._nudge is None or self._nudge.done()):
             message = {"type": "http.response.body", "body": data, "more_body": True}
@@ -317,7 +324,7 @@ class Reply:
 Endpoint = Callable[[Request, Reply], Awaitable[None]]
 """Answers a request."""
 Routes = Mapping[str, Mapping[str, Endpoint]]
-"""Endpoints by path and method."""
+"""Endpoints by path and HTTP method."""
 
 
 def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:

@@ -6,8 +6,8 @@
 /measures/wait   the same list, once a pool at zero replicas is needed, or after `WAIT_S`
 /console         the console, if enabled (`console/console.py`)
 
-/measures is a list because a router of 0.1.0 could have several processes, each with its own item.
-During an upgrade, an operator reads routers of both versions.
+/measures is a list because a router of version 0.1.0 could have several processes with one item
+each. During an upgrade, an operator reads routers of both versions.
 """
 
 import logging
@@ -25,15 +25,15 @@ from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.load_report import LoadReporter
 
 WAIT_S = 10.0
-"""Seconds after which /measures/wait answers at the latest."""
+"""Maximum seconds after which /measures/wait replies."""
 ANSWER_TIMEOUT_S = 2.0
-"""Seconds that open pages have to finish when the router stops."""
+"""Seconds that open requests for pages have to finish when the router stops."""
 JSON = "application/json"
 
 log = logging.getLogger(__name__)
 
 Page = Callable[[], Awaitable[tuple[str, bytes]]]
-"""Returns the content type and the body."""
+"""Returns the content type and the body of a page."""
 
 
 class Pages:
@@ -41,7 +41,8 @@ class Pages:
 
     Args:
         pages: The pages by path.
-        stats: Returns the body of /stats for a header `authorization`, or raises ServiceError.
+        stats: Takes the `authorization` header, and returns the body of /stats or raises
+            ServiceError.
         routes: Routes of the console, or None if the console is off.
     """
 
@@ -90,7 +91,7 @@ def _endpoint(request: Request, methods: Mapping[str, Endpoint]) -> Endpoint:
 
 
 def make_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, Page]:
-    """Return the pages that need no key, by path."""
+    """Return the pages that require no API key, by path."""
 
     async def metrics() -> tuple[str, bytes]:
         return CONTENT_TYPE_LATEST, exposition(registry)

@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document of the HTTP API, generated from the structures that parse requests.
 
-The schemas of request bodies come from those structures, and the schemas of answers from
-`openai/answers.py`. A route of the server that this file does not describe raises an error.
+The schemas of request bodies come from those structures, and the schemas of responses from
+`openai/answers.py`. A server route that this module does not describe raises an error.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,11 +40,11 @@ REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
     CompletionRequest,
     EmbeddingsRequest,
 )
-"""Bodies with fields that are refused unless their value is neutral."""
+"""Bodies that have fields that are refused unless their value has no effect."""
 
 
 def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
-    """Return the names of a body's fields that are refused unless their value is neutral."""
+    """Return the names of a body's fields that are refused unless their value has no effect."""
     if issubclass(body, EmbeddingsRequest):
         return tuple(body.NEUTRAL)
     return Unsupported.__struct_fields__
@@ -59,7 +59,7 @@ RAW_FIELDS: Mapping[tuple[type[msgspec.Struct], str], Any] = {
     (JsonSchema, "schema"): dict[str, Any] | bool | str | None,
     (StructuredOutputs, "json"): dict[str, Any] | bool | str | None,
 }
-"""Types of fields whose JSON is decoded later, or elsewhere."""
+"""Types of the fields whose JSON is decoded later or elsewhere."""
 
 ANY_REQUEST = {
     400: "The request cannot be read, or a field is wrong.",
@@ -74,7 +74,7 @@ ANY_REQUEST = {
     501: "The transfer encoding is not supported.",
     505: "The version of HTTP is not supported.",
 }
-"""Descriptions of the statuses that every request may get."""
+"""Descriptions of the statuses that every request may return."""
 WITH_KEY = {
     401: "The key is missing or wrong.",
     429: "The request does not fit now, or a quota is spent.",
@@ -96,30 +96,30 @@ _ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
     "allow": (frozenset({405}), "The methods that the path allows."),
     "x-should-retry": (frozenset({409}), "Whether to retry: false."),
 }
-"""Headers of errors, with the statuses that have them."""
+"""Headers of error responses, with the statuses that have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of a path."""
+    """One HTTP method of a path."""
 
     name: str
     summary: str
     answer: Any = None
-    """Type of the answer in JSON, or None if the answer is not JSON."""
+    """Type of the JSON response, or None if the response is not JSON."""
     kinds: tuple[str, ...] = (JSON,)
-    """Content types of the answer. `answer` is the type of the JSON one."""
+    """Content types of the response. `answer` is the type of the JSON response."""
     status: int = 200
     body: Any = None
-    """Type of the request's body, or None if the request has no body."""
+    """Type of the request body, or None if the request has no body."""
     events: tuple[type, ...] = ()
-    """Types of the events of a stream, or empty if the answer is never a stream."""
+    """Types of the events of a stream (empty if the response is never a stream)."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Descriptions of statuses, in addition to those of every request."""
+    """Descriptions of statuses, in addition to those that every request may return."""
     headers: tuple[str, ...] = ()
     """Headers that the request may have."""
     more: Mapping[int, Any] = field(default_factory=dict)
-    """Types of answers with other statuses that are not errors."""
+    """Types of other responses that are not errors, by status."""
     needs_key: bool = True
 
 
@@ -149,13 +149,13 @@ _REQUEST_HEADERS: Mapping[str, str] = {
 
 
 class ProcessStatus(answers.Answer, frozen=True, kw_only=True):
-    """The status of the process."""
+    """The status of the router process."""
 
     status: str
 
 
 class Overloading(answers.Answer, frozen=True, kw_only=True):
-    """An overload that has begun."""
+    """An overload that has started."""
 
     prefix: str
     """Prefix of the overload's request ids."""
@@ -247,11 +247,11 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
         )
     },
 }
-"""Operations by path and method."""
+"""Operations by path and HTTP method."""
 
 
 def document(routes: Iterable[tuple[str, str]]) -> bytes:
-    """Return the OpenAPI document of these paths and methods, as JSON.
+    """Return the OpenAPI document of the given paths and methods, as JSON.
 
     Raises:
         KeyError: An operation is not described.
@@ -296,7 +296,7 @@ class Schemas:
         self.components: dict[str, Json] = {}
 
     def of(self, kind: Any) -> Json:
-        """Return the schema of a type, which refers to the components."""
+        """Return the schema of a type. The schema refers to the components."""
         (schema,), named = msgspec.json.schema_components(
             [kind], schema_hook=_any, ref_template=_REF
         )
@@ -307,7 +307,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Describe the fields of a structure that its types do not describe."""
+        """Add the descriptions of a structure's fields that the types do not describe."""
         for (struct, unread), kind in RAW_FIELDS.items():
             if struct.__name__ == name:
                 self._set(name, unread, self.of(kind))

@@ -1,13 +1,13 @@
-"""Which web pages may use a router: checks of Host and Origin, and CORS.
+"""Decides which web pages may use a router, by checks of Host and Origin, and by CORS.
 
 A router on a loopback address serves its own machine, where a browser may also run the pages of
 foreign sites. A foreign page may send requests to 127.0.0.1, which `Origin` reveals. Or the page's
-name resolves to 127.0.0.1 after the page was loaded (DNS rebinding), and the browser treats the
-router as the page's own server. Then only `Host` reveals the page. The same holds for connections
-of a forwarder, such as `kubectl port-forward`, over the loopback interface of a pod.
+host name resolves to 127.0.0.1 after the page was loaded (DNS rebinding), and the browser treats
+the router as the page's own server. Then only `Host` reveals the page. The same holds for
+connections from a forwarder, such as `kubectl port-forward`, over the loopback interface of a pod.
 
-Other connections arrive over a network that decides who may connect, often through a proxy with its
-own names. So their Host and Origin are not checked.
+Other connections arrive over a network that controls who may connect, often through a proxy with
+other host names. So their Host and Origin are not checked.
 """
 
 import functools
@@ -23,15 +23,15 @@ from ullage_router.http.messages import Endpoint, Headers, Reply, Request
 from ullage_router.http.openai.errors import envelope, error_headers
 
 API = "/v1/"
-"""Prefix of the paths with CORS, whose answers are for every holder of a key."""
+"""Prefix of the paths with CORS, whose responses are for every holder of an API key."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
-"""Pages that Prometheus and the operator read, also through the proxies of a service mesh."""
+"""Pages that Prometheus and the operator read, possibly through the proxies of a service mesh."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""Suffixes of names that nobody can register, such as host.docker.internal."""
+"""Suffixes of host names that cannot be registered, such as host.docker.internal."""
 MAX_HOST = 253 + len(".:65535")
-"""Characters of the longest name in DNS, with the root's dot and a port."""
+"""Maximum length of a Host header: the longest DNS name, with the root's dot and a port."""
 KEPT_NAMES = 256
-"""Hosts whose answers are cached. Nearly all requests have the same host."""
+"""Number of hosts whose check results are cached. Nearly all requests have the same host."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
 _EXPOSED = (
     b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
@@ -44,10 +44,10 @@ _PREFLIGHT_S = b"600"
 
 
 class OriginGuard:
-    """Refuse requests of foreign web pages, and add the CORS headers to answers.
+    """Refuse requests of foreign web pages, and add the CORS headers to responses.
 
     Args:
-        serve: Answers all other requests.
+        serve: Serves all other requests.
         host: The address on which the server listens, or None for all addresses.
         cors: Origins that may use the API. None allows only pages of the router itself.
         is_api: Whether this is the API's port. On a forwarder's connection, the API checks only
@@ -85,7 +85,7 @@ class OriginGuard:
         await self._serve(request, reply)
 
     def _check(self, request: Request, origin: str | None) -> None:
-        """Check that no foreign page can have sent the request.
+        """Check that the request cannot come from a foreign page.
 
         Raises:
             ServiceError: A foreign page may have sent the request.
@@ -117,7 +117,10 @@ class OriginGuard:
         return origin in self._origins or ANY_ORIGIN in self._origins
 
     def _cors_headers(self, origin: str | None) -> Headers:
-        """Return the CORS headers of an answer. `vary` makes caches store one answer an origin."""
+        """Return the CORS headers of a response.
+
+        The header `vary` makes caches store one response per origin.
+        """
         vary = (b"vary", b"origin")
         if not (origin and self._allows(origin)):
             return [vary]
@@ -139,14 +142,14 @@ def _preflight_headers(request: Request) -> Headers:
 
 
 def _names_of(wanted: str) -> str:
-    """Return the valid header names of a comma-separated list."""
+    """Return the valid header names in a comma-separated list."""
     names = (name.strip().lower() for name in wanted.split(","))
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 
 
 @functools.lru_cache(maxsize=KEPT_NAMES)
 def is_loopback(host: str) -> bool:
-    """Return whether a server on this address can only be reached from its own machine."""
+    """Return whether a server on this address can be reached only from the same machine."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -156,7 +159,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header, without its port."""
+    """Return the host name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".").lower()
@@ -165,7 +168,7 @@ def _name(host: str) -> str:
 def _is_local_host(host: str) -> bool:
     """Return whether a Host header is safe from DNS rebinding.
 
-    An address is safe, and so is a name that nobody can register.
+    An IP address is safe, and so is a name that cannot be registered.
     """
     return len(host) <= MAX_HOST and _is_local(host)
 
@@ -185,6 +188,6 @@ def _is_local(host: str) -> bool:
 def _is_same(origin: str, host: str) -> bool:
     """Return whether a page of the router itself sent the request.
 
-    The schemes are not compared, since they differ behind a proxy.
+    The schemes are not compared, since they may differ behind a proxy.
     """
     return origin.partition("://")[2].lower() == host.lower()

@@ -16,7 +16,7 @@ from ullage_router.http.messages import Reply, Request, asgi
 
 BACKLOG = 2048
 TICK_S = 0.5
-"""Seconds between two checks of the time limits of connections."""
+"""Seconds between two checks of the connections' time limits."""
 HANDSHAKE_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 2.0
 
@@ -28,8 +28,8 @@ class HTTPServer:
     process before it stops.
 
     Args:
-        serve: Answers requests.
-        limits: Limits of each connection and of all connections, or None for the defaults.
+        serve: Serves the requests.
+        limits: Limits on each connection and on all connections, or None for the defaults.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class HTTPServer:
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, and wait until the open ones have their answers.
+        """Stop accepting connections, and wait until the requests on open ones are answered.
 
         Args:
             grace_s: Seconds after which connections that are still open are aborted.

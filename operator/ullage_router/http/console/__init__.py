@@ -1,5 +1,5 @@
-"""The console: a live page of engines, queue and decisions, and the events that it reads.
+"""The console: a live page of engines, queue and decisions, with its event stream.
 
-The package owns the files of the page and the readers of the events. The console watches the
-router, and sends requests like any client. It takes no part in decisions.
+The package has the files of the page, and sends the events to its readers. The console watches the
+router, and sends requests like any other client. It does not influence the router's decisions.
 """

@@ -35,9 +35,12 @@ CHAT = "/v1/chat/completions"
 STATE_EVERY_S = 1.0
 FLUSH_EVERY_S = 0.2
 MAX_PENDING = 256
-"""Records that wait for one reader. Beyond that, the oldest are skipped and counted."""
+"""Maximum number of records that wait for one reader.
+
+Beyond that, the oldest records are skipped and counted.
+"""
 MAX_READERS = 16
-"""Readers of the console's events at a time."""
+"""Maximum number of concurrent readers of the console's events."""
 SENTENCE = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
 
 _TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript"}
@@ -68,12 +71,12 @@ class RecordBuffer:
         self._skipped = 0
 
     def put(self, record: RequestRecord) -> None:
-        """Add a record, and skip the oldest one if the buffer is full."""
+        """Add a record, and drop the oldest one if the buffer is full."""
         self._skipped += len(self._pending) == MAX_PENDING
         self._pending.append(record)
 
     def take(self) -> dict[str, object] | None:
-        """Return the data of the next event, or None if nothing waits."""
+        """Return the data of the next event, or None if no records are waiting."""
         if not self._pending:
             return None
         taken = {
@@ -86,7 +89,7 @@ class RecordBuffer:
 
 
 class Console:
-    """Serve the page and its events, and send an overload.
+    """Serve the page and its events, and send test overloads.
 
     Args:
         service: The router that is shown.
@@ -98,7 +101,7 @@ class Console:
         self._is_local = section.local
         tls = service.config.tls.router
         self._has_chat = not (tls and tls.client_ca_dir)
-        """Whether the metrics port, which asks for no client certificate, may serve the chat."""
+        """Whether the metrics port, which requires no client certificate, may serve the chat."""
         self._readers: set[RecordBuffer] = set()
         self._closing = asyncio.Event()
         self._app: Endpoint | None = None
@@ -106,11 +109,11 @@ class Console:
         service.observers.append(self._on_end)
 
     def serve_requests(self, app: Endpoint) -> None:
-        """Set the endpoint that serves the requests of the chat and the overload."""
+        """Set the endpoint that serves the requests of the chat and of the overload."""
         self._app = app
 
     def routes(self) -> Routes:
-        """Return the console's paths for the network."""
+        """Return the console's routes by path."""
         routes: dict[str, Mapping[str, Endpoint]] = {
             CONSOLE: _page("console.html"),
             f"{CONSOLE}/console.css": _page("console.css"),
@@ -124,7 +127,7 @@ class Console:
         return routes
 
     def close(self) -> None:
-        """End open event streams and the overload, which would delay the server's stop."""
+        """Stop open event streams and the overload, which would delay the server's shutdown."""
         self._closing.set()
         if self._overload:
             self._overload.cancel()
@@ -140,7 +143,7 @@ class Console:
     async def _send_events(self, request: Request, reply: Reply) -> None:
         """Send events until the reader disconnects or the router stops.
 
-        The server aborts the connection of a reader that does not read.
+        The server aborts the connection of a reader that stops reading.
 
         Raises:
             ServiceError: There are too many readers.
@@ -187,7 +190,7 @@ class Console:
                 await self._closing.wait()
 
     async def _begin_overload(self, request: Request, reply: Reply) -> None:
-        """Start an overload, and answer at once with the prefix of its request ids."""
+        """Start an overload, and reply at once with the prefix of its request ids."""
         try:
             asked = msgspec.json.decode((await request.read_json()).take(), type=Overload)
         except msgspec.DecodeError as error:
@@ -205,15 +208,15 @@ class Console:
 
 
 class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Many requests at once, each with a long prompt."""
+    """Many requests that are sent at once, each with a long prompt."""
 
     requests: Annotated[int, msgspec.Meta(ge=1, le=500)] = 60
     sentences: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 75
-    """Sentences of each prompt, of about 17 tokens."""
+    """Number of sentences in each prompt, of about 17 tokens each."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
 
     async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
-        """Send the requests as a server would, and wait until all have been answered."""
+        """Send the requests as an HTTP server would, and wait until all have been answered."""
         serve = asgi(app, HTTPLimits())
 
         async def send_one(index: int) -> None:
@@ -243,7 +246,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _discard(message: Message) -> None:
-    """Discard a part of an answer that nobody reads."""
+    """Discard a part of a reply that no client reads."""
 
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:

@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's answers, as typed structures for the API's description.
+"""The bodies of OpenAI's responses, as typed structures for the OpenAPI document.
 
-`responses.py` and `embeddings.py` write answers without these structures. Tests parse the written
-answers with them, and so find fields that only one side has.
+`responses.py` and `embeddings.py` write responses without these structures. Tests parse the written
+responses with these structures, and so find fields that only one side has.
 """
 
 from typing import Literal
@@ -13,19 +13,19 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object of an answer. Fields that are UNSET may be absent."""
+    """An object in a response. Fields that are UNSET may be absent."""
 
 
 class PromptTokensDetails(Answer, frozen=True, kw_only=True):
-    """Prompt tokens whose KV was cached."""
+    """Details of the prompt tokens, such as how many had cached KV."""
 
     cached_tokens: int
     cached_tokens_details: dict[str, int] | UnsetType = UNSET
-    """Tokens by tier, if any tier but the device had a part."""
+    """Cached tokens by cache tier. Absent if only the device had cached KV."""
 
 
 class Usage(Answer, frozen=True, kw_only=True):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +34,7 @@ class Usage(Answer, frozen=True, kw_only=True):
 
 
 class Alternative(Answer, frozen=True, kw_only=True):
-    """A token that could have been chosen."""
+    """A token that the model could have chosen instead."""
 
     token: str
     logprob: float
@@ -42,19 +42,19 @@ class Alternative(Answer, frozen=True, kw_only=True):
 
 
 class ChatLogprob(Alternative, frozen=True, kw_only=True):
-    """A token that was chosen, and the likeliest tokens in its place."""
+    """A chosen token, with the most likely tokens at its position."""
 
     top_logprobs: list[Alternative]
 
 
 class ChatLogprobs(Answer, frozen=True, kw_only=True):
-    """Tokens of a chat's content."""
+    """Log-probabilities of the tokens in a chat message's content."""
 
     content: list[ChatLogprob]
 
 
 class CompletionLogprobs(Answer, frozen=True, kw_only=True):
-    """Tokens of a completion."""
+    """Log-probabilities of the tokens in a completion."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -63,14 +63,14 @@ class CompletionLogprobs(Answer, frozen=True, kw_only=True):
 
 
 class CalledFunction(Answer, frozen=True, kw_only=True):
-    """A function's name, and its arguments as JSON."""
+    """A function's name, with its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 class AnswerToolCall(Answer, frozen=True, kw_only=True):
-    """A call that the model makes."""
+    """A tool call that the model makes."""
 
     id: str
     type: Literal["function"]
@@ -78,14 +78,14 @@ class AnswerToolCall(Answer, frozen=True, kw_only=True):
 
 
 class FunctionPiece(Answer, frozen=True, kw_only=True):
-    """A piece of a call's function. Only the first piece has the name."""
+    """A part of a streamed function call. Only the first part has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallPiece(Answer, frozen=True, kw_only=True):
-    """A piece of a call. Only the first piece has the id and the type."""
+    """A part of a streamed tool call. Only the first part has the id and the type."""
 
     index: int
     function: FunctionPiece
@@ -94,7 +94,7 @@ class ToolCallPiece(Answer, frozen=True, kw_only=True):
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):
-    """The assistant's turn."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -112,14 +112,14 @@ class Choice(Answer, frozen=True, kw_only=True):
 
 
 class ChatChoice(Choice, frozen=True, kw_only=True):
-    """One answer to a chat."""
+    """One answer to a chat request."""
 
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
 class CompletionChoice(Choice, frozen=True, kw_only=True):
-    """One completion."""
+    """One answer to a completion request."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -127,7 +127,7 @@ class CompletionChoice(Choice, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Answer, frozen=True, kw_only=True):
-    """The answer to a chat."""
+    """The response to a chat request."""
 
     id: str
     object: Literal["chat.completion"]
@@ -139,7 +139,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
 
 
 class Completion(Answer, frozen=True, kw_only=True):
-    """The answer to a prompt."""
+    """The response to a completion request."""
 
     id: str
     object: Literal["text_completion"]
@@ -150,7 +150,7 @@ class Completion(Answer, frozen=True, kw_only=True):
 
 
 class Delta(Answer, frozen=True, kw_only=True):
-    """A piece of the assistant's turn."""
+    """A part of the assistant's streamed message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -159,7 +159,7 @@ class Delta(Answer, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Answer, frozen=True, kw_only=True):
-    """A piece of one of the answers. The last piece has both reasons."""
+    """A part of one streamed answer. The last part has both reasons."""
 
     index: int
     finish_reason: FinishReason | None
@@ -168,14 +168,14 @@ class ChunkChoice(Answer, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(ChunkChoice, frozen=True, kw_only=True):
-    """A piece of one answer to a chat."""
+    """A part of one streamed answer to a chat request."""
 
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
 class CompletionChunkChoice(ChunkChoice, frozen=True, kw_only=True):
-    """A piece of one completion."""
+    """A part of one streamed answer to a completion request."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -183,7 +183,7 @@ class CompletionChunkChoice(ChunkChoice, frozen=True, kw_only=True):
 
 
 class Resumption(Answer, frozen=True, kw_only=True):
-    """How an answer was resumed when its engine was lost."""
+    """How an answer was resumed after its engine was lost."""
 
     resumed_inexact: bool
     resumed_on: list[str]
@@ -200,7 +200,7 @@ class StreamChunk(Answer, frozen=True, kw_only=True):
 
 
 class ChatChunk(StreamChunk, frozen=True, kw_only=True):
-    """An event of a streamed chat."""
+    """An event of a streamed chat response."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -208,14 +208,14 @@ class ChatChunk(StreamChunk, frozen=True, kw_only=True):
 
 
 class CompletionChunk(StreamChunk, frozen=True, kw_only=True):
-    """An event of a streamed completion."""
+    """An event of a streamed completion response."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
 
 
 class EmbeddingItem(Answer, frozen=True, kw_only=True):
-    """The vector of one input: numbers, or base64 of little-endian float32."""
+    """The embedding of one input, as a list of floats or as base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -223,7 +223,7 @@ class EmbeddingItem(Answer, frozen=True, kw_only=True):
 
 
 class EmbeddingsUsage(Answer, frozen=True, kw_only=True):
-    """Tokens of all inputs."""
+    """Token counts of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -231,7 +231,7 @@ class EmbeddingsUsage(Answer, frozen=True, kw_only=True):
 
 
 class Embeddings(Answer, frozen=True, kw_only=True):
-    """The vectors of a body's inputs."""
+    """The embeddings of all inputs in a request."""
 
     object: Literal["list"]
     data: list[EmbeddingItem]
@@ -240,7 +240,7 @@ class Embeddings(Answer, frozen=True, kw_only=True):
 
 
 class ModelCard(Answer, frozen=True, kw_only=True):
-    """The served model, or one of its adapters."""
+    """The served model or one of its adapters."""
 
     id: str
     object: Literal["model"]
@@ -249,19 +249,22 @@ class ModelCard(Answer, frozen=True, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None
-    """Most tokens of a prompt and its answer together, or null while no engine is known."""
+    """Maximum number of tokens in a prompt and its answer together.
+
+    Null until an engine is known.
+    """
     sampling_defaults: dict[str, float] | None
 
 
 class ModelList(Answer, frozen=True, kw_only=True):
-    """The models that a key may use."""
+    """The models that an API key may use."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class ErrorDetails(Answer, frozen=True, kw_only=True):
-    """The message and the code of an error, and the field at fault."""
+    """Details of an error: its message and code, and the invalid field."""
 
     message: str
     type: str
@@ -270,13 +273,13 @@ class ErrorDetails(Answer, frozen=True, kw_only=True):
 
 
 class ErrorAnswer(Answer, frozen=True, kw_only=True):
-    """OpenAI's envelope of errors."""
+    """OpenAI's error envelope."""
 
     error: ErrorDetails
 
 
 class EventErrorDetails(ErrorDetails, frozen=True, kw_only=True):
-    """The error that ends a stream, with the seconds that Retry-After would have."""
+    """The error that ends a stream, with the number of seconds that Retry-After would have."""
 
     retry_after: int | UnsetType = UNSET
 

@@ -1,4 +1,4 @@
-"""Convert the messages, tools and template variables of a chat body to the wire's conversation."""
+"""Converts the messages, tools and template variables of a chat body to a protobuf conversation."""
 
 import re
 
@@ -30,7 +30,8 @@ _CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}
 def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
     """Move a chat body's messages, and copy its tools, into a conversation.
 
-    Each message leaves the body when it is converted, since two copies would take megabytes.
+    Each message is removed from the body when it is converted, since two copies of a long
+    conversation would take megabytes.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -47,7 +48,7 @@ def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) ->
 
 
 def _template_arguments(chat: ChatRequest) -> str:
-    """Return the template's variables as JSON: vLLM's, and OpenAI's `reasoning_effort`."""
+    """Return the template's variables as JSON: those of vLLM, and OpenAI's `reasoning_effort`."""
     if not chat.chat_template_kwargs and chat.reasoning_effort is None:
         return ""
 
@@ -135,7 +136,10 @@ def _content(field: str, message: ChatMessage) -> str:
 
 
 def _part(field: str, part: ContentPart, role: str) -> str:
-    """Return the text of a part. An assistant's part may be a refusal, which is also text."""
+    """Return the text of a content part.
+
+    An assistant's part may be a refusal, which is also text.
+    """
     is_refusal = part.type == "refusal" and role == "assistant"
     if part.type != "text" and not is_refusal:
         raise invalid_value(f"{field}.type", part.type, "text")

@@ -30,18 +30,21 @@ SUCCESSORS = {
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
 }
-"""Successors of fields that OpenAI or vLLM has deprecated."""
+"""Deprecated fields of OpenAI or vLLM, with the fields that replace them."""
 PIECE_BYTES = 64 << 10
-"""Bytes of JSON that are decoded at a time, and token ids that are copied at a time."""
+"""Maximum bytes of JSON decoded at a time, and maximum number of token ids copied at a time."""
 
 _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _HALF_PAIR_BYTES = 11
-"""Most bytes from an escaped half to the end of a body that msgspec reports as truncated: six of
-the half, and at most five of the other half."""
+"""Maximum bytes from an escaped half of a surrogate pair to the end of a body.
+
+msgspec reports such a half as truncated JSON. The half takes six bytes, and the rest of the pair at
+most five.
+"""
 _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
-"""Parts of msgspec's messages for half a surrogate pair, the second in a skipped field."""
+"""Parts of msgspec's messages about half a surrogate pair. The second is for a skipped field."""
 _TOKENS = msgspec.json.Decoder(list[Token])
 
 
@@ -89,10 +92,10 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) -> V:
-    """Decode a field of a body.
+    """Decode one field of a body.
 
     Raises:
-        ServiceError: The field is invalid. The error names the place in it.
+        ServiceError: The field is invalid. The error names the place in the field.
     """
     try:
         return decoder.decode(raw)
@@ -101,7 +104,7 @@ def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) 
 
 
 def utf8(field: str, text: str) -> str:
-    """Return the text after a check that it has a UTF-8 encoding.
+    """Check that the text can be encoded in UTF-8, and return the text.
 
     Raises:
         ServiceError: The text has an unpaired surrogate, which UTF-8 cannot encode.
@@ -117,7 +120,7 @@ def utf8(field: str, text: str) -> str:
 
 
 def _decode_long(kind: type[T], body: bytes) -> T:
-    """Decode a body field by field, each of bounded size.
+    """Decode a body field by field, with a bound on the size of each field.
 
     A parser holds the GIL until it returns, and checks the length of a list only after it has built
     the whole list.
@@ -150,9 +153,9 @@ def _decode_long(kind: type[T], body: bytes) -> T:
 
 @functools.cache
 def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _Decoders]:
-    """Return the decoder of a body into raw fields, and the decoder of each field.
+    """Return a decoder that splits a body into raw fields, and a decoder for each field.
 
-    A field that stays raw has None for a decoder.
+    The decoder is None for a field that stays raw.
     """
     fields = msgspec.structs.fields(kind)
     unparsed = msgspec.defstruct("Unparsed", [(f.name, msgspec.Raw, NULL) for f in fields])
@@ -164,7 +167,7 @@ def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _
 
 
 def _is_half_pair(text: str, body: bytes) -> bool:
-    """Return whether an error of msgspec is about half a surrogate pair in an escape.
+    """Return whether a msgspec error is about an escaped half of a surrogate pair.
 
     At the end of the body, msgspec reports half a pair as truncated JSON.
 
@@ -184,11 +187,11 @@ def _is_half_pair(text: str, body: bytes) -> bool:
 
 
 def _validation_error(text: str, name: str = "") -> ServiceError:
-    """Return the ServiceError for an error of msgspec.
+    """Return the ServiceError for a msgspec error.
 
     Args:
         text: The message of msgspec's error.
-        name: The field that was decoded, or empty for the whole body.
+        name: The field that was decoded (empty for the whole body).
     """
     if match := _AT.match(text):
         path = match["path"]
@@ -205,17 +208,17 @@ def _lower(text: str) -> str:
 
 
 def _short(value: object) -> str:
-    """Return the JSON of a value, truncated if it is long."""
+    """Return the JSON of a value, shortened if it is long."""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
-    """Return the token ids of a long JSON list, or of each list in it, at four bytes an id.
+    """Return the token ids of a long JSON list, or of each list in it, at four bytes per id.
 
     Returns:
-        One array for a list of token ids, several for a list of lists. None if the JSON is short or
-        of another form, or has an error that the full decoder names.
+        One array for a list of token ids, or several arrays for a list of lists. None if the JSON
+        is short, has another form, or has an error that the full decoder will name.
 
     Raises:
         ServiceError: There are more token ids than a prompt may have.
@@ -244,7 +247,7 @@ def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
 
 
 def _token_ids(text: bytes) -> "array[int] | None":
-    """Return the token ids of a list without its brackets, or None if an item is not a token id."""
+    """Return the token ids of a list without its brackets, or None if an item is no token id."""
     ids = array("I")
     start = 0
     while start < len(text):

@@ -1,7 +1,7 @@
 """Serve POST /v1/embeddings.
 
-Each input is a separate request, which is admitted and placed on its own. All inputs together get
-one answer or one error.
+Each input is a separate request that is admitted and placed independently. All inputs of a body
+together get one response or one error.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ from ullage_router.tenants.session import TenantSession
 
 MAX_INPUTS = 2048
 MAX_PARALLEL = 32
-"""Inputs of one body that run or are queued at a time."""
+"""Maximum number of inputs of one body that run or are queued at a time."""
 MAX_VECTOR_BYTES = 64 << 20
-"""Most bytes of one body's vectors, which are kept until the last one is computed."""
+"""Maximum bytes of one body's embeddings, which are kept until the last one is computed."""
 MAX_ALL_VECTOR_BYTES = 256 << 20
-"""Most bytes of the vectors of all bodies in a process. One tenant gets at most half of them."""
+"""Maximum bytes of all bodies' embeddings in a process. One tenant gets at most half of this."""
 PIECE_BYTES = 64 << 10
-"""Bytes of an answer that are encoded before the event loop serves other requests."""
+"""Bytes of a response that are encoded before the event loop serves other requests."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Input = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -66,11 +66,11 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         "truncate_prompt_tokens": (None,),
         "add_special_tokens": (None, True),
     }
-    """Fields that the service cannot honour, with their neutral values."""
+    """Fields that the service does not support, with the values that have no effect."""
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the neutral values of a field."""
+        """Return the values of a field that have no effect."""
         return cls.NEUTRAL[name]
 
     def refused(self) -> tuple[str, object] | None:
@@ -89,10 +89,10 @@ _INPUT = msgspec.json.Decoder(Input)
 
 
 class EmbeddingsEndpoint:
-    """Serve the path.
+    """Serve /v1/embeddings.
 
     Args:
-        service: Serves requests, and knows the tenants.
+        service: Serves requests, and provides the tenants.
     """
 
     def __init__(self, service: RouterService) -> None:
@@ -140,20 +140,19 @@ class EmbeddingsEndpoint:
 
 
 class _Run:
-    """The inputs of one body while they are served.
+    """Serves the inputs of one body.
 
     Args:
         service: Serves requests.
-        name: The request id. Each input but the first gets a number appended to it.
+        name: The request id. A number is appended to it for each input but the first.
         tenant: The tenant's session. Each input gets its own session.
         trace: The trace context.
-        asked: One request for each input.
-        room: Memory for the vectors of all bodies.
-        end_turn: Gives the body's turn back. Called when an input waits for anything but this
-            router.
+        asked: The requests, one for each input.
+        room: Memory for the embeddings of all bodies.
+        end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
 
     Attributes:
-        record: The record of the first input, whose decision is in the headers.
+        record: The record of the first input. The response headers have its decision.
     """
 
     def __init__(
@@ -182,19 +181,19 @@ class _Run:
         self._asked = asked
         self._deadline = time.monotonic() + self._limits.total_timeout
         self._waiting = deque(range(len(asked)))
-        """Indices of the inputs that are still to be served."""
+        """Indices of the inputs that are not served yet."""
         self._num_running = 0
         self._failure: ServiceError | None = None
         """The error that ends all inputs."""
         self._vectors = [b""] * len(asked)
-        """Vectors as little-endian float32, by index. Empty until computed."""
+        """Embeddings as little-endian float32, by index. Empty until computed."""
         self._num_tokens = 0
         self._num_done = 0
         self._cached = Counter[str]()
-        """Prompt tokens whose KV was reused, by tier."""
+        """Number of prompt tokens whose KV was reused, by cache tier."""
 
     async def compute(self) -> None:
-        """Compute all vectors.
+        """Compute all embeddings.
 
         Raises:
             ServiceError: An input was refused or failed. The others were cancelled.
@@ -225,14 +224,14 @@ class _Run:
         return None
 
     def close(self) -> None:
-        """Free the room of the vectors."""
+        """Free the memory of the embeddings."""
         self._room.give_back(self._taken_bytes, self._tenant.name)
         self._taken_bytes = 0
 
     def pieces(self, *, is_base64: bool) -> Iterator[bytes]:
-        """Yield the body of the answer in pieces of about PIECE_BYTES.
+        """Yield the body of the response in pieces of about PIECE_BYTES.
 
-        Each vector is dropped once it is encoded, so call this only once.
+        Each embedding is dropped once it is encoded, so call this method only once.
         """
         piece = bytearray(b'{"object":"list","data":[')
         for index, vector in enumerate(self._vectors):
@@ -249,7 +248,7 @@ class _Run:
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
-        """Return how many inputs may run or queue at a time without refusing each other."""
+        """Return how many inputs may run or queue at a time without displacing each other."""
         most = self._tenant.max_concurrency or MAX_PARALLEL
         return min(len(self._asked), MAX_PARALLEL, most, 1 + self._max_queued)
 
@@ -260,11 +259,11 @@ class _Run:
         raise error
 
     async def _work(self) -> None:
-        """Serve one input after another.
+        """Serve the inputs one after another.
 
-        If the body's other inputs have taken the quota or the memory, an input goes back to the
-        queue and this worker ends, so that fewer inputs run at a time from then on. The last worker
-        waits until the shortage has passed, once at least one vector is computed.
+        If the body's other inputs have used up the quota or the memory, the input is put back and
+        this worker ends, so that fewer inputs run in parallel. The last worker waits until the
+        shortage has passed, once at least one embedding is computed.
         """
         while self._waiting:
             index = self._waiting.popleft()
@@ -309,13 +308,13 @@ class _Run:
         self._num_done += 1
 
     def _take_room(self, size: int) -> None:
-        """Take room for all vectors of the body, once the size of the first is known.
+        """Reserve memory for all embeddings of the body, once the size of the first one is known.
 
         Args:
-            size: Bytes of one vector.
+            size: Bytes of one embedding.
 
         Raises:
-            ServiceError: The vectors are too large in total, or there is no room now.
+            ServiceError: The embeddings are too large in total, or there is not enough memory now.
         """
         if self._taken_bytes:
             return
@@ -364,7 +363,7 @@ def _name(index: int, count: int) -> str:
 
 
 def _name_field(error: ServiceError, name: str) -> None:
-    """Replace the field of an error by this endpoint's name of the input at fault."""
+    """Replace the field name in an error by this endpoint's name for the invalid input."""
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Parsed(NamedTuple):
-    """The parts of a body that are kept: the request, and the options of the answer."""
+    """The parts of a body that are kept: the request, and the options of the response."""
 
     request: inference_pb2.GenerateRequest
     is_streamed: bool
@@ -75,7 +75,7 @@ class Dialect:
     parse: Callable[[Body], Parsed]
     format: Callable[[ResponseOptions], Format]
     input_field: str
-    """The endpoint's name for the prompt, for errors."""
+    """The endpoint's name for the prompt, which is used in errors."""
 
 
 def _parse_chat(body: Body) -> Parsed:
@@ -93,14 +93,14 @@ COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
 
 
 class Writer:
-    """Write one answer: a JSON body, or server-sent events that always end with [DONE].
+    """Write one response: a JSON body, or server-sent events that always end with [DONE].
 
-    The methods wait for a slow client, and so slow down the engine's stream.
+    The methods wait for a slow client, which in turn slows down the engine's stream.
 
     Args:
         reply: The reply to the request.
         record: The request's record, for the headers.
-        input_field: The endpoint's name for the prompt, for errors.
+        input_field: The endpoint's name for the prompt, which is used in errors.
         keepalive_s: Seconds of silence after which a stream gets a comment, or 0 for none.
     """
 
@@ -118,19 +118,19 @@ class Writer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def whole(self, answer: JSON, later: Headers) -> None:
-        """Send a whole answer.
+        """Send a whole response.
 
         Args:
-            answer: The body.
-            later: Headers that are known only at the answer's end.
+            answer: The body of the response.
+            later: Headers that are known only when the answer is complete.
         """
         await self._body(200, _encode(answer), later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
         """Send a JSON body piece by piece.
 
-        Each piece is made once the client has read enough of the earlier ones. Between two pieces,
-        the event loop serves other requests.
+        Each piece is created once the client has read enough of the earlier pieces. Between two
+        pieces, the event loop serves other requests.
         """
         first = next(pieces)
         second = next(pieces, None)
@@ -148,14 +148,14 @@ class Writer:
     def wait_for_stream(self) -> None:
         """Send a comment after each long silence, so that load balancers keep the connection.
 
-        The first comment begins the stream.
+        The first comment starts the stream.
         """
         if self._keepalive_s:
             self._sent_at = self._loop.time()
             self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
     def start_stream(self) -> None:
-        """Begin the stream if it has not begun."""
+        """Start the stream if it has not started yet."""
         if self._is_streaming:
             return
         headers = [
@@ -174,7 +174,7 @@ class Writer:
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Send a comment if the silence has lasted long enough, and schedule the next check."""
+        """Send a comment if there was a long enough silence, and schedule the next check."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
             self.start_stream()
@@ -184,16 +184,16 @@ class Writer:
         self._timer = self._loop.call_at(due, self._keep_alive)
 
     async def events(self, data: bytes) -> None:
-        """Send events of the stream."""
+        """Send events of the stream to the client."""
         self._sent_at = self._loop.time()
         await self._reply.piece(data)
 
     async def end_stream(self, last: bytes = b"") -> None:
-        """Send the last events and [DONE]."""
+        """Send the last events, then [DONE]."""
         await self._reply.end(last + DONE)
 
     async def error(self, error: ServiceError) -> None:
-        """Send an error as a response, or as an event if the stream has begun."""
+        """Send an error as the response, or as an event if the stream has started."""
         body = envelope(error, self._input_field, is_event=self._is_streaming)
         self.stop()
         if self._is_streaming:
@@ -207,11 +207,11 @@ class Writer:
 
 
 class GenerateEndpoint:
-    """Serve one path.
+    """Serve /v1/chat/completions or /v1/completions.
 
     Args:
-        service: Serves requests, and knows the tenants.
-        dialect: Chat or completions.
+        service: Serves requests, and provides the tenants.
+        dialect: The differences between the two endpoints.
     """
 
     def __init__(self, service: RouterService, dialect: Dialect) -> None:
@@ -296,7 +296,7 @@ class GenerateEndpoint:
 
 
 def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
-    """Return the error for the client, and log it if the router itself failed."""
+    """Return the error to send to the client. Log it if it is a fault of the router."""
     if isinstance(error, ServiceError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})
@@ -329,6 +329,6 @@ async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's request id if it is printable and short, otherwise a new one."""
+    """Return the client's request id if it is printable and short. Otherwise return a new id."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's envelope, and decisions in the x-ullage headers."""
+"""Writes errors in OpenAI's envelope, and decisions in the x-ullage headers."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ _CODES = {
     "CONTEXT_TOO_LONG": "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
 }
-"""OpenAI's codes for errors with the same meaning."""
+"""OpenAI's codes for errors with the same meaning as the service's."""
 _FIELDS = {
     "grammar.json_schema": "response_format.json_schema.schema",
     "grammar.regex": "structured_outputs.regex",
@@ -37,17 +37,17 @@ _FIELDS = {
     "grammar": "response_format",
     "samples.beam": "use_beam_search",
 }
-"""OpenAI's and vLLM's names of fields that are named otherwise on the wire, by wire prefix."""
+"""OpenAI's and vLLM's names of fields whose protobuf name differs, by protobuf prefix."""
 
 
 def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
-    """Return the JSON `{"error": {"message", "type", "param", "code"}}`.
+    """Return the error as the JSON `{"error": {"message", "type", "param", "code"}}`.
 
     Args:
         error: The error.
         input_field: The endpoint's name for the prompt.
         is_event: Whether the error ends a stream, whose headers are already sent. The envelope then
-            also has `retry_after`, the seconds that the header Retry-After would have.
+            also has `retry_after`, the number of seconds that a Retry-After header would have.
     """
     field = error.metadata.get("field")
     message = error.message
@@ -71,7 +71,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Return Retry-After where a retry helps, or `x-should-retry: false` where it would harm."""
+    """Return Retry-After if a retry helps, or `x-should-retry: false` if it would do harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
@@ -83,7 +83,10 @@ def error_headers(error: ServiceError) -> Headers:
 
 
 def resumed_headers(finished: inference_pb2.Finished) -> Headers:
-    """Return the engines that resumed a whole answer, and whether they compute differently."""
+    """Return headers with the engines that resumed an answer.
+
+    The headers also show whether those engines compute differently.
+    """
     headers = []
     if finished.resumed_on:
         headers.append((b"x-ullage-resumed-on", ", ".join(finished.resumed_on).encode()))
@@ -93,7 +96,7 @@ def resumed_headers(finished: inference_pb2.Finished) -> Headers:
 
 
 def decision_headers(record: RequestRecord) -> Headers:
-    """Return the request's id, the rate limits, and the decision if there is one."""
+    """Return headers with the request id, the rate limits, and the decision, if there is one."""
     decision = record.decision
     named = {"x-request-id": record.request_id, **record.limits}
 
@@ -121,7 +124,7 @@ def decision_headers(record: RequestRecord) -> Headers:
 
 
 def _cached_header(cached: Sequence[TierHit]) -> str:
-    """Return the tokens by tier as a dictionary of structured fields (RFC 9651)."""
+    """Return the cached tokens by cache tier as a structured-field dictionary (RFC 9651)."""
     return ", ".join(
         f"{each.tier}={each.num_tokens}"
         + (f";seconds={each.seconds:.3f}" if each.tier != DEVICE else "")

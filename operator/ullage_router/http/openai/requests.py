@@ -1,4 +1,4 @@
-"""Convert an OpenAI body to the GenerateRequest that HTTP and gRPC share."""
+"""Converts an OpenAI body to the GenerateRequest that HTTP and gRPC share."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _PROMPT = msgspec.json.Decoder(Prompt)
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SCHEMA = re.compile(r"\s*(\{|true\b|false\b)")
-"""Beginning of a JSON Schema: an object, or a boolean."""
+"""The beginning of a JSON Schema, which is an object or a boolean."""
 _FORMATS = "text, json_object, json_schema"
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Decode the body of a chat.
+    """Decode the body of a chat request.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
@@ -50,7 +50,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Decode the body of a completion.
+    """Decode the body of a completion request.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
@@ -59,7 +59,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def from_chat(chat: ChatRequest) -> Request:
-    """Convert a chat body to the wire's request. The body loses its messages.
+    """Convert a chat body to a GenerateRequest. This removes the messages from the body.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -81,7 +81,7 @@ def from_chat(chat: ChatRequest) -> Request:
 
 
 def from_completion(completion: CompletionRequest) -> Request:
-    """Convert a completion body to the wire's request.
+    """Convert a completion body to a GenerateRequest.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -142,7 +142,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
 
 
 def logit_bias(common: Common) -> dict[int, float]:
-    """Return the biases by token id.
+    """Return the logit biases by token id.
 
     Raises:
         ServiceError: A key is not a token id.
@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the number of answers or the beam search, or None for one answer.
+    """Return the number of answers or the beam search, or None for a single answer.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -193,7 +193,7 @@ def _beam_search(common: Common) -> inference_pb2.Samples:
 
 
 def _grammar(common: Common) -> Grammar | None:
-    """Return the grammar that the body asks for, or None for any text.
+    """Return the grammar that the body asks for, or None if any text is allowed.
 
     Raises:
         ServiceError: The grammar is incomplete, or there are two grammars.
@@ -251,7 +251,7 @@ def _json_object() -> Grammar:
 
 
 def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
-    """Return the grammar of a schema, which is JSON or a string with JSON. None for null."""
+    """Return the grammar of a JSON Schema, given as JSON or as a string of JSON. None for null."""
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError as error:
@@ -279,7 +279,7 @@ def _from_lark(text: str | None) -> Grammar | None:
 
 
 def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
-    """Set the prompt from a text, token ids, or a list with one of these.
+    """Set the prompt from a text, from token ids, or from a list with one such prompt.
 
     Raises:
         ServiceError: The prompt is invalid, or there are several prompts.

@@ -1,6 +1,6 @@
-"""The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
+"""The bodies of OpenAI's chat and completion responses, whole or as the chunks of a stream.
 
-`finish_reason` has OpenAI's values, and `stop_reason` (which vLLM also has) has the cause:
+`finish_reason` has OpenAI's values. `stop_reason`, which vLLM also has, has the cause:
 
     a stop string         "stop"      the string
     a lowered limit       "length"    the limit as in the header x-ullage-degraded: "max_tokens=64"
@@ -38,7 +38,7 @@ _FINISH = {
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """The fields that an answer has in addition to its text."""
+    """The fields that a response has in addition to its text."""
 
     id: str
     model: str
@@ -47,18 +47,18 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     token_ids: bool
     usage: bool
-    """Whether the stream ends with a usage chunk. Whole answers always have the usage."""
+    """Whether the stream ends with a usage chunk. Whole responses always have the usage."""
     n: int
     """Number of choices."""
     tools: bool = False
-    """Whether there may be tool calls instead of text."""
+    """Whether the answer may have tool calls instead of text."""
     lowered_limit: str = ""
-    """The output limit if it was lowered below the client's, such as `max_tokens=64`."""
+    """The output limit if it was lowered below the client's limit, such as `max_tokens=64`."""
 
 
 @dataclass(slots=True)
 class Collected:
-    """The deltas of one choice of a whole answer."""
+    """The collected deltas of one choice of a whole response."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Collected:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallPiece] = field(default_factory=list)
     end: SampleFinished | None = None
-    """The end of this choice, or None if it ended with the whole answer."""
+    """The end of this choice, or None if the choice ended with the whole answer."""
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
@@ -88,26 +88,26 @@ class Collected:
 
 
 class Format(Protocol):
-    """The bodies of one endpoint."""
+    """The format of one endpoint's bodies."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
-        """Return the chunks before the first text."""
+        """Return the chunks that come before the first text."""
 
     def piece(self, delta: Delta) -> list[JSON]:
-        """Return the chunk of a delta, or none for an empty delta."""
+        """Return the chunk for a delta, or nothing for an empty delta."""
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         """Return the last chunk of one of several choices."""
 
     def closing(self, finished: Finished) -> list[JSON]:
-        """Return the chunks after the last text: one for each open choice, and the usage."""
+        """Return the chunks after the last text: one for each unfinished choice, and the usage."""
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
-        """Return the body of a whole answer."""
+        """Return the body of a whole response."""
 
 
 class ChatFormat:
-    """The bodies of /v1/chat/completions: `chat.completion` and its chunks."""
+    """The format of /v1/chat/completions: `chat.completion` and its chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
@@ -170,15 +170,15 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """The bodies of /v1/completions: `text_completion`, whole and in chunks."""
+    """The format of /v1/completions: `text_completion`, whole and in chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
         self._open = list(range(options.n))
         self._offsets = [0] * options.n
-        """Characters that each choice has sent."""
+        """Number of characters that each choice has sent."""
         self._prompt_ids: dict[int, list[int]] = {}
-        """Prompt ids of choices that have not sent them yet."""
+        """Prompt token ids of the choices that have not sent them yet."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         if self._options.token_ids:
@@ -244,10 +244,12 @@ def usage(counted: inference_pb2.Usage) -> JSON:
 
 
 def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
-    """Return OpenAI's details of prompt tokens, with tiers if any but the device had KV.
+    """Return OpenAI's details of prompt tokens.
+
+    The details list the cache tiers if any tier but the device had cached KV.
 
     Args:
-        cached: Prompt tokens whose KV was reused, by tier.
+        cached: Number of prompt tokens whose KV was reused, by cache tier.
     """
     details: JSON = {"cached_tokens": sum(cached.values())}
     if any(tier != DEVICE for tier in cached):
@@ -256,9 +258,9 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
-    """Return the logprobs object of a chat.
+    """Return the logprobs object of a chat response.
 
-    The object covers the content, without the token that ends a turn.
+    The object covers the tokens of the content, without the token that ends the turn.
     """
     return {
         "content": [
@@ -274,7 +276,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
 
     Args:
         entries: The tokens.
-        offset: Characters of the answer before the first token.
+        offset: Number of characters of the answer before the first token.
     """
     offsets = []
     for entry in entries:
@@ -301,7 +303,7 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
 
 
 def _chat_message(part: Collected) -> JSON:
-    """Return the assistant's message. Its content is null if there are calls and no text."""
+    """Return the assistant's message. Its content is null if it has tool calls and no text."""
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
@@ -326,7 +328,7 @@ def _tool_call(call: ToolCallPiece) -> JSON:
 
 
 def _tool_call_piece(piece: ToolCallPiece) -> JSON:
-    """Return a piece of a call. Only the first piece has the id, the type and the name."""
+    """Return a part of a tool call. Only the first part has the id, the type and the name."""
     if piece.name:
         return {"index": piece.index} | _tool_call(piece)
     return {"index": piece.index, "function": {"arguments": piece.arguments}}

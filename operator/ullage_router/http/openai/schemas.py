@@ -1,7 +1,7 @@
 """The bodies of OpenAI's chat and completion requests, as typed structures.
 
-Unknown fields are ignored, as in other OpenAI-compatible servers. Known fields that the service
-cannot honour and that would change the meaning of the answer are refused by name.
+Unknown fields are ignored, as in other OpenAI-compatible servers. Known fields that would change
+the meaning of the answer are refused by name if the service does not support them.
 """
 
 from operator import attrgetter
@@ -22,31 +22,31 @@ from ullage_common.wire.limits import (
 
 MAX_UINT32 = (1 << 32) - 1
 MAX_FIELD_BYTES = 64 << 10
-"""Bytes of JSON that a field may have, unless it is a grammar or an input."""
+"""Maximum size of a field's JSON in bytes, unless the field is a grammar or an input."""
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
-"""Bytes of JSON that a grammar may have: six a character if all are escaped."""
+"""Maximum size of a grammar's JSON in bytes: six bytes per character if all are escaped."""
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
-"""Fields with their own limits, or only with the limit of the whole body."""
+"""Fields with separate limits, or only with the limit of the whole body."""
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
 NULL = msgspec.Raw(b"null")
 
 _USUAL: tuple[object, ...] = (False, [], {})
 _SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
-"""Fields that are on unless a request turns them off."""
+"""Fields that are enabled unless a request disables them."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""Texts to choose from, each of which takes at least two bytes of a grammar."""
+"""Texts to choose from. Each text takes at least two bytes of a grammar."""
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 def unread() -> Any:
-    """Return a field whose JSON is decoded later. It is null if the body lacks it.
+    """Return a field whose JSON is decoded later. The field is null if the body lacks it.
 
     A plain default would become part of the type's JSON schema, which cannot express raw JSON.
     """
@@ -60,7 +60,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message's content."""
+    """A part of the content of a message."""
 
     type: str
     text: str | None = None
@@ -68,14 +68,14 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """A function that the model called, with its arguments as JSON."""
+    """A function call of the model, with the arguments as JSON."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call in a message of the assistant."""
+    """A tool call in a message of the assistant."""
 
     function: FunctionCall
     id: str = ""
@@ -114,7 +114,7 @@ class DefinedFunction(msgspec.Struct, frozen=True):
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
-    """JSON schema of the arguments, which are an object."""
+    """JSON Schema of the arguments, which must describe an object."""
 
 
 class ToolDefinition(msgspec.Struct, frozen=True):
@@ -125,7 +125,7 @@ class ToolDefinition(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """A JSON schema that the answer must follow."""
+    """A JSON Schema that the answer must follow."""
 
     name: str
     schema: msgspec.Raw = unread()
@@ -134,21 +134,21 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's constraint of the answer."""
+    """OpenAI's constraint on the answer."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """Constraints of the answer in vLLM's form."""
+    """Constraints on the answer in vLLM's format."""
 
     json: msgspec.Raw = unread()
     json_object: bool | None = None
     regex: str | None = None
     choice: Choice | None = None
     grammar: str | None = None
-    """Grammar in llguidance's dialect of Lark."""
+    """A grammar in llguidance's dialect of Lark."""
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,8 +163,10 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
-    """Neutral values of fields, in addition to null. False and empty values are also neutral,
-    unless the field is a switch."""
+    """Values of fields that have no effect, in addition to null.
+
+    False and empty values have no effect either, unless the field is a switch.
+    """
 
     suffix: object = None
     functions: object = None
@@ -192,13 +194,13 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the neutral values of a field."""
+        """Return the values of a field that have no effect."""
         # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))
 
     def refused(self) -> tuple[str, object] | None:
-        """Return the first field with a value that is not neutral, and the value, or None."""
+        """Return the first field whose value has an effect, with its value, or None."""
         if _unsupported(self) == _NOTHING:
             return None
         for name in Unsupported.__struct_fields__:
@@ -219,9 +221,9 @@ _NOTHING = (None,) * len(Unsupported.__struct_fields__)
 
 
 class Common(Unsupported, frozen=True, kw_only=True):
-    """The fields that chat and completions share. Null means the default.
+    """The fields that chat and completion requests share. Null means the default.
 
-    With vLLM's `use_beam_search`, `best_of` (or else `n`) is the beam width.
+    With vLLM's `use_beam_search`, `best_of` (or `n` if `best_of` is absent) is the beam width.
     """
 
     model: str = ""
@@ -251,15 +253,15 @@ class Common(Unsupported, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
     session_id: str | None = None
-    """Session id. The header x-session-id takes precedence."""
+    """Id of the session. The header x-session-id takes precedence."""
     prompt_cache_key: str | None = None
-    """Requests with the same key go to the engine that has their prefix in its caches."""
+    """Requests with the same key go to the engine that has their prefix in its cache."""
     cache_salt: str | None = None
-    """Requests share cached KV only with the tenant's requests of the same salt."""
+    """Requests share cached KV only with requests of the same tenant that have the same salt."""
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 

@@ -1,6 +1,6 @@
-"""Write the chunks of a streamed answer as server-sent events.
+"""Writes the chunks of a streamed answer as server-sent events.
 
-The JSON around the text, which all chunks of a choice share, is encoded once.
+The JSON around the text is the same for all chunks of a choice, and is encoded once.
 """
 
 import msgspec
@@ -10,7 +10,7 @@ from ullage_router.http.openai.responses import JSON, Finished, Format, Response
 from ullage_router.telemetry.record import RESUMED_INEXACT
 
 _MARK = "\ue000the text\ue000"
-"""Placeholder of the text, at which a chunk is cut in two. No other field contains it."""
+"""Placeholder for the text, at which a chunk is split in two. No other field contains it."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -18,7 +18,7 @@ class Chunks:
     """Convert the events of an answer to server-sent events.
 
     Args:
-        form: Returns the chunks of an event.
+        form: The format, which returns the chunks of an event.
         options: The fields that chunks have in addition to text.
     """
 
@@ -26,14 +26,14 @@ class Chunks:
         self._form = form
         self._is_plain = not (options.logprobs or options.token_ids)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """The bytes before and after the text of a chunk that has only text, by choice."""
+        """The bytes before and after the text, by choice, of a chunk that has only text."""
 
     def opening(self, accepted: inference_pb2.Accepted) -> bytes:
         """Return the bytes before the first event."""
         return _events(self._form.opening(accepted))
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the bytes of an event of the answer, or empty for an event without a chunk."""
+        """Return the bytes of an event of the answer (empty for an event without a chunk)."""
         match event.WhichOneof("event"):
             case "finished":
                 return _events(self._form.closing(event.finished)) + _comment(event.finished)
@@ -57,12 +57,12 @@ class Chunks:
 
 
 def sse_event(data: bytes) -> bytes:
-    """Return a server-sent event with JSON, which must not contain a line break."""
+    """Return JSON as a server-sent event. The JSON must not contain a line break."""
     return b"data: " + data + b"\n\n"
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the comment of an inexactly resumed answer, or empty for any other answer."""
+    """Return the comment of an inexactly resumed answer (empty for any other answer)."""
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 
