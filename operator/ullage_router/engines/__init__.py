@@ -1,5 +1,5 @@
-"""The engines that the router knows: their headroom reports, their models, and streams to them.
+"""The engines of the router: their headroom reports, their models, and the streams to them.
 
-The package tracks the state of engines and carries requests to them. It never chooses among
+The package tracks the state of engines and carries requests to them. It does not choose among
 engines.
 """

@@ -1,8 +1,8 @@
 """The connection to one engine: a channel, and the stream on it that carries all calls.
 
-A connection can be replaced while answers run on it, for example when certificates change. The new
-channel replaces the old one at once. New calls stay on the old stream until the new one is open,
-and running answers have a grace period to end there.
+A connection can be replaced while answers are streamed on it, for example when certificates change.
+The new channel replaces the old channel at once. New calls stay on the old stream until the new
+stream is open. Answers on the old stream have a grace period to finish.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class EngineConnection:
 
     Args:
         address: `ip:port` of the engine.
-        dial: opens a channel to an address, in plaintext if its second argument is true.
+        dial: opens a channel to an address, in plaintext if the second argument is true.
         on_stream_change: called when the stream is opened or lost.
         on_replaced: called when another channel or stream takes over.
     """
@@ -39,9 +39,12 @@ class EngineConnection:
         self._on_stream_change = on_stream_change
         self._on_replaced = on_replaced
         self._is_plaintext = False
-        """Whether the engine answered in plaintext, where plaintext and TLS are both allowed."""
+        """Whether the engine answered in plaintext when both plaintext and TLS were allowed."""
         self._previous: Multiplexer | None = None
-        """The stream of the previous channel, until the current channel's stream is open."""
+        """The stream of the previous channel.
+
+        It is kept until the current channel's stream is open.
+        """
         self._retiring: set[asyncio.Task[None]] = set()
         self._open_channel()
 
@@ -64,11 +67,11 @@ class EngineConnection:
 
     @property
     def lacks_stream(self) -> bool:
-        """Whether the engine serves no Multiplex stream, so that it gets no calls."""
+        """Whether the engine does not serve a Multiplex stream and therefore gets no calls."""
         return self._multiplexer.is_missing and not self.is_open
 
     async def open_stream(self) -> None:
-        """Wait until the stream is open, or the engine turns out to have none."""
+        """Wait until the stream is open, or until the engine turns out not to serve one."""
         await self._multiplexer.open()
 
     def call(
@@ -101,9 +104,9 @@ class EngineConnection:
         """Continue on a new channel.
 
         Args:
-            grace_s: seconds that answers on the old channel have to end.
-            starts_stream: whether to open the new channel's stream at once. An engine that has not
-                described its model yet opens the stream after that.
+            grace_s: seconds that answers on the old channel have to finish.
+            starts_stream: whether to open the new channel's stream at once. For an engine that has
+                not described its model yet, the stream is opened after the description.
         """
         channel = self._channel
         previous = self._multiplexer
@@ -121,7 +124,7 @@ class EngineConnection:
     async def _retire(
         self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
     ) -> None:
-        """Close a channel when its answers have ended, or after `grace_s` at the latest."""
+        """Close a channel when its answers have finished, or after `grace_s` at the latest."""
         if previous.is_open:
             await self._multiplexer.open()
         previous.retire()

@@ -11,38 +11,38 @@ from ullage_common.process.addresses import NO_RECORDS, by_best_family, is_ip
 from ullage_router.policy.facts import Side
 
 SLOW_RESOLVE_S = 1.0
-"""Seconds after which a look-up no longer holds up the answers for other pools."""
+"""Seconds after which a DNS look-up no longer delays the answers for other pools."""
 
 log = logging.getLogger(__name__)
 
 
 class PoolAddresses(NamedTuple):
-    """The look-up's answer for one pool of one side."""
+    """The result of the DNS look-up for one pool, on one side of a rollout."""
 
     side: Side
     pool: str
     addresses: set[str]
     """`ip:port` or `[ip]:port` of each engine."""
     is_complete: bool
-    """Whether every name server answered. Otherwise missing addresses may still be in use."""
+    """Whether every name server answered. If not, missing addresses may still be in use."""
 
 
 class PoolLookups:
-    """Looks up the targets of all pools, at most one look-up a pool at a time.
+    """Looks up the targets of all pools, with at most one look-up per pool at a time.
 
     Args:
-        pools: the stable engines' pools.
+        pools: the pools of the stable engines.
     """
 
     def __init__(self, pools: Iterable[PoolSection]) -> None:
         self._stable = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
         self._running: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
-        """Look-ups whose answers have not been read."""
+        """Look-ups whose results have not been read yet."""
 
     @property
     def canary_pools(self) -> frozenset[str]:
-        """Names of the pools that have a canary."""
+        """Names of the pools that have canary engines."""
         return frozenset(pool.name for pool in self._canary)
 
     def set_canary(self, pools: Iterable[PoolSection]) -> None:
@@ -50,9 +50,9 @@ class PoolLookups:
         self._canary = tuple(pools)
 
     async def answers(self) -> AsyncIterator[PoolAddresses]:
-        """Look up every pool and yield the answers that come within SLOW_RESOLVE_S.
+        """Look up every pool, and yield the results that arrive within SLOW_RESOLVE_S.
 
-        Later answers are yielded by a later call.
+        Later results are yielded by a later call.
         """
         for side, pool in self._wanted():
             if (side, pool) not in self._running:
@@ -89,8 +89,8 @@ async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
 async def resolve(target: str) -> set[str] | None:
     """Return the addresses of a target `host:port`, or None if the name server does not answer.
 
-    The addresses are `ip:port` for every A record, or `[ip]:port` for every AAAA record if there is
-    no A record, since an engine with both kinds is one engine.
+    The addresses are `ip:port` for every A record, or `[ip]:port` for every AAAA record if there
+    are no A records. The two are not combined, because an engine may have both.
     """
     host, _, port = target.rpartition(":")
     if is_ip(host):

@@ -1,4 +1,4 @@
-"""One engine from the router's view: its last report, its state, and its requests' credit."""
+"""One engine as the router sees it: its last report, its state, and the credit of its requests."""
 
 import asyncio
 import functools
@@ -29,56 +29,56 @@ from ullage_router.policy.facts import WELL, EngineState, EngineView, Release, S
 from ullage_router.tokenizer.model import Model
 
 HEARTBEAT_S = 1.0
-"""Longest time between two reports of a healthy engine, seconds."""
+"""Maximum seconds between two reports of a healthy engine."""
 STALE_AFTER_S = 3 * HEARTBEAT_S
-"""Silence after which an engine gets no new requests, seconds."""
+"""Seconds of silence after which an engine gets no new requests."""
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
-"""Silence after which no request waits for the engine, seconds."""
+"""Seconds of silence after which no request waits for the engine."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-"""Longest pause between two attempts to follow an engine, seconds."""
+"""Maximum seconds between two attempts to follow an engine."""
 GET_MODEL_TIMEOUT_S = 30.0
 _CERTIFICATE_REFUSALS = ("handshake failed", "Verification Check failed")
-"""Parts of gRPC's messages when one side refuses the other's certificate."""
+"""Parts of gRPC's error messages when one side refuses the other side's certificate."""
 
 log = logging.getLogger(__name__)
 
 
 class EngineOwner(Protocol):
-    """The set that an engine belongs to, which opens channels, loads models and tracks changes."""
+    """The owner of a set of engines. It opens channels, loads models and tracks changes."""
 
     @property
     def is_secure(self) -> bool:
-        """Whether the router speaks TLS to engines."""
+        """Whether the router uses TLS for connections to engines."""
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some engines may speak TLS and others plaintext."""
+        """Whether some engines may use TLS and others plaintext."""
 
     def on_change(self) -> None:
-        """Handle a report, a loss, or released credit."""
+        """Handle a report, the loss of an engine, or released credit."""
 
     def on_loss(self, engine: "Engine") -> None:
-        """Handle the end of an engine's reports. The engine may return at another address."""
+        """Handle the end of an engine's reports. The engine may come back at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
-        """Handle the restart of an engine, whose caches are then empty."""
+        """Handle the restart of an engine, after which its caches are empty."""
 
     def on_state_change(self, engine: "Engine") -> None:
-        """Handle a possible change in whether an engine takes requests."""
+        """Handle an event that may change whether an engine takes requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
         """Handle an engine that has become idle or busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
-        """Handle an engine whose breaker has opened."""
+        """Handle an engine whose circuit breaker has opened."""
 
     def on_numerics_change(self) -> None:
-        """Handle a change in the numerics that an engine reports."""
+        """Handle a change in the numerics fingerprint that an engine reports."""
 
     @property
     def num_engines(self) -> int:
-        """Number of engines that report to this router."""
+        """Number of engines that send reports to this router."""
 
     def has_another(self, engine: "Engine") -> bool:
         """Whether another engine is ready."""
@@ -87,7 +87,7 @@ class EngineOwner(Protocol):
         """Open a channel to an engine with the current credentials.
 
         Args:
-            is_plaintext: whether to use no TLS, though the router has credentials.
+            is_plaintext: whether to skip TLS although the router has credentials.
         """
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
@@ -95,18 +95,18 @@ class EngineOwner(Protocol):
 
 
 class WrongModel(Exception):
-    """The engine serves another model, or one that cannot be used."""
+    """The engine serves another model, or a model that cannot be used."""
 
 
 class Engine:
-    """Follows one engine's reports and keeps the latest.
+    """Follows the reports of one engine and keeps the latest.
 
     Args:
         address: `ip:port`.
         pool: the configured pool that the engine belongs to.
         model_name: the model that the engine must serve.
         breaker: settings of the engine's circuit breaker.
-        owner: the set that the engine belongs to.
+        owner: the owner of the engine, which handles its changes.
         side: the engine's side of a rollout.
     """
 
@@ -131,38 +131,43 @@ class Engine:
         # The model
         self.description: inference_pb2.GetModelResponse | None = None
         self.route = pool
-        """The pool's label in headers and metrics (`route_of`), at first the pool's name."""
+        """The pool's label in headers and metrics (`route_of`), initially the pool's name."""
         self.model: Model | None = None
         self._described_epoch: int | None = None
-        """The epoch in which the engine described its model."""
+        """The epoch of the engine's server in which it described its model."""
         self._profile = MemoryProfile(1, ())
         self.adapters: frozenset[str] = frozenset()
         """Names of the model's adapters that the engine serves."""
         self.described_adapters: tuple[inference_pb2.Adapter, ...] = ()
-        """The same adapters with their descriptions."""
+        """Descriptions of the same adapters."""
         self._adapter_keys: dict[str, str] = {}
-        """Versions of the adapters, by name."""
+        """Versions of the adapters, by adapter name."""
         self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
-        """Adapters in the last report, or None while no report names any. An engine whose adapters
-        never change names none."""
+        """Adapters in the last report, or None while no report lists any.
+
+        An engine whose adapters never change does not list them.
+        """
 
         # The last report
         self.headroom: headroom_pb2.Headroom | None = None
         self.order = ReportSequence(side is Side.CANARY)
         self.numerics: Fingerprint = UNKNOWN
-        """Fingerprint of everything that determines the bits of the engine's answers."""
+        """Fingerprint of everything that determines the exact bits of the engine's answers."""
         self.lost_unix = time.time()
-        """Unix time of the last event that may have broken off answers. Initially the discovery."""
+        """Unix time of the last event that may have cut off answers.
+
+        Initially the time of discovery.
+        """
         self._reported_at = 0.0
         self._is_connected = False
         self._loss = ""
-        """Reason why the reports ended or never began, or empty while they arrive."""
+        """Reason why the reports ended or never started (empty while reports arrive)."""
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
         self._reported_backlog = 0
-        """Prompt tokens to compute."""
+        """Number of prompt tokens still to prefill."""
         self._reported_load = 0
-        """Number of requests."""
+        """Number of requests on the engine."""
 
         # The requests in flight
         self.breaker = CircuitBreaker(breaker)
@@ -174,13 +179,13 @@ class Engine:
 
         # The view, which is computed when a decision asks for it
         self._view: EngineView | None = None
-        """None after any change."""
+        """The cached view, or None after any change."""
         self._standing: EngineState | None = None
-        """State in the view, or None after a possible change."""
+        """The state in the cached view, or None after a possible change."""
         self._standing_until = 0.0
-        """Time at which silence changes the state."""
+        """Time at which silence will change the state."""
         self._is_idle = False
-        """The `is_idle` that the owner was notified of last."""
+        """The last value of `is_idle` that was reported to the owner."""
 
         self._connection = EngineConnection(
             address, owner.dial, self._on_stream_change, self._on_state_change
@@ -191,33 +196,34 @@ class Engine:
         return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
-        """Continue on a new channel. Answers on the old one have `grace_s` seconds to end.
+        """Continue on a new channel. Answers on the old channel have `grace_s` seconds to finish.
 
-        The engine keeps its last report, since the new channel's first report is milliseconds away.
+        The engine keeps its last report, since the new channel's first report arrives within
+        milliseconds.
         """
         self._task.cancel()
         self._connection.replace(grace_s, starts_stream=self.description is not None)
         self._task = self._start_following()
 
     async def close(self) -> None:
-        """Stop following the engine and close its connection."""
+        """Stop following the engine, and close the connection to it."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._connection.close()
 
     @property
     def id(self) -> str:
-        """The engine's own name, or its address until the name is known."""
+        """The engine's name, or its address until the name is known."""
         return self.headroom.engine if self.headroom else self.address
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the engine's model, or empty until the engine has described it."""
+        """Fingerprint of the engine's model (empty until the engine has described its model)."""
         return self.model.fingerprint if self.model else ""
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has served and may serve again, so that its numerics matter."""
+        """Whether the engine has served and may serve again, so that its numerics are relevant."""
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
         # A ready engine without a digest has an earlier release.
@@ -225,22 +231,22 @@ class Engine:
 
     @property
     def health(self) -> float:
-        """Reported health, from 0 to 1."""
+        """Health in the last report, from 0 to 1."""
         return self.headroom.health if self.headroom else 0.0
 
     @property
     def load(self) -> int:
-        """Number of requests that run, wait, or are in transit."""
+        """Number of requests that are running, waiting or in transit."""
         return self._reported_load + self._credit.uncounted
 
     @property
     def expected_output(self) -> int:
-        """Number of tokens that the engine expects an answer to have."""
+        """Expected number of output tokens per answer, as estimated by the engine."""
         return self.headroom.expected_output_tokens if self.headroom else 0
 
     @property
     def reports(self) -> int:
-        """Number of reports so far, which shows whether a report is new."""
+        """Number of reports so far, by which callers see whether a report is new."""
         return self._credit.reports
 
     @property
@@ -250,7 +256,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """One of connecting, loading, ready, draining, stale and gone."""
+        """State: connecting, loading, ready, draining, stale or gone."""
         report = self.headroom
         if report is None or not self._is_connected or self._connection.lacks_stream:
             return "connecting" if self.is_listed else "gone"
@@ -262,19 +268,19 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """Reason why the engine gets no requests, or empty while nothing is wrong."""
+        """Reason why the engine gets no requests (empty if there is none)."""
         lack = "serves no Multiplex stream; update the engine"
         out = self.headroom.not_ready_reason if self.headroom else ""
         return self._loss or out or (lack if self._connection.lacks_stream else "")
 
     @property
     def is_silent(self) -> bool:
-        """Whether the engine missed its heartbeats because it ended, stopped or was cut off."""
+        """Whether the engine missed its heartbeats, because it ended, hung or was cut off."""
         return self.age_s > STALE_AFTER_S
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has left DNS, is silent and has no requests, so it may be closed."""
+        """Whether the engine may be closed: it has left DNS, is silent and has no requests."""
         # A canary that left DNS need not fall silent: its address may soon be a stable engine's.
         is_stable = self.side is Side.STABLE
         is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
@@ -287,22 +293,22 @@ class Engine:
 
     @property
     def inflight(self) -> int:
-        """Number of requests that were sent and have not ended."""
+        """Number of requests that were sent and have not ended yet."""
         return self._credit.inflight
 
     @property
     def available(self) -> int:
-        """Reported headroom minus the credit that the report cannot include, bytes."""
+        """Reported headroom minus the credit that the report cannot include, in bytes."""
         return (self.headroom.headroom_bytes if self.headroom else 0) - self._credit.total
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that are computed before those of a new request."""
+        """Number of prompt tokens that are prefilled before those of a new request."""
         return self._reported_backlog + self._credit.tokens
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine is healthy and has no prompts to compute."""
+        """Whether the engine is healthy and has no prompts to prefill."""
         return not self.backlog_tokens and self.health >= WELL
 
     @property
@@ -310,16 +316,19 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the work of the prompts ahead of a new one (`balance.work`).
+        """Return the prefill work ahead of a new prompt, as in `balance.work`.
 
-        For prompts of other routers, only the sum of their tokens is known, so their pairs of
-        queries and keys are left out.
+        For the prompts of other routers, only the total number of tokens is known, so their
+        query-key pairs are left out.
         """
         return self._prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
     def standing(self) -> EngineState:
-        """Whether the engine takes new requests. A silent one counts as recovering for a while."""
+        """Whether the engine takes new requests.
+
+        For a while, a silent engine counts as recovering.
+        """
         match self.state:
             case "ready":
                 return EngineState.USABLE
@@ -331,7 +340,7 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return the time at which silence changes the state, or infinity where it changes nothing.
+        """Return the time at which silence will change the state, or infinity if it will not.
 
         Args:
             now: current time on the monotonic clock.
@@ -340,7 +349,7 @@ class Engine:
         return next((end for end in ends if end >= now), math.inf)
 
     def view(self, now: float) -> EngineView | None:
-        """Return the view for `decide`, or None until the engine has described its model.
+        """Return the engine's view for `decide`, or None until the engine has described its model.
 
         Args:
             now: current time on the monotonic clock.
@@ -404,7 +413,7 @@ class Engine:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source:
-        """Begin a call. The first read of the answer raises failures of the engine.
+        """Begin a call. Failures of the engine are raised by the first read of the answer.
 
         Raises:
             ServiceError: the stream to the engine has just been lost.
@@ -415,7 +424,7 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return the unpaid reservations of one holder, and of all holders."""
+        """Return the unpaid reservations of one holder, and those of all holders."""
         return self._credit.held(holder), self._credit.held_by_all
 
     def reserve(
@@ -424,11 +433,11 @@ class Engine:
         """Reserve memory and prefill work for a request that is about to be sent.
 
         Args:
-            size: bytes.
-            tokens: prompt tokens.
-            step_limit_s: longest step, in seconds, that lets the request end in time.
+            size: bytes to reserve.
+            tokens: number of prompt tokens.
+            step_limit_s: longest step time, in seconds, that lets the request end in time.
             holder: the caller that does not pay for the reservation. Empty if the reservation is
-                paid for or its request is sent.
+                paid for or the request is sent.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -436,7 +445,7 @@ class Engine:
         return credit
 
     def on_accepted(self, credit: Credit) -> None:
-        """Record that the engine answered Accepted to the request."""
+        """Record that the engine has accepted the request."""
         self._credit.on_accepted(credit)
 
     def on_first_token(self, credit: Credit) -> None:
@@ -446,7 +455,7 @@ class Engine:
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Release the credit of requests that ended, however they ended."""
+        """Release the credit of requests that have ended for any reason."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -456,7 +465,8 @@ class Engine:
     def on_failure(self, credit: Credit, error: ServiceError) -> None:
         """Record that the request failed on this engine.
 
-        The loss of a stream counts once, regardless of how many requests it carried.
+        The loss of a stream counts as one failure, regardless of how many requests the stream
+        carried.
         """
         loss = error.loss if isinstance(error, ConnectionBroken) else None
         if loss and self.breaker.is_closed and not loss.is_first("breaker"):
@@ -467,7 +477,7 @@ class Engine:
             self._owner.on_ejected(self)
 
     async def _follow(self) -> None:
-        """Follow the engine's reports across lost connections, until the task is cancelled."""
+        """Follow the engine's reports, reconnecting when needed, until the task is cancelled."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             before = self.reports
@@ -493,7 +503,7 @@ class Engine:
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     def _log_loss(self, reason: str) -> None:
-        """Log a loss, once while the reason stays the same."""
+        """Log the loss of the engine, but only once while the reason stays the same."""
         if reason != self._loss:
             is_refusal = any(words in reason for words in _CERTIFICATE_REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO
@@ -501,7 +511,7 @@ class Engine:
         self._loss = reason
 
     async def _watch(self) -> None:
-        """Read reports until their stream ends."""
+        """Read the engine's reports until the stream of reports ends."""
         interval_ms = report_interval_ms(self._owner.num_engines)
         request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
 
@@ -556,7 +566,7 @@ class Engine:
             self._owner.on_numerics_change()
 
     def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
-        """Record the adapters of a report if they changed."""
+        """Record the adapters in a report if they have changed."""
         if states == self._reported_adapters:
             return
         self._reported_adapters = states
@@ -578,7 +588,7 @@ class Engine:
         """Fetch the description of the engine's model, and load it.
 
         Raises:
-            WrongModel: the model is not this service's, or cannot be loaded.
+            WrongModel: the model does not belong to this service, or cannot be loaded.
         """
         request = inference_pb2.GetModelRequest()
         described = await self._connection.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
@@ -604,5 +614,5 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return the first of equal profiles, since decisions compare profiles by identity."""
+    """Return one shared object for equal profiles, since decisions compare profiles by identity."""
     return profile

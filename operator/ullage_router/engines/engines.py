@@ -32,7 +32,7 @@ from ullage_router.tokenizer.model import Model
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
-"""Longest wait for the first DNS answers at the start, seconds."""
+"""Maximum seconds to wait for the first DNS answers at startup."""
 
 NONE: frozenset[str] = frozenset()
 
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Engines:
-    """The engines behind the pools' targets.
+    """The engines behind the DNS targets of all pools.
 
-    DNS only shows where to look for engines. Each engine is known from its own reports, and is kept
-    until it has left DNS and fallen silent.
+    DNS only provides the addresses of engines. The state of each engine comes from its reports. An
+    engine is kept until it has left DNS and fallen silent.
 
     Args:
         pools: the pools in order of preference.
@@ -53,7 +53,7 @@ class Engines:
         on_change: called when any engine's memory or state may have changed.
         breaker: settings of the engines' circuit breakers.
         dialer: opens channels with credentials, or None for plaintext.
-        accepts_plaintext: whether engines without TLS are called in plaintext, though there are
+        accepts_plaintext: whether engines without TLS are called in plaintext although there are
             credentials.
         trusts_special_tokens: see `ModelCache`.
     """
@@ -76,35 +76,38 @@ class Engines:
         self._dialer = dialer
         self._accepts_plaintext = accepts_plaintext
         self.on_forgotten: Callable[[str], None] = lambda _: None
-        """Called with the key of an engine whose caches are gone."""
+        """Called with the key of an engine that has lost its caches."""
 
         # Discovery
         self._lookups = PoolLookups(self._pools)
         self._task: asyncio.Task[None] | None = None
         self._relist = asyncio.Event()
-        """Set when engines should be looked up soon."""
+        """Set when engines should be looked up in DNS soon."""
         self._resolved = asyncio.Event()
-        """Set after the first look-up."""
+        """Set after the first DNS look-up."""
 
         # The engines
         self._engines: dict[str, Engine] = {}
         """Engines by key."""
         self._last: dict[str, Engine] = {}
-        """The last removed engine of each pool, with the properties of a sleeping pool."""
+        """The engine that was removed last from each pool.
+
+        It has the properties of a sleeping pool.
+        """
         self._models = ModelCache(trusts_special_tokens, self._fingerprints)
         self._declared_adapters: frozenset[str] | None = None
-        """Adapters of engines that are woken, or None if nobody declares them."""
+        """Adapters of engines that will be woken, or None if they were not declared."""
         self._logged_values: dict[str, frozenset[str]] = {}
-        """The facts by which engines differed in the last log line, with their values."""
+        """The facts by which the engines differed in the last log line, with their values."""
 
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
-        """None after an engine came, went or changed its state."""
+        """The cached roster, or None after an engine was added, removed or changed its state."""
         self._max_model_len: int | None = None
         self._expected_outputs: dict[Engine, int] = {}
-        """Expected output tokens by engine, as reported last."""
+        """Expected output tokens of each engine, from its last report."""
         self._ejected: set[Engine] = set()
-        """All engines whose breakers are not closed, and some whose breakers are closed again."""
+        """All engines whose breakers are not closed, and some whose breakers have closed again."""
 
         # Counts of engines that are gone, so that counters never fall
         self._ejections = 0
@@ -114,7 +117,7 @@ class Engines:
     # The engines
 
     async def start(self) -> None:
-        """Start looking up engines in the background, and wait briefly for the first answer."""
+        """Start looking up engines in the background, and briefly wait for the first DNS answer."""
         self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
         with contextlib.suppress(TimeoutError):  # a silent name server must not delay the start
             async with asyncio.timeout(FIRST_RESOLVE_S):
@@ -139,28 +142,31 @@ class Engines:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine of any side takes requests."""
+        """Whether any engine, stable or canary, takes requests."""
         return bool(self.roster.ready_sides)
 
     def at(self, key: str) -> Engine:
-        """Return the engine with a key, which must exist."""
+        """Return the engine with this key, which must exist."""
         return self._engines[key]
 
     def get(self, key: str) -> Engine | None:
-        """Return the engine with a key, or None if it is gone."""
+        """Return the engine with this key, or None if there is none."""
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return an engine that the pool has or had, or None if it never had one."""
+        """Return an engine that the pool has or had, or None if the pool never had an engine."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
-        """Return all engines, and the last engine of each pool that has none."""
+        """Return all engines, and the last engine of each pool that has none now."""
         present = {engine.pool for engine in self._engines.values() if engine.model}
         return self.all() + [e for pool, e in self._last.items() if pool not in present]
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
-        """Follow the engines of these targets as the canary. Without any, there is no canary."""
+        """Follow the engines of these targets as the canary.
+
+        Without targets, there is no canary.
+        """
         names = {pool.name for pool in self._pools}
         for pool in pools:
             if pool.name not in names:  # the file may be newer than this router's configuration
@@ -169,11 +175,11 @@ class Engines:
         self._relist.set()
 
     def resolve_soon(self) -> None:
-        """Look up engines as soon as LEAST_RESOLVE_INTERVAL_S allows."""
+        """Look up engines in DNS as soon as LEAST_RESOLVE_INTERVAL_S allows."""
         self._relist.set()
 
     def reconnect(self, grace_s: float) -> None:
-        """Replace all channels. Answers on the old ones have `grace_s` seconds to end."""
+        """Replace all channels. Answers on the old channels have `grace_s` seconds to finish."""
         for engine in self._engines.values():
             engine.reconnect(grace_s)
 
@@ -185,7 +191,7 @@ class Engines:
         return self.model_of(Side.STABLE)
 
     def model_of(self, side: Side) -> Model | None:
-        """Return the model of one side, preferably of a ready engine, or None if none is known."""
+        """Return the model of one side, preferably that of a ready engine, or None if unknown."""
         models = self.roster.models
         if side not in models:
             models[side] = self._model_of(side)
@@ -200,7 +206,7 @@ class Engines:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Names of the adapters that any engine serves, or would if it were woken."""
+        """Names of the adapters that an engine serves, or would serve if it were woken."""
         declared = self._declared_adapters
         if declared is None:
             return NONE.union(*(engine.adapters for engine in self._known()))
@@ -210,20 +216,20 @@ class Engines:
         return NONE.union(*awake, declared if sleeping else ())
 
     def declare_adapters(self, names: Iterable[str] | None) -> None:
-        """Declare the adapters of engines that are woken.
+        """Declare the adapters of engines that will be woken.
 
         Args:
-            names: names of the adapters. None means those of the last engine of each pool.
+            names: names of the adapters, or None for the adapters of the last engine of each pool.
         """
         self._declared_adapters = None if names is None else frozenset(names)
 
     def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
-        """Return the adapter that a request names as its model, or empty if it names the model.
+        """Return the adapter that a request names as its model (empty if it names the model).
 
-        Until an engine has described its model, every name may be an adapter's.
+        Until an engine has described its model, any name may be the name of an adapter.
 
         Args:
-            allowed: names that the tenant may use, and that an error may show, or empty for all.
+            allowed: names that the tenant may use and that errors may show, or empty for all.
 
         Raises:
             ServiceError: no engine has the adapter, or the tenant may not use it.
@@ -243,7 +249,7 @@ class Engines:
 
         Args:
             name: the model or adapter that the request names.
-            allowed: names that the tenant may use, and that an error may show, or empty for all.
+            allowed: names that the tenant may use and that errors may show, or empty for all.
 
         Raises:
             ServiceError: the model has another name, or no engine has described it yet.
@@ -294,7 +300,7 @@ class Engines:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context of any engine, tokens."""
+        """The maximum context length of any engine, in tokens."""
         if self._max_model_len is None:
             described = [e.description for e in self._known() if e.description]
             self._max_model_len = max((d.max_model_len for d in described), default=0)
@@ -302,12 +308,12 @@ class Engines:
 
     @property
     def expected_output(self) -> int:
-        """The largest number of tokens that any engine expects an answer to have."""
+        """The largest number of output tokens that any engine expects of an answer."""
         present = self._expected_outputs.values()
         return max(present or (e.expected_output for e in self._known()), default=0)
 
     def route(self, pool: str) -> str:
-        """Return the label of a pool (`route_of`), or its name if it never had an engine."""
+        """Return the label of a pool (`route_of`), or its name if the pool never had an engine."""
         engine = self.last(pool)
         return engine.route if engine else pool
 
@@ -321,7 +327,7 @@ class Engines:
     # The numerics
 
     def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
-        """Return the fingerprints of numerics, by the names of the engines that serve.
+        """Return the numerics fingerprints of the serving engines, by engine name.
 
         Args:
             pool: the engines' pool, or empty for all pools.
@@ -333,21 +339,21 @@ class Engines:
         }
 
     def differences(self) -> Differences:
-        """Return the facts by which the numerics of serving engines differ."""
+        """Return the facts by which the numerics of the serving engines differ."""
         return differences(self.numerics())
 
     # Views for decisions
 
     @property
     def roster(self) -> Roster:
-        """The engines by current state."""
+        """An index of the engines by their current state."""
         now = time.monotonic()
         if self._roster is None or now > self._roster.until:
             self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
         return self._roster
 
     def _place(self, engine: Engine) -> tuple[int, str]:
-        """Return the sort key that orders engines by their pools."""
+        """Return the sort key that orders engines by pool."""
         order = [pool.name for pool in self._pools]
         return order.index(engine.pool), engine.key
 
@@ -356,19 +362,19 @@ class Engines:
         self._max_model_len = None
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
-        """Return whether an engine of a side takes requests, with the adapter if one is named."""
+        """Return whether an engine on a side takes requests, with the given adapter if any."""
         return self.roster.is_ready(side, adapter)
 
     def have_all(self, adapter: str) -> bool:
         """Return whether every usable engine has the adapter, so that its requests are not rare.
 
-        While no engine is usable, an engine that may come back must have the adapter. An empty name
-        is always true.
+        If no engine is usable, an engine that may come back must have the adapter. For an empty
+        name, the result is always true.
         """
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return the smallest claim on each engine, by key, without engines that have no claim.
+        """Return the smallest claim on each engine, by engine key, for engines that have a claim.
 
         Args:
             claims: bytes by pool and adapter. A claim applies to the engines of the pool that have
@@ -384,8 +390,9 @@ class Engines:
     def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
         """Return every engine that has described its model, in the order of the pools.
 
-        Engines that a request cannot use are unusable in their view: engines with another model,
-        without the adapter, held back, or of the other side while an engine of this side is ready.
+        The view of an engine that the request cannot use is marked as unusable. These are engines
+        that have another model, lack the adapter, or are held back. While an engine of this side is
+        ready, engines of the other side are also unusable.
         """
         now = time.monotonic()
         roster = self.roster
@@ -448,10 +455,10 @@ class Engines:
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Return the two usable engines of the first pool that are next on the hash ring.
+        """Return the two usable engines of the first pool that come next on the hash ring.
 
         Args:
-            point: the request's point on the ring.
+            point: the request's point on the hash ring.
         """
         model = self.model_of(side)
         if model is None:
@@ -460,7 +467,7 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def held_back(self) -> frozenset[str]:
-        """Return the keys of engines that get no requests because requests failed there."""
+        """Return the keys of engines that get no requests because earlier requests failed there."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
@@ -478,12 +485,12 @@ class Engines:
     # Counts for metrics
 
     def workers_lost(self, side: Side) -> int:
-        """Return the number of workers and servers of that side that ended unexpectedly."""
+        """Return how many workers and servers of that side have ended unexpectedly."""
         present = (e.order.workers_lost for e in self.all() if e.side is side)
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return the same count over engines of that side that are gone or draining."""
+        """Return the same count, only over engines of that side that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
@@ -494,19 +501,19 @@ class Engines:
 
     @property
     def missed(self) -> int:
-        """Number of reports that never arrived, including engines that are gone."""
+        """Number of reports that never arrived, including those of engines that are gone."""
         return self._missed + sum(e.order.missed for e in self.all())
 
     # Callbacks of engines (`EngineOwner`)
 
     @property
     def is_secure(self) -> bool:
-        """Whether the router speaks TLS to engines."""
+        """Whether the router uses TLS for connections to engines."""
         return self._dialer is not None
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some engines may speak TLS and others plaintext."""
+        """Whether some engines may use TLS and others plaintext."""
         return self.is_secure and self._accepts_plaintext
 
     def dial(self, address: str, is_plaintext: bool = False) -> grpc.aio.Channel:
@@ -516,7 +523,7 @@ class Engines:
         return self._dialer(address)
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Build the model that an engine described, once for all engines.
+        """Build the model that an engine described, or return the one built for another engine.
 
         Raises:
             ValueError: the model cannot be used.
@@ -536,22 +543,22 @@ class Engines:
         self._on_change()
 
     def on_loss(self, engine: Engine) -> None:
-        """Look up engines soon, since an engine that returns may have another address."""
+        """Look up engines in DNS soon, since an engine that comes back may have another address."""
         self._relist.set()
 
     def on_restart(self, engine: Engine) -> None:
-        """Report that the engine's caches are gone."""
+        """Report that the engine's caches are now empty."""
         self.on_forgotten(engine.key)
 
     def on_state_change(self, engine: Engine) -> None:
-        """Drop the roster if the engine's state has changed."""
+        """Invalidate the roster if the engine's state has changed."""
         if self._roster and not self._roster.is_right_about(engine):
             self._drop_roster()
         if engine.headroom:
             self._expected_outputs[engine] = engine.expected_output
 
     def on_load_change(self, engine: Engine) -> None:
-        """Update the engine in the roster."""
+        """Update the engine's load in the roster."""
         if self._roster:
             self._roster.on_load_change(engine)
 
@@ -590,7 +597,7 @@ class Engines:
             self._relist.clear()
 
     async def _resolve(self) -> None:
-        """Add the engines that DNS has, and close those that are gone."""
+        """Add the engines that are in DNS, and close those that are gone."""
         async for side, pool, addresses, is_complete in self._lookups.answers():
             # A failing name server must not cost a working engine.
             if is_complete:
@@ -618,7 +625,7 @@ class Engines:
                 self._drop_roster()
 
     async def _close_gone(self) -> None:
-        """Close engines that left DNS and fell silent."""
+        """Close the engines that have left DNS and fallen silent."""
         for key, engine in list(self._engines.items()):
             if not engine.is_over:
                 continue

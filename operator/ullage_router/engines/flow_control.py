@@ -1,8 +1,9 @@
-"""Flow control between an engine that sends and a client that reads.
+"""Flow control between a sending engine and a reading client.
 
 An engine may be at most `window` tokens ahead of the reader. Tokens in quick succession are
-coalesced: the engine waits for more of them (`ullage_common.wire.flow_control`), and a reader gets
-all buffered tokens at once, up to `coalesce_tokens`. A paced reader gets them later.
+coalesced: the engine waits for more tokens (`ullage_common.wire.flow_control`), and a reader gets
+all buffered tokens at once, up to `coalesce_tokens`. If the answer is paced, the reader gets the
+tokens later.
 
 A watchdog ends the streams of an engine that has fallen silent.
 """
@@ -19,29 +20,29 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import merge_deltas
 
 WHOLE_WINDOW_S = 0.1
-"""Seconds for which tokens of an unstreamed answer wait to be coalesced."""
+"""Seconds for which the tokens of an unstreamed answer wait to be coalesced."""
 SHORT_ANSWER = 4
-"""Responses of a short answer: its acceptance, its first token, the others, and its end."""
+"""Number of responses of a short answer: its acceptance, first token, other tokens, and end."""
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks of a watchdog."""
+"""Seconds between two checks by a watchdog."""
 
 Event = inference_pb2.GenerateResponse
 
 
 @dataclass(frozen=True, slots=True)
 class FlowControl:
-    """Window and pace of one answer's tokens."""
+    """The window and the pace of the tokens of one answer."""
 
     window: int = 64
-    """Tokens that the engine may be ahead of the reader."""
+    """Maximum number of tokens that the engine may be ahead of the reader."""
     coalesce_tokens: int = 4
-    """Most tokens sent together, unless the engine sent more in one response."""
+    """Maximum number of tokens sent together, unless the engine sent more in one response."""
     coalesce_s: float = 0.02
     """Seconds for which tokens wait on the engine to be coalesced, or 0 for no wait."""
     pace: float = 0.0
-    """Most tokens a second, or 0 for no limit."""
+    """Maximum tokens per second, or 0 for no limit."""
     stall_s: float = math.inf
-    """Longest time in seconds that a reader waits for the next response."""
+    """Maximum seconds that a reader waits for the next response."""
 
     @property
     def together(self) -> int:
@@ -50,15 +51,15 @@ class FlowControl:
 
     @property
     def responses(self) -> int:
-        """Window of an engine that joins tokens, in responses."""
+        """Window, in responses, of an engine that joins tokens."""
         return max(1, self.window // self.together)
 
 
 def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowControl:
-    """Return the flow control of the configuration.
+    """Return the flow control that is configured.
 
     Args:
-        stall_s: longest time in seconds for which an engine may send nothing.
+        stall_s: maximum seconds for which an engine may send nothing.
     """
     return FlowControl(
         window=streaming.buffer_tokens,
@@ -70,7 +71,7 @@ def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowContr
 
 
 def for_unary(flow: FlowControl) -> FlowControl:
-    """Return the flow control of an unstreamed answer: few, large responses without a pace."""
+    """Return the flow control of an unstreamed answer: few large responses, without a pace."""
     if flow.coalesce_tokens == 1:
         return replace(flow, pace=0.0)
     most = max(flow.coalesce_tokens, flow.window // 2)
@@ -78,17 +79,17 @@ def for_unary(flow: FlowControl) -> FlowControl:
 
 
 def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
-    """Return the flow limited to a tenant's tokens per second. None is no limit."""
+    """Return the flow control limited to a tenant's tokens per second. None means no limit."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
 def without_stalls(flow: FlowControl) -> FlowControl:
-    """Return the flow of an answer whose first response is also its end."""
+    """Return the flow control of an answer that has only one response."""
     return replace(flow, stall_s=math.inf)
 
 
 class Source(Protocol):
-    """An answer as an engine sends it."""
+    """A source of the responses of one answer, as sent by an engine."""
 
     async def read(self) -> Event | None:
         """Return the next response, or None after the last.
@@ -98,18 +99,18 @@ class Source(Protocol):
         """
 
     def end(self, error: ServiceError) -> None:
-        """Expect no more responses. After the received ones are read, reading raises the error."""
+        """End the source. After the received responses are read, reading raises the error."""
 
     def cancel(self) -> None:
-        """End the engine's work, unless it has ended."""
+        """Cancel the engine's work, unless it has ended."""
 
 
 class ReceiveBuffer:
-    """The responses of one call that its reader has not yet taken.
+    """The responses of one call that the reader has not taken yet.
 
     Args:
         flow: the flow control of the answer.
-        window: most responses that may be buffered.
+        window: maximum number of buffered responses.
         grant: called with the number of further responses that the engine may send.
     """
 
@@ -119,7 +120,7 @@ class ReceiveBuffer:
         self._grant = grant
         self._loop = asyncio.get_running_loop()
         self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
-        """Buffered events, each with its delta if it is one."""
+        """Buffered events, each with its delta if the event is a delta."""
         self._taken = 0
         """Number of responses that were taken since the last grant."""
         self._error: ServiceError | None = None
@@ -128,10 +129,12 @@ class ReceiveBuffer:
         """Time at which tokens of a paced answer may be read, on the event loop's clock."""
 
         self._reader: asyncio.Future[None] | None = None
-        """The reader that waits for a response, or None once it is woken."""
+        """The reader that waits for a response, or None once it has been woken."""
         self._waiting_since = math.inf
-        """Time on the event loop's clock at which the reader found the buffer empty. Infinite
-        while a response is buffered or nobody waits."""
+        """Time on the event loop's clock at which the reader found the buffer empty.
+
+        Infinite while a response is buffered or no reader waits.
+        """
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -140,7 +143,7 @@ class ReceiveBuffer:
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """Add a response with an `event` of this kind."""
+        """Add a response that has an `event` of this kind."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -151,7 +154,7 @@ class ReceiveBuffer:
             self._wake()
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Expect no more responses. The received ones can still be read."""
+        """Expect no more responses. Buffered responses can still be read."""
         self._has_ended = True
         self._error = self._error or error
         self._wake()
@@ -184,7 +187,7 @@ class ReceiveBuffer:
                 self._timer = None
 
     def _wake(self) -> None:
-        """Wake the reader, now or when the next response is due."""
+        """Wake the reader, either now or when the next response is due."""
         if self._reader is None:
             return
         wait_s = self._wait_s()
@@ -223,7 +226,7 @@ class ReceiveBuffer:
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """Return the event merged with the directly following deltas of the same sample."""
+        """Return the event, merged with the deltas of the same sample that directly follow it."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:
@@ -246,10 +249,10 @@ class ReceiveBuffer:
 
 
 class StreamWatchdog:
-    """Ends the streams of one engine when it falls silent.
+    """Ends the streams of one engine when the engine falls silent.
 
     Args:
-        is_silent: returns whether to give up the engine.
+        is_silent: returns whether to give up on the engine.
         error: returns the error that the streams raise.
     """
 
@@ -260,7 +263,7 @@ class StreamWatchdog:
         self._check_at: float | None = None
 
     def watch(self, stream: Source) -> None:
-        """Watch a stream, which ends with the error when the engine falls silent."""
+        """Watch a stream, and end it with the error when the engine falls silent."""
         self._open.add(stream)
         self._arm()
 

@@ -1,4 +1,4 @@
-"""Builds the models that engines describe, once for all engines."""
+"""Builds each model that engines describe once, and shares it between engines."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,26 +7,30 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.tokenizer.model import Model, fingerprint, load_model
 
 MAX_IDLE_MODELS = 2
-"""Most models kept without an engine, since a model may come back, such as a canary's."""
+"""Maximum number of models kept without an engine.
+
+A model may come back, for example a canary's.
+"""
 
 
 class ModelCache:
     """Models by fingerprint.
 
     Args:
-        trusts_special_tokens: whether texts of clients become the special tokens that they spell.
-        in_use: returns the fingerprints of the models that engines have.
+        trusts_special_tokens: whether client text that spells a special token is tokenized as that
+            token.
+        in_use: returns the fingerprints of the models that engines use.
     """
 
     def __init__(self, trusts_special_tokens: bool, in_use: Callable[[], set[str]]) -> None:
         self._trusts_special_tokens = trusts_special_tokens
         self._in_use = in_use
         self._models: dict[str, Model] = {}
-        """Models by fingerprint, the one used last at the end."""
+        """Models by fingerprint, with the most recently used one last."""
         self._loading = asyncio.Lock()
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Return the model that an engine described.
+        """Return the model that an engine described, building it if necessary.
 
         Raises:
             ValueError: the model cannot be used.

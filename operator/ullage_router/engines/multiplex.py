@@ -24,10 +24,13 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
 MAX_BATCH_BYTES = 128 << 10
-"""Size at which a message is full, unless it has a single request. A field takes at least two
-bytes, so the size also respects the engine's limit of fields in a message."""
+"""Size at which a message is full, unless it has a single request.
+
+A field takes at least two bytes, so this size also keeps within the engine's limit on fields per
+message.
+"""
 CALL_BYTES = 64
-"""Bytes that a call adds to a message, without its request."""
+"""Bytes that a call adds to a message, not counting its request."""
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -38,37 +41,37 @@ log = logging.getLogger(__name__)
 
 
 class StreamLost(Exception):
-    """A stream to an engine ended. The message has the reason."""
+    """The stream to an engine has ended. The message has the reason."""
 
 
 class StreamLoss:
-    """The loss of one stream, which ends many calls and counts once."""
+    """The loss of one stream. It ends many calls but counts as one failure."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return whether the loss is new to this account, and count it there."""
+        """Return whether the loss is new to this account, and record it for the account."""
         is_first = account not in self._counted
         self._counted.add(account)
         return is_first
 
 
 class ConnectionBroken(ServiceError):
-    """The error of each call on a stream that was lost."""
+    """The error that each call gets when its stream is lost."""
 
     def __init__(self, loss: StreamLoss) -> None:
         message = "the connection to the engine broke"
         super().__init__(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", message)
         self.loss = loss
-        """The loss, one object for all calls of the stream."""
+        """The loss of the stream, which all of the stream's calls share."""
 
 
 class Multiplexer:
-    """The stream to one engine, which is reopened whenever it is lost.
+    """The stream to one engine. It is reopened whenever it is lost.
 
     Args:
-        stub: stub of the engine's service.
+        stub: the gRPC stub of the engine's service.
         address: address of the engine, for logs.
         on_change: called when the stream is opened or lost.
     """
@@ -83,7 +86,7 @@ class Multiplexer:
         self._address = address
         self._on_change = on_change
         self.is_missing = False
-        """Whether the engine served no Multiplex stream at the last attempt."""
+        """Whether the engine did not serve a Multiplex stream at the last attempt."""
         self._stream: _Stream | None = None
         self._task: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
@@ -91,16 +94,16 @@ class Multiplexer:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can begin."""
+        """Whether new calls can begin."""
         return self._stream is not None
 
     def start(self) -> None:
-        """Open the stream as soon as the engine can be reached."""
+        """Start opening the stream, which succeeds as soon as the engine can be reached."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Begin no more calls, and end with the last running call."""
+        """Begin no more calls, and end the stream after the last running call."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()
@@ -114,7 +117,7 @@ class Multiplexer:
                 await self._tried.wait()
 
     async def close(self) -> None:
-        """End the stream and its calls."""
+        """End the stream and all of its calls."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -177,7 +180,7 @@ class Multiplexer:
 
 
 class _Stream:
-    """One open stream, with its calls by tag and the messages that wait to be sent."""
+    """An open stream, with its calls by tag and the messages that wait to be sent."""
 
     def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
         self._stream = stream
@@ -191,7 +194,7 @@ class _Stream:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Begin a call with the next message."""
+        """Begin a call, which is sent with the next message."""
         self._last_tag += 1
         tag = self._last_tag
         window = flow.responses * max(1, request.samples.n)  # tokens of two samples are not joined
@@ -215,23 +218,23 @@ class _Stream:
         return call
 
     def grant(self, tag: int, responses: int) -> None:
-        """Allow the engine to send more responses of a call."""
+        """Allow the engine to send more responses for a call."""
         if tag in self._calls:
             self._next_message().grants.add(tag=tag, responses=responses)
 
     def cancel(self, tag: int) -> None:
-        """End a call on the engine, if it runs."""
+        """Cancel a call on the engine if it is still running."""
         if self._calls.pop(tag, None):
             self._next_message().cancelled_tags.append(tag)
             self._close_if_done()
 
     def retire(self) -> None:
-        """End the stream with the last of its calls."""
+        """End the stream after the last of its calls."""
         self._is_retired = True
         self._close_if_done()
 
     def break_off(self) -> None:
-        """End every call with the error of a broken connection."""
+        """End every call with the error for a broken connection."""
         self._stream.cancel()
         loss = StreamLoss()
         for call in list(self._calls.values()):
@@ -303,7 +306,7 @@ class _Stream:
 
 
 class StreamCall(ReceiveBuffer):
-    """One Generate call on a shared stream, with its time limits and buffered responses."""
+    """A Generate call on a shared stream, with its time limits and buffered responses."""
 
     def __init__(
         self, stream: _Stream, tag: int, timeout_s: float, flow: FlowControl, window: int
@@ -315,20 +318,20 @@ class StreamCall(ReceiveBuffer):
         self._deadline = self._loop.call_later(min(timeout_s, flow.stall_s), self._check_time)
 
     def cancel(self) -> None:
-        """End the engine's work."""
+        """Cancel the engine's work on the call."""
         self._deadline.cancel()
         self._stream.cancel(self._tag)
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Expect no more responses. The received ones can still be read."""
+        """Expect no more responses. Buffered responses can still be read."""
         self._deadline.cancel()
         super().end(error)
 
     def _check_time(self) -> None:
-        """End the call when its time limit has passed or its reader has waited too long.
+        """End the call if its time limit has passed or its reader has waited too long.
 
-        Otherwise check again at the earliest time at which either may happen, so that responses
-        need no timers.
+        Otherwise schedule the next check for the earliest time at which either can happen, so that
+        individual responses need no timers.
         """
         now = self._loop.time()
         stalls_at = min(self._waiting_since, now) + self._flow.stall_s
@@ -346,7 +349,7 @@ def _is_being_cancelled() -> bool:
 
 
 def _error(status: bytes) -> ServiceError | None:
-    """Return the error of a status, or None for OK."""
+    """Return the error for a gRPC status, or None for OK."""
     parsed = status_pb2.Status.FromString(status)
     return from_status(parsed) if parsed.code else None
 

@@ -1,4 +1,4 @@
-"""The order of an engine's headroom reports, and their interval."""
+"""The order of an engine's headroom reports, and the interval between them."""
 
 import math
 from typing import Literal
@@ -7,7 +7,7 @@ from typing import Literal
 MIN_REPORT_INTERVAL_MS = 20
 MAX_REPORT_INTERVAL_MS = 200
 MAX_REPORTS_PER_S = 500
-"""Most reports of all engines together."""
+"""Maximum number of reports per second, over all engines."""
 
 ReportKind = Literal["next", "gap", "old", "restart"]
 
@@ -19,8 +19,8 @@ class ReportSequence:
     the engine's server.
 
     Args:
-        counts_earlier: whether workers that were lost before the first report count. They count
-            for a canary, which exists only for its trial and may fail before a router finds it.
+        counts_earlier: whether to count workers that were lost before the first report. They count
+            for a canary, which exists only for its trial and may fail before a router discovers it.
             Losses of a stable engine may be weeks old.
     """
 
@@ -30,20 +30,23 @@ class ReportSequence:
         self.missed = 0
         """Number of reports that never arrived."""
         self.old = 0
-        """Number of ignored reports, which were duplicates or too late."""
+        """Number of ignored reports, which were duplicates or arrived too late."""
         self.restarts = 0
         """Number of restarts of the engine's server."""
         self.workers_lost = 0
-        """Number of times that the engine's workers or its server ended unexpectedly."""
+        """Number of times that the engine's workers or server ended unexpectedly."""
         self._counts_earlier = counts_earlier
         self._reported_restarts: int | None = None
 
     def on_connect(self) -> None:
-        """Start a new sequence, since every stream counts from the beginning."""
+        """Start a new sequence, since every stream numbers its reports from the beginning."""
         self.sequence = 0
 
     def take(self, epoch: int, sequence: int) -> ReportKind:
-        """Classify a report. All kinds but `old` are used, since each has the whole state."""
+        """Classify a report.
+
+        All kinds except `old` are used, since every report has the full state.
+        """
         if epoch != self.epoch:
             return self._restart(epoch, sequence)
         if self.sequence and sequence <= self.sequence:
@@ -56,10 +59,10 @@ class ReportSequence:
         return "gap" if missed else "next"
 
     def on_worker_restarts(self, worker_restarts: int) -> None:
-        """Count the worker restarts that an accepted report names.
+        """Count the worker restarts given in an accepted report.
 
         Args:
-            worker_restarts: number of restarts since the start of the server.
+            worker_restarts: number of restarts since the server started.
         """
         if self._reported_restarts is not None:  # earlier restarts do not count for this router
             self.workers_lost += max(0, worker_restarts - self._reported_restarts)
@@ -78,7 +81,8 @@ class ReportSequence:
 def report_interval_ms(num_engines: int) -> int:
     """Return the shortest time between two reports of an engine, in milliseconds.
 
-    The interval grows with the number of engines, to at most MAX_REPORTS_PER_S in total.
+    The interval grows with the number of engines, so that all engines together send at most
+    MAX_REPORTS_PER_S.
     """
     interval_ms = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
     return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, interval_ms))

@@ -1,7 +1,7 @@
-"""An index of the engines that may take requests, so that a decision only looks at a few.
+"""An index of the engines that may take requests, so that a decision looks at only a few engines.
 
 A roster is valid until an engine is added, removed or changes its state. Whether an engine has
-prompts to compute changes with every request, so this is updated in place.
+prompts to prefill changes with every request, so this flag is updated in place.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
-"""Number of engines drawn for a decision. If there are fewer, all are drawn."""
+"""Number of engines drawn for a decision. If there are fewer engines, all are drawn."""
 MIXING = 2654435761
-"""Knuth's multiplicative hash, which makes the draw of engines independent of the choice among
-them. Both use the same random number."""
+"""Knuth's multiplicative hash.
+
+The draw of engines and the choice among them use the same random number. The hash makes them
+independent.
+"""
 USABLE = EngineState.USABLE
 RECOVERING = EngineState.RECOVERING
 
@@ -29,16 +32,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DrawGroup(Generic[T]):
-    """Usable engines. Each decision draws a few of them."""
+    """A group of usable engines, of which each decision draws a few."""
 
     usable: list[T] = field(default_factory=list)
     idle: list[T] = field(default_factory=list)
-    """Usable engines without prompts to compute, in any order."""
+    """Usable engines that have no prompts to prefill, in any order."""
     places: dict[T, int] = field(default_factory=dict)
     """Index of each engine in `idle`."""
 
     def set_idle(self, engine: T, is_idle: bool) -> None:
-        """Add an engine to the idle ones, or remove it, in O(1)."""
+        """Add an engine to the idle engines, or remove it from them, in O(1)."""
         place = self.places.pop(engine, None)
         if is_idle:
             self.places[engine] = len(self.idle) if place is None else place
@@ -51,9 +54,9 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Return at most MAX_DRAWN engines, only idle ones if there are any.
+        """Return at most MAX_DRAWN engines, and only idle engines if there are any.
 
-        A decision prefers the first engines, so every engine is equally often among these.
+        A decision prefers the first engines, so every engine is equally likely to be among them.
 
         Args:
             number: a random number.
@@ -79,7 +82,7 @@ class _Group(DrawGroup["Engine"]):
 
 
 GroupKey = tuple[Side, str, str]
-"""(side, pool, fingerprint of the model)"""
+"""The key of a group: side, pool, and fingerprint of the model."""
 
 
 class Roster:
@@ -95,7 +98,7 @@ class Roster:
         self.until = min((engine.state_until(now) for engine in self.engines), default=now)
         """Time at which the silence of an engine may change its state."""
         self.models: dict[Side, Model | None] = {}
-        """Cache of the model of each side."""
+        """The cached model of each side."""
 
         self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
         self._groups: dict[GroupKey, _Group] = {}
@@ -113,8 +116,11 @@ class Roster:
             for adapter in adapters
         )
         self.common_adapters = self._common_adapters()
-        """Adapters that all usable engines have. While no engine is usable, the adapters of any
-        engine that may come back, since nothing runs before that and no line must be separate."""
+        """Adapters that all usable engines have.
+
+        If no engine is usable, these are the adapters of any engine that may come back. Nothing
+        runs before an engine is back, so no requests need a separate queue.
+        """
 
     def _add(self, engine: "Engine") -> None:
         state, fingerprint, _ = self._states[engine] = _state_of(engine)
@@ -132,15 +138,15 @@ class Roster:
         return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
-        """Return whether the engine's state is still the one in the roster."""
+        """Return whether the engine's state is still the same as in the roster."""
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:
-        """Return whether an engine of a side takes requests, with the adapter if one is named."""
+        """Return whether an engine on a side takes requests, with the given adapter if any."""
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Record whether the engine has prompts to compute."""
+        """Update whether the engine has prompts to prefill."""
         if group := self._group_of.get(engine):
             group.set_idle(engine, engine.is_idle)
 
@@ -150,7 +156,7 @@ class Roster:
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
     def draw(self, key: GroupKey, number: int) -> "list[Engine]":
-        """Return a few usable engines of a group.
+        """Return a few usable engines of a group at random.
 
         Args:
             number: a random number.
@@ -159,7 +165,7 @@ class Roster:
         return group.draw(number) if group else []
 
     def nearest_two(self, key: GroupKey, point: int) -> tuple[str, ...]:
-        """Return the keys of the two usable engines of a group that are next on the hash ring."""
+        """Return the keys of the two usable engines of a group that come next on the hash ring."""
         group = self._groups.get(key)
         if group is None:
             return ()
@@ -168,7 +174,7 @@ class Roster:
         return group.ring.nearest_two(point)
 
     def has(self, key: GroupKey, engine: "Engine") -> bool:
-        """Return whether the engine is a usable one of the group."""
+        """Return whether the engine is usable and belongs to the group."""
         group = self._group_of.get(engine)
         return group is not None and self._groups.get(key) is group
 
