@@ -581,7 +581,7 @@ class Engine:
         self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
 
     def numerics_of(self, adapter: str) -> str:
-        """Return the fingerprint of the engine's numerics, with an adapter if one is named."""
+        """Return the fingerprint of the engine's numerics, with the adapter if one is given."""
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:

@@ -496,7 +496,7 @@ class Engines:
 
     @property
     def ejections(self) -> int:
-        """Number of times that a breaker opened, including engines that are gone."""
+        """Number of times that a circuit breaker opened, including those of removed engines."""
         return self._ejections + sum(e.breaker.openings for e in self.all())
 
     @property

@@ -46,7 +46,7 @@ class FlowControl:
 
     @property
     def together(self) -> int:
-        """Most tokens that the engine joins, bounded so that a short answer fits the window."""
+        """Maximum number of tokens that the engine joins. A short answer then fits the window."""
         return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
 
     @property

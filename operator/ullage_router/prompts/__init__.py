@@ -1,4 +1,5 @@
 """Builds prompts: cleansing, chat templates, truncation, summaries and tools.
 
-The package knows texts, tokens and the longest context of the engines. It does not know queues.
+The package depends on texts, tokens and the maximum context length of the engines, but not on
+queues.
 """

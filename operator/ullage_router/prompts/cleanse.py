@@ -1,9 +1,9 @@
 """Shortens a text without changing its meaning.
 
-Invisible characters and superfluous blanks are removed, and an HTML document becomes Markdown. JSON
-and code are not changed. Code is searched in the text without its invisible characters, so that
-their removal reveals no code that was already changed. So cleansing is idempotent. Every step takes
-linear time.
+Invisible characters and superfluous whitespace are removed, and an HTML document becomes Markdown.
+JSON and code are not changed. The search for code ignores invisible characters, so that removing
+them cannot reveal code that was already changed. Cleansing is therefore idempotent. Every step
+takes linear time.
 """
 
 import bisect
@@ -48,11 +48,17 @@ _BLANK_LINES = re.compile("\n{3,}+")
 # Placeholder of code. A lone surrogate has no UTF-8, so no request can contain it.
 _CODE = "\ud800"
 MAX_MARKS = 200_000
-"""Most line breaks and backticks, or invisible runs. A text with more is not changed."""
+"""Maximum number of line breaks and backticks, or of invisible runs.
+
+A text that exceeds it is not changed.
+"""
 
 
 def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Turn], int]:
-    """Cleanse all turns except system prompts. Return them and the number of characters saved."""
+    """Cleanse all turns except system prompts.
+
+    Return the turns and the number of characters saved.
+    """
     cleansed = []
     saved = 0
     for turn in turns:
@@ -65,7 +71,7 @@ def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Tu
 
 
 def cleanse(text: str, rules: CleanseSection) -> str:
-    """Return the text cleansed by these rules. Cleansing it again changes nothing."""
+    """Cleanse the text by these rules. Cleansing the result again changes nothing."""
     if not rules.is_any or _is_json(text):
         return text
     if rules.html and looks_like_html(text):
@@ -77,7 +83,7 @@ def cleanse(text: str, rules: CleanseSection) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Return the text without any blanks and invisible characters that cleansing may remove."""
+    """Return the text without the whitespace and invisible characters that cleansing may remove."""
     return _HIDDEN_OR_BLANK.sub(_squeeze, text)
 
 
@@ -132,7 +138,7 @@ def _hidden(text: str) -> list[Span]:
 
 
 def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
-    """Return the text from start to end without its hidden spans."""
+    """Return the text from start to end, without the hidden spans in it."""
     pieces = []
     at = start
     for i in range(bisect.bisect_left(hidden, (start, 0)), len(hidden)):
@@ -145,7 +151,7 @@ def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
 
 
 def _code_ranges(text: str, hidden: Sequence[Span]) -> list[Span]:
-    """Return the spans of code, searched in the text without its hidden spans."""
+    """Return the spans of code, found in the text without its hidden spans."""
     if not hidden:
         return find_code(text, _BREAK)
     starts = []

@@ -1,7 +1,7 @@
 """Finds code in Markdown: fenced blocks, indented blocks, and spans between backticks.
 
 The rules are those of https://spec.commonmark.org/0.31.2/, except that a text counts as code when
-in doubt. So fences may follow quote and list marks, and may have any indentation.
+in doubt. For example, fences may follow quote and list markers, and may have any indentation.
 """
 
 import bisect
@@ -35,7 +35,7 @@ def find_code(text: str, line_break: re.Pattern[str]) -> list[Range]:
 
 
 def _lines(text: str, line_break: re.Pattern[str]) -> Iterator[Range]:
-    """Yield the lines without their breaks."""
+    """Yield the lines without their line breaks."""
     at = 0
     for match in line_break.finditer(text):
         yield at, match.start()
@@ -77,7 +77,7 @@ def _closes(line: str, fence: str) -> bool:
 
 
 def _inline(text: str, start: int, end: int) -> Iterator[Range]:
-    """Yield the spans between two runs of equally many backticks in one paragraph."""
+    """Yield the spans between two backtick runs of equal length in one paragraph."""
     runs, by_kind = _runs(text, start, end)
     i = 0
     while i < len(runs):
@@ -96,7 +96,7 @@ def _inline(text: str, start: int, end: int) -> Iterator[Range]:
 def _runs(
     text: str, start: int, end: int
 ) -> tuple[list[tuple[int, int, int]], dict[tuple[int, int], list[int]]]:
-    """Return the runs of backticks as (start, length, paragraph), and their indices by kind."""
+    """Return the backtick runs as (start, length, paragraph), and their indices by kind."""
     runs: list[tuple[int, int, int]] = []
     by_kind: dict[tuple[int, int], list[int]] = {}
     if text.find("`", start, end) < 0:
@@ -113,7 +113,7 @@ def _runs(
 
 
 def _is_escaped(text: str, at: int, start: int) -> bool:
-    """Return whether an odd number of backslashes precedes the index."""
+    """Return whether the character at the index is escaped by an odd number of backslashes."""
     first = at
     while first > start and text[first - 1] == "\\":
         first -= 1

@@ -1,9 +1,10 @@
 """Shortens turns to their most important sentences.
 
 Sentences are chosen greedily by (new facts + weight of new words) per character, until the budget
-is used up. Greedy choice solves maximum coverage to within 1 - 1/e (Nemhauser, Wolsey and Fisher,
-1978). Gains only decrease, so with a heap few sentences are evaluated again. Sentences keep their
-order, and a code block is one sentence. The time is linear in the text.
+is used up. The greedy choice approximates maximum coverage within a factor of 1 - 1/e (Nemhauser,
+Wolsey and Fisher, 1978). Gains only decrease, so a heap avoids evaluating most sentences again.
+Sentences keep their order, and a code block is one sentence. The time is linear in the length of
+the text.
 """
 
 import heapq
@@ -19,11 +20,14 @@ from ullage_common.chat.turns import num_characters
 from ullage_router.prompts.key_facts import key_facts, share_kept
 
 MAX_SENTENCES = 4000
-"""Most sentences of the turns that are considered."""
+"""Maximum number of sentences that are considered."""
 FACT_WEIGHT = 4.0
-"""Weight of a fact in words of the usual weight."""
+"""Weight of a fact, relative to a word of the usual weight."""
 LENGTHS = (0.3, 0.5, 0.7)
-"""Lengths of an extract as shares of its turns. The shortest that keeps the facts wins."""
+"""Lengths of an extract as shares of its turns.
+
+The shortest extract that keeps the facts is used.
+"""
 _BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[^\n]*$|\Z)", re.DOTALL | re.MULTILINE)
 _END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"')\]]*+\s++|\n++")
 _WORD = re.compile(r"\w++")
@@ -31,7 +35,7 @@ _WORD = re.compile(r"\w++")
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence that may be part of the summary."""
+    """A sentence that may become part of the summary."""
 
     turn: int
     text: str
@@ -40,7 +44,7 @@ class Sentence:
 
 
 def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
-    """Return at most `budget` characters of the turns, one line a turn, such as `user: ...`."""
+    """Return at most `budget` characters of the turns, one line per turn, such as `user: ...`."""
     texts = ((i, text) for i, turn in enumerate(turns) for text in _sentences(turn["content"]))
     sentences = [
         Sentence(i, text, key_facts(text), frozenset(_words(text)))
@@ -53,7 +57,7 @@ def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """Return the shortest extract that keeps this share of the facts, or empty if none does."""
+    """Return the shortest extract that keeps this share of the facts (empty if none does)."""
     facts = key_facts(as_text(turns))
     size = num_characters(turns)
     for length in LENGTHS:
@@ -64,7 +68,7 @@ def extract(turns: Sequence[Turn], fact_share: float) -> str:
 
 
 def as_text(turns: Sequence[Turn]) -> str:
-    """Return turns as one text, with their roles."""
+    """Return the turns as one text, with their roles."""
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
@@ -92,12 +96,12 @@ def _prose(text: str) -> Iterator[str]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Yield numbers, and words that are long enough to carry meaning in any language."""
+    """Yield the numbers, and the words that are long enough to be meaningful in any language."""
     return (word for word in _WORD.findall(text.lower()) if len(word) > 3 or word.isdigit())
 
 
 def _chosen(turns: Sequence[Turn], sentences: Sequence[Sentence], budget: int) -> list[int]:
-    """Return the indices of the sentences of an extract of at most `budget` characters."""
+    """Return the indices of the sentences for an extract of at most `budget` characters."""
     counts = Counter(word for sentence in sentences for word in sentence.words)
     taken_words: set[str] = set()
     taken_facts: set[str] = set()

@@ -1,6 +1,6 @@
 """Turns an HTML document into Markdown.
 
-The scanner takes linear time because it never goes back. Python's own parser takes cubic time on
+The scanner takes linear time because it never backtracks. Python's own parser takes cubic time on
 unfinished tags. With 50,000 nested elements, html-to-markdown 3 loses text without an error, and
 markdownify 1 raises RecursionError.
 """
@@ -77,7 +77,7 @@ def _markup(page: "_Page", text: str, start: int) -> int:
 
 
 class _Page:
-    """The Markdown so far. Blanks between words are collapsed into one, except in code."""
+    """The Markdown written so far. Whitespace between words is collapsed, except in code."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -87,7 +87,7 @@ class _Page:
         self._cells = 0
 
     def text(self, raw: str) -> None:
-        """Add text of the document."""
+        """Add a piece of the document's text."""
         if self._code is not None:
             self._code.append(_unescape(raw))
         elif raw:
@@ -138,7 +138,7 @@ class _Page:
             self._parts.append(f" ({address})")
 
     def _mark_code(self, name: str, is_open: bool) -> None:
-        """Begin or end code. Of nested tags only the outermost counts."""
+        """Begin or end code. If code tags are nested, only the outermost tag counts."""
         if is_open and self._code is None:
             self._code = []
             self._fence = name
@@ -162,7 +162,7 @@ class _Page:
 
 
 def _unescape(text: str) -> str:
-    """Return the text with character references replaced, if none has too many digits."""
+    """Return the text with character references replaced, unless one has too many digits."""
     try:
         return html.unescape(text)
     except ValueError:  # of int(), which refuses more than a few thousand digits

@@ -3,9 +3,12 @@
 import re
 
 MAX_FACTS = 20_000
-"""Most facts of one text. The text after them is not read."""
+"""Maximum number of facts of one text. The rest of the text is not searched."""
 MAX_PLACES = 100
-"""Most places at which a fact is compared, since a run of digits may contain it at each."""
+"""Maximum number of occurrences that are checked per fact.
+
+A long run of digits may contain the fact many times.
+"""
 _URL = r"(?:https?|ftp)://[^\s<>\"'`)\]}]++"
 _EMAIL = r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}"
 _NUMBER = r"(?<!\w)[$€£¥#]?\d++(?:[.,:/-]\d++)*+(?:[ ]?[%°€]|[a-zA-Z]{1,3}\b)?"
@@ -40,7 +43,7 @@ def key_facts(text: str) -> frozenset[str]:
 
 
 def share_kept(facts: frozenset[str], text: str) -> float:
-    """Return the share of the facts that occur verbatim in the text, or 1 without facts."""
+    """Return the share of the facts that occur verbatim in the text, or 1 if there are no facts."""
     if not facts:
         return 1.0
     present = key_facts(text)
@@ -48,9 +51,9 @@ def share_kept(facts: frozenset[str], text: str) -> float:
 
 
 def _has(text: str, fact: str) -> bool:
-    """Return whether the fact occurs on its own, not only inside other words or numbers.
+    """Return whether the fact occurs as a whole word, not only inside other words or numbers.
 
-    Only the first MAX_PLACES occurrences are compared.
+    Only the first MAX_PLACES occurrences are checked.
     """
     at = text.find(fact)
     for _ in range(MAX_PLACES):
@@ -71,5 +74,5 @@ def _begins_sentence(text: str, start: int) -> bool:
 
 
 def _is_surely_name(fact: str) -> bool:
-    """Return whether a fact is several capitalised words, or all capitals like NASA or B2B."""
+    """Return whether a fact is several capitalised words, or is all capitals like NASA or B2B."""
     return " " in fact or "-" in fact or (len(fact) > 1 and fact.isupper())

@@ -1,9 +1,9 @@
-"""Counts the tokens of a conversation that is far too long, without rendering it.
+"""Counts the tokens of a conversation that is far too long, without rendering it in full.
 
 Rendering takes up to ten times the conversation's memory. But a template may omit reasoning, old
 turns, or text next to calls, so not all text counts. Therefore the template first renders an
-outline: the conversation with a short placeholder for each long stretch of text. A placeholder that
-appears unchanged in the result proves that the template writes its stretch.
+outline: the conversation with a short placeholder for each long stretch of text. If a placeholder
+appears unchanged in the result, the template writes the stretch of text.
 """
 
 import json
@@ -19,17 +19,17 @@ from ullage_router.prompts.tools.tool_use import ToolUse
 from ullage_router.tokenizer.model import Model, PromptError
 
 LARGEST = 64 << 10
-"""Characters that any outline may have. For a long conversation, a quarter of its length."""
+"""Maximum characters of any outline. For a long conversation, the limit is 1/4 of its length."""
 EDGE = 16
-"""Characters that stay at both ends of a stretch."""
+"""Number of characters that are kept at each end of a stretch."""
 SAMPLE = 'Ab "\\<&>\n \u00e9'
 """Characters that filters for letters, JSON, HTML and blanks would change."""
 TEXTS = ("content", "reasoning_content", "thinking")
-"""Fields of a turn that may be long and that no other turn refers to."""
+"""Fields of a turn that may be long and to which no other turn refers."""
 MOST_FILLING = 4096
-"""Most characters that lengthen a placeholder for a template that compares lengths."""
+"""Maximum characters added to a placeholder for a template that compares lengths."""
 PART = 64 << 10
-"""Characters of one part of a stretch."""
+"""Number of characters in one part of a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Stretch:
     start: int
     end: int
     turn: int
-    """Index of its turn in the conversation."""
+    """Index of the stretch's turn in the conversation."""
     is_json: bool = False
-    """Whether the template writes it in a JSON string."""
+    """Whether the template writes the stretch in a JSON string."""
 
     @property
     def content(self) -> str:
@@ -51,7 +51,7 @@ class Stretch:
         return _as_json(content) if self.is_json else content
 
     def parts(self) -> Iterator[str]:
-        """Yield the stretch in parts of PART characters."""
+        """Yield the stretch in parts of PART characters each."""
         content = self.content
         return (content[i : i + PART] for i in range(0, len(content), PART))
 
@@ -61,15 +61,15 @@ def _as_json(text: str) -> str:
 
 
 class _TooLarge(Exception):
-    """An outline is not much shorter than the conversation."""
+    """The outline is not much shorter than the conversation."""
 
 
 class Outline:
     """A conversation with placeholders for its long stretches.
 
     Args:
-        model: the model. Words that its template searches for are kept.
-        most: most characters of the outline.
+        model: the model. Words for which its chat template searches are kept.
+        most: maximum number of characters of the outline.
     """
 
     def __init__(self, model: Model, most: int) -> None:
@@ -160,7 +160,7 @@ def written(
     """Return long stretches that the template certainly writes, possibly among others.
 
     Args:
-        size: characters of the conversation.
+        size: number of characters of the conversation.
     """
     looks = model.template.looks if model.template else None
     if looks is None or not looks.is_known or looks.size > MOST_FILLING:
@@ -174,7 +174,7 @@ def written(
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return whether texts certainly have more than `most` tokens.
+    """Return whether the texts certainly have more than `most` tokens.
 
     Raises:
         PromptError: one of the texts cannot be tokenised.

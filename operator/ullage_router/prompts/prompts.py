@@ -1,4 +1,4 @@
-"""Builds the prompt for engines from the input of a request: token ids, text or messages."""
+"""Builds the prompt for engines from the input of a request: token ids, a text or messages."""
 
 import functools
 from array import array
@@ -28,18 +28,20 @@ from ullage_router.tokenizer.model import Model, PromptError
 from ullage_router.tokenizer.segments import TokenIds, TooManyTokens
 
 TOKEN_BYTES = 12
-"""Estimated memory of one token id."""
+"""Estimated bytes of memory per token id."""
 CHARACTER_BYTES = 8
-"""Memory of one character: at most 4 bytes in the turns and 4 in the request."""
+"""Bytes of memory per character: at most 4 bytes in the turns and 4 in the request."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Most characters of an input for each token of the context, sixteen times the usual number."""
+"""Maximum characters of an input per token of the context, which is 16 times the usual number."""
 MAX_CONTEXTS = 16
-"""Contexts that a conversation may fill before turns are dropped."""
+"""Number of context lengths that a conversation may fill before turns are dropped."""
 COUNTED_CONTEXTS = 4
-"""Contexts up to which the tokens of a too long text are counted for the error."""
+"""Number of context lengths up to which the tokens of a too long text are counted for the error."""
 USUAL_CHARACTERS_PER_TOKEN = 8
-"""Twice the usual number. Turns with more characters per token of the context are counted before
-they are rendered."""
+"""Characters per token of the context above which turns are counted before they are rendered.
+
+This is twice the usual number.
+"""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -48,11 +50,11 @@ class Prompt(msgspec.Struct, frozen=True):
     model: Model
     token_ids: Sequence[int]
     turns: tuple[Turn, ...] = ()
-    """Turns of the conversation. Empty for other inputs, and if turns are never dropped."""
+    """Turns of the conversation. Empty for other inputs, or if turns are never dropped."""
     degraded: tuple[str, ...] = ()
-    """Changes to the conversation before admission, such as `cleansed_chars=12`."""
+    """Changes made to the conversation before admission, such as `cleansed_chars=12`."""
     is_spent: bool = False
-    """Whether shrinking was tried."""
+    """Whether shrinking the prompt has been tried."""
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
@@ -61,15 +63,15 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """An upper estimate of the bytes of tokens, turns and request in this process."""
+        """An upper estimate of the bytes that the tokens, turns and request use in this process."""
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
-        """Return whether turns may be dropped, unless that was already tried."""
+        """Return whether turns may be dropped. This is tried only once."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
-        """Return the token ids of another conversation with the same tools and variables."""
+        """Return the token ids of another conversation, using the same tools and variables."""
         use = self.tool_use
         return self.model.render(turns, use.tools, use.opening, self.arguments)
 
@@ -80,11 +82,11 @@ class PromptBuilder:
     Args:
         section: rules of cleansing.
         summarizer: summarises long conversations. None leaves them unchanged.
-        engines: knows the longest context.
+        engines: provide the maximum context length.
         threads: threads that tokenise long texts.
         intake: thread that reads conversations with many or long turns.
-        is_cascade: whether other models may answer too, so that each takes the template arguments
-            that it knows.
+        is_cascade: whether other models may answer, too. Each model then uses the template
+            arguments that it supports.
         drops_turns: whether turns of conversations that are too long may be dropped.
     """
 
@@ -114,11 +116,11 @@ class PromptBuilder:
         tenant: str,
         path: Sequence[str] = (),
     ) -> Prompt:
-        """Build the prompt from an input of any form.
+        """Build the prompt from any kind of input.
 
         Args:
             tenant: tenant of the request.
-            path: cascades that handed the request on to this service.
+            path: cascades that forwarded the request to this service.
 
         Raises:
             ServiceError: the input is missing, far too long, or refused by the chat template.
@@ -217,7 +219,7 @@ class PromptBuilder:
         """Read messages after checking their sizes.
 
         Returns:
-            The turns, the use of tools, and the number of all their characters.
+            The turns, the use of tools, and the total number of their characters.
         """
         messages = request.messages
         self._check_whole(_num_characters(messages))
@@ -246,7 +248,7 @@ class PromptBuilder:
     async def _cleansed(
         self, turns: tuple[Turn, ...], size: int, tenant: str
     ) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
-        """Return the cleansed turns, and the changes for the record."""
+        """Return the cleansed turns, and the changes to record."""
         if not self._rules.is_any:
             return turns, ()
         cleansed, saved = await self._threads.run(
@@ -255,9 +257,9 @@ class PromptBuilder:
         return tuple(cleansed), (f"cleansed_chars={saved}",) if saved else ()
 
     def _check_whole(self, size: int, field: str = "messages") -> None:
-        """Refuse an input of many times the context, which would take long to tokenise.
+        """Refuse an input that is many times the context length and would take long to tokenise.
 
-        Each turn counts as TURN_CHARACTERS more, since many turns take long to shorten.
+        Each turn counts as TURN_CHARACTERS extra characters, since many turns take long to shorten.
         """
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:
@@ -271,7 +273,7 @@ class PromptBuilder:
             raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
-        """Refuse more tokens than any engine takes before they are copied."""
+        """Refuse more tokens than any engine accepts, before they are copied."""
         context = self._engines.max_model_len
         if num_tokens > context:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
@@ -286,7 +288,7 @@ class PromptBuilder:
 
 
 def _num_characters(messages: inference_pb2.Messages) -> int:
-    """Return the characters of a conversation, with TURN_CHARACTERS more for each message."""
+    """Return the characters of a conversation, plus TURN_CHARACTERS for each message."""
     size = TURN_CHARACTERS * len(messages.messages) + len(messages.template_arguments)
     for message in messages.messages:
         size += len(message.content) + len(message.reasoning)
@@ -296,7 +298,7 @@ def _num_characters(messages: inference_pb2.Messages) -> int:
 
 
 def _check_calls(messages: inference_pb2.Messages) -> None:
-    """Refuse arguments of calls with too many JSON values."""
+    """Refuse calls whose arguments have too many JSON values."""
     counter = JsonCounter("messages", VALUE_LIMITS, "messages: the arguments of all calls: JSON")
     for message in messages.messages:
         for call in message.tool_calls:

@@ -1,8 +1,8 @@
 """Replaces the oldest turns of a conversation that fills most of the context with a summary.
 
 The summary is a labelled turn of the user, followed by one word of the assistant, so that roles
-alternate as strict templates require. It consists of the turns' own sentences (`extract.py`). If it
-would lose facts (`key_facts.py`), the conversation stays as it is.
+alternate as strict templates require. It consists of the turns' own sentences (`extract.py`). If
+the summary would lose facts (`key_facts.py`), the conversation is not changed.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from ullage_router.prompts.truncate import KEPT_ROLES, droppable
 from ullage_router.tokenizer.model import PromptError
 
 MAX_KEPT = 256
-"""Most summaries in the cache."""
+"""Maximum number of summaries in the cache."""
 MAX_KEPT_CHARACTERS = 4 << 20
-"""Most characters of the summaries in the cache."""
+"""Maximum total characters of the summaries in the cache."""
 LABEL = "[Summary of the first {count} messages of this conversation, which were long]\n"
 REPLY = "Understood."
 
@@ -40,9 +40,9 @@ class SummarizedHistory:
 
 
 def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
-    """Return the indices of the oldest turns to summarise, about this share of all.
+    """Return the indices of the oldest turns to summarise, which are about this share of all turns.
 
-    The cut is before a user's turn, so calls stay with their results and roles alternate.
+    The cut is before a user turn, so that calls stay with their results and roles alternate.
     """
     places = droppable(turns, keep)
     roles = [turn["role"] for turn in turns if turn["role"] not in KEPT_ROLES]
@@ -54,7 +54,7 @@ def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
 
 
 def with_summary(turns: Sequence[Turn], places: Sequence[int], summary: str) -> tuple[Turn, ...]:
-    """Return the conversation with a summary in the place of these turns."""
+    """Return the conversation with a summary in place of these turns."""
     gone = frozenset(places)
     kept = [(i, turn) for i, turn in enumerate(turns) if i not in gone]
     before = [turn for i, turn in kept if i < places[0]]
@@ -75,8 +75,8 @@ class HistorySummarizer:
     Args:
         section: the threshold, the share to summarise, and the share of facts to keep.
         threads: threads that process long texts.
-        on_done: called with the outcome and the prompt tokens that were saved. The outcome is
-            extractive, or refused if facts were lost or nothing was gained.
+        on_done: called with the outcome and the number of prompt tokens saved. The outcome is
+            `extractive`, or `refused` if facts were lost or nothing was gained.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class HistorySummarizer:
         """Return a shorter conversation, or None if it is short enough or cannot be summarised.
 
         Args:
-            num_tokens: tokens of the whole prompt.
-            context: length of the longest context, tokens.
+            num_tokens: number of tokens in the whole prompt.
+            context: maximum context length, in tokens.
             render: renders turns to token ids.
-            tenant: tenant of the conversation. Tenants share no summaries.
-            size: characters of the conversation (`turns.weight`).
+            tenant: tenant of the conversation. Summaries are not shared between tenants.
+            size: number of characters of the conversation (`turns.weight`).
         """
         if num_tokens <= self._section.threshold * context:
             return None
@@ -159,7 +159,7 @@ class HistorySummarizer:
         return shorter, ids
 
     async def _summary(self, turns: Sequence[Turn], tenant: str, size: int) -> str:
-        """Return the summary, or empty if facts would be lost."""
+        """Return the summary (empty if facts would be lost)."""
         key = await self._threads.run(size, lambda: _digest(turns, tenant), tenant)
         summary = self._cache.get(key)
         if summary is None:
@@ -175,7 +175,7 @@ def _digest(turns: Sequence[Turn], tenant: str) -> bytes:
 
 
 def _plain(turn: Turn) -> Turn:
-    """Return a turn as plain text, with its calls."""
+    """Return a turn as plain text, including its calls."""
     calls = [
         json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())
     ]
@@ -183,7 +183,7 @@ def _plain(turn: Turn) -> Turn:
 
 
 class _SummaryCache:
-    """An LRU cache of summaries, bounded by count and characters."""
+    """An LRU cache of summaries, bounded by their number and total characters."""
 
     def __init__(self) -> None:
         self._summaries: OrderedDict[bytes, str] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Threads that process long texts, shared evenly by the tenants.
+"""Threads that process long texts and are shared fairly between tenants.
 
 The order is start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants have equal shares, and a
 tenant's own texts are processed in order of arrival. Long texts are processed one at a time, so one
@@ -17,11 +17,11 @@ from typing import Any, TypeVar, cast
 from ullage_router.errors import texts_full
 
 INLINE_CHARACTERS = 4096
-"""Size up to which a text is processed on the event loop, in about a millisecond."""
+"""Maximum characters of a text that is processed on the event loop, in about a millisecond."""
 LONG_CHARACTERS = 256 << 10
-"""Size from which a text counts as long. Processing it may take a second."""
+"""Minimum characters of a text that counts as long. Processing it may take a second."""
 MAX_WAITING_CHARACTERS = 64 << 20
-"""Most characters of waiting texts. A single tenant may have half of them."""
+"""Maximum characters of waiting texts. A single tenant may have half of them."""
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 @dataclass(order=True, slots=True)
 class _Job:
     start: float
-    """Virtual time at which the job begins, in characters of each tenant's share."""
+    """Virtual time at which the job starts, in characters of each tenant's share."""
     number: int
     size: int = field(compare=False)
     tenant: str = field(compare=False)
@@ -39,44 +39,44 @@ class _Job:
 
 
 class TokenizerThreads:
-    """Keeps long texts off the event loop, since the tokenizer releases the GIL."""
+    """Processes long texts outside the event loop, since the tokenizer releases the GIL."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._short: list[_Job] = []
-        """Heap of jobs, including some that no longer wait."""
+        """Heap of jobs, including some that are no longer waiting."""
         self._long: list[_Job] = []
-        """Heap of jobs with long texts, likewise."""
+        """Heap of jobs with long texts, including some that are no longer waiting."""
         self._numbers = itertools.count()
 
         self._sizes = Counter[str]()
-        """Characters of the texts that wait, by tenant."""
+        """Total characters of the waiting texts, by tenant."""
         self._total_size = 0
 
         self._now = 0.0
-        """Virtual time: the latest beginning of a job."""
+        """Virtual time, which is the latest start of a job."""
         self._ends: dict[str, float] = {}
-        """Virtual time at which a tenant's last job ends, unless it has passed."""
+        """Virtual time at which a tenant's last job ends, unless that time has passed."""
         self._end_times: list[tuple[float, str]] = []
-        """Heap of the future ends of all jobs, by which tenants are removed from `_ends`."""
+        """Heap of the future end times of all jobs, used to remove tenants from `_ends`."""
 
         self._num_running = 0
         self._is_long_running = False
 
     @property
     def waiting_characters(self) -> int:
-        """Characters of the texts that wait for a thread."""
+        """Total characters of the texts that wait for a thread."""
         return self._total_size
 
     async def run(self, num_characters: int, work: Callable[[], T], tenant: str = "") -> T:
-        """Return the result of `work`, which runs on the event loop if the text is short.
+        """Run `work` and return the result. Short texts are processed on the event loop.
 
         Args:
             num_characters: approximate number of characters that the work processes.
-            tenant: the tenant whose share the work uses.
+            tenant: the tenant to whose share the work counts.
 
         Raises:
-            ServiceError: too many texts wait.
+            ServiceError: too many texts are waiting.
         """
         if num_characters <= INLINE_CHARACTERS:
             return work()
@@ -88,7 +88,7 @@ class TokenizerThreads:
             self._leave_queue(job)
 
     def close(self) -> None:
-        """Cancel all jobs that wait."""
+        """Cancel all waiting jobs."""
         for job in (*self._short, *self._long):
             job.future.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -110,7 +110,7 @@ class TokenizerThreads:
         return job
 
     def _leave_queue(self, job: _Job) -> None:
-        """Stop counting a job as waiting. It may stay in its heap until it reaches the top."""
+        """Stop counting a job as waiting. The job may stay in its heap until it reaches the top."""
         if not job.is_waiting:
             return
         job.is_waiting = False
@@ -132,7 +132,7 @@ class TokenizerThreads:
             running.add_done_callback(lambda done, job=job: self._end_job(job, done))  # type: ignore[misc]
 
     def _pass_time(self, start: float) -> None:
-        """Advance virtual time, and remove the tenants whose jobs have ended by then."""
+        """Advance the virtual time, and remove the tenants whose jobs have ended at that time."""
         self._now = max(self._now, start)
         while self._end_times and self._end_times[0][0] <= self._now:
             end, tenant = heapq.heappop(self._end_times)
@@ -140,7 +140,7 @@ class TokenizerThreads:
                 del self._ends[tenant]
 
     def _next_job(self) -> _Job | None:
-        """Return the next job, a long one only if none is running."""
+        """Return the next job. A long job is returned only if no other long job is running."""
         heaps = [self._short] if self._is_long_running else [self._short, self._long]
         for heap in heaps:
             while heap and not heap[0].is_waiting:
@@ -160,7 +160,7 @@ class TokenizerThreads:
 
 
 def _do_nothing() -> None:
-    """Do nothing, in place of a cancelled job."""
+    """Do nothing, as the replacement for a cancelled job."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

@@ -1,7 +1,7 @@
-"""Shortens a conversation to a budget of tokens: by cleansing, then by dropping its oldest turns.
+"""Shortens a conversation to a token budget by cleansing it, then by dropping its oldest turns.
 
-System prompts and the last turn always stay. In contrast, the conversations of `summarize.py` would
-fit unchanged.
+System prompts and the last turn are always kept. In contrast, `summarize.py` shortens conversations
+that would fit unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from ullage_router.prompts.cleanse import cleanse_turns
 
 KEPT_ROLES = frozenset({"system"})
 INVISIBLE = CleanseSection(whitespace=True, zero_width=True)
-"""Rules for every conversation that has to become shorter."""
+"""Cleansing rules for every conversation that must become shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """A shorter conversation, and the changes to it."""
+    """A shortened conversation, and the changes made to it."""
 
     turns: Sequence[Turn]
     token_ids: Sequence[int]
@@ -28,18 +28,18 @@ class Truncated:
 def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
     """Return the indices of the turns that may be dropped, oldest first.
 
-    These turns are before the user's last question, since later calls and results belong to its
-    answer.
+    All of these turns precede the user's last question, because the calls and results after the
+    question belong to its answer.
 
     Args:
-        keep: number of newest turns that always stay.
+        keep: number of newest turns that are always kept.
     """
     end = min(_last_question(turns), len(turns) - keep)
     return [i for i in range(end) if turns[i]["role"] not in KEPT_ROLES]
 
 
 def _last_question(turns: Sequence[Turn]) -> int:
-    """Return the index of the user's last turn, or of the last turn of all."""
+    """Return the index of the user's last turn, or of the last turn if there is no user turn."""
     places = range(len(turns) - 1, -1, -1)
     return next((i for i in places if turns[i]["role"] == "user"), max(0, len(turns) - 1))
 
@@ -55,7 +55,7 @@ def truncate(
     If nothing fits, all droppable turns are dropped.
 
     Args:
-        budget: tokens.
+        budget: maximum number of tokens.
         render: renders turns to token ids.
         keep: see `droppable`.
     """
@@ -89,9 +89,9 @@ def _fewest_dropped(
 
 
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
-    """Return the numbers of turns that may be dropped together, in ascending order.
+    """Return how many turns may be dropped together, as a list in ascending order.
 
-    The remaining turns begin with a user's turn.
+    The remaining turns begin with a user turn.
     """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

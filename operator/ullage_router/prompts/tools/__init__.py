@@ -1,4 +1,4 @@
 """Tool calls: from the functions of a request to the calls in an answer.
 
-The package knows prompts, grammars and answer texts. It knows neither engines nor queues.
+The package depends on prompts, grammars and answer texts, but on neither engines nor queues.
 """

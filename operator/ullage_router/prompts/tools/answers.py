@@ -16,7 +16,7 @@ Finished = inference_pb2.Finished | inference_pb2.SampleFinished
 async def read_calls(
     events: AsyncGenerator[Event, None], use: ToolUse, num_samples: int
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events with tool calls and reasoning separated from the text.
+    """Yield the events, with tool calls and reasoning separated from the text.
 
     Args:
         events: any number of Delta and SampleFinished, then Finished.
@@ -43,7 +43,7 @@ def _visible(event: Event, answers: list["_Answer"]) -> Iterator[Event]:
 
 
 class _Answer:
-    """The reader of one answer, and the number of calls that it has found."""
+    """The reader of one answer, with the number of calls found so far."""
 
     def __init__(self, use: ToolUse, sample: int) -> None:
         assert use.new_reader, "text alone needs no reading"
@@ -54,13 +54,13 @@ class _Answer:
         self._is_over = False
 
     def read(self, delta: Delta) -> None:
-        """Replace the delta's text with the pieces from the reader."""
+        """Replace the text of the delta with the pieces from the reader."""
         pieces = self._reader.push(delta.text)
         delta.text = ""
         self._fill(delta, pieces)
 
     def end(self, finished: Finished) -> Iterator[Event]:
-        """Yield the rest of the answer, and set the finish reason of an answer with calls."""
+        """Yield the rest of the answer. If it has calls, set its finish reason."""
         if not self._is_over:
             self._is_over = True
             last = Delta(sample=self._sample)

@@ -1,4 +1,4 @@
-"""Parses complete calls: JSON objects, or calls in Python's syntax.
+"""Parses complete tool calls, written as JSON objects or in Python syntax.
 
 Python is parsed and never evaluated. Only names, calls and literals are allowed.
 """
@@ -16,19 +16,19 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A complete call."""
+    """A complete tool call."""
 
     name: str
     arguments: str
-    """JSON text of an object."""
+    """The arguments as the JSON text of an object."""
 
 
 ParseCalls = Callable[[str], list[ParsedCall] | None]
-"""Returns the calls of a text, or None if the text has anything else."""
+"""Returns the calls in a text, or None if the text has anything else."""
 
 
 def parse_json_calls(text: str) -> list[ParsedCall] | None:
-    """Parse one or more objects, possibly in a list: {"name", "arguments" or "parameters"}."""
+    """Parse JSON objects, possibly in a list, with "name", and "arguments" or "parameters"."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if text.startswith("```"):
         text = text.removeprefix("```").removeprefix("json").removesuffix("```").strip()
@@ -39,7 +39,7 @@ def parse_json_calls(text: str) -> list[ParsedCall] | None:
 
 
 def parse_python_calls(text: str) -> list[ParsedCall] | None:
-    """Parse `[name(argument=literal, ...), ...]`, or JSON, which these models sometimes write."""
+    """Parse `[name(argument=literal, ...), ...]`, or JSON, which some models write instead."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # escapes such as \d are valid with a warning
@@ -99,8 +99,9 @@ def _text(arguments: dict[str, Any]) -> str:
     """Return arguments as JSON text.
 
     Raises:
-        TypeError: a value has no JSON, such as a set.
-        ValueError: a value has no JSON, such as NaN, or no UTF-8, such as a surrogate.
+        TypeError: a value has no JSON form, such as a set.
+        ValueError: a value has no JSON form, such as NaN, or no UTF-8 encoding, such as a
+            surrogate.
     """
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()

@@ -1,8 +1,9 @@
 """Forces a model to call a function.
 
 The prompt begins the call in the model's own format, and a grammar enforces the rest. With one
-function, the prompt continues up to the arguments, and the grammar is their schema. With several,
-the answer begins with the choice of a function. The answer ends after the arguments.
+function, the prompt ends just before the arguments, and the grammar is the schema of the arguments.
+With several functions, the answer begins with the choice of a function. The answer ends after the
+arguments.
 """
 
 import json
@@ -38,25 +39,25 @@ _COMPOSED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A call that must be made."""
+    """A call that the model must make."""
 
     opening: str
     """Text that is appended to the prompt."""
     json_schema: str
-    """Grammar of the answer, or empty if the grammar is `lark`."""
+    """Grammar of the answer (empty if the grammar is `lark`)."""
     lark: str
     openings: Mapping[str, str]
-    """Text before the arguments in the answer, by function. Empty if `name` is set."""
+    """Text before the arguments in the answer, by function name. Empty if `name` is set."""
     name: str
-    """Function that the opening names, or empty for none."""
+    """Name of the function that the opening names (empty if it names none)."""
 
     def reader(self) -> ForcedReader:
-        """Return a reader of one answer."""
+        """Return a new reader for one answer."""
         return ForcedReader(self.openings, self.name)
 
 
 def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
-    """Force a call of one of `toolbox.forced`."""
+    """Force a call of one of the functions in `toolbox.forced`."""
     begin, between = _CALL[form]
     schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
     if len(schemas) == 1:
@@ -69,7 +70,7 @@ def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
 
 
 def _closed(schema: Schema) -> Schema:
-    """Return the schema without unnamed properties, if it names all properties itself."""
+    """Return the schema with unnamed properties forbidden, if it names all properties itself."""
     if "properties" not in schema or _COMPOSED & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}
@@ -89,7 +90,7 @@ def _compact(schema: Schema) -> str:
 
 
 def _terminals(text: str) -> str:
-    """Return a text as terminals of the grammar, in which special tokens are not text."""
+    """Return a text as terminals of the grammar, with special tokens separate from text."""
     for mark in _HARMONY_MARKS:
         text = text.replace(mark, f"\0{mark}\0")
     parts = [part for part in text.split("\0") if part]

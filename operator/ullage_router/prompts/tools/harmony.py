@@ -26,7 +26,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
 _ROLE = "assistant"
 _HEADS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
-"""Beginnings of a header, possibly after the role. Any other answer is only text."""
+"""Beginnings of a header, possibly after the role. An answer without one is only text."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _ADDRESSED = re.compile(r"to=\S")
@@ -34,17 +34,17 @@ MakePiece = Callable[[str], Piece]
 
 
 class HarmonyReader:
-    """Reads reasoning, text and calls of one answer.
+    """Reads the reasoning, text and calls of one answer.
 
     Args:
-        names: the known functions. A message to any other recipient is reasoning.
+        names: the known functions. A message to any other recipient is treated as reasoning.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._buffer = ""
         self._make: MakePiece | None = None
-        """Makes pieces of the body, or None within a header."""
+        """Creates pieces from the body, or None while a header is read."""
 
     def push(self, text: str) -> list[Piece]:
         """Add text, and return the pieces that are now certain."""
@@ -55,7 +55,7 @@ class HarmonyReader:
         return pieces
 
     def close(self) -> list[Piece]:
-        """Return the rest of the answer without a truncated header. `assistant` alone is text."""
+        """Return the rest of the answer, without a truncated header. `assistant` alone is text."""
         rest = self._buffer
         self._buffer = ""
         if self._make is None and not any(head in rest for head in _HEADS):
@@ -78,7 +78,7 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the kind of the body after a header, and begin its call if there is one."""
+        """Return the kind of body after a header, and begin a tool call if the header has one."""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:
@@ -102,7 +102,7 @@ class HarmonyReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text begins like a header, or may do so once more text arrives."""
+    """Return whether a text begins like a header, or may do so when more text arrives."""
     if _ROLE.startswith(text):
         return True
     rest = text.removeprefix(_ROLE)

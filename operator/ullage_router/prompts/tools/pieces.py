@@ -1,7 +1,7 @@
-"""The pieces that answers with tool calls consist of, and the marks that separate them.
+"""The pieces of answers with tool calls, and the marks that separate the pieces.
 
-A reader gets an answer's text in pushes of any size. It returns the pieces that are certain so far
-and holds back any text that may be the beginning of a mark.
+A reader gets an answer's text in chunks of any size. It returns the pieces that are certain so far,
+and holds back any text that may be the start of a mark.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The beginning of a call, to which the following arguments belong."""
+    """The start of a call. The arguments that follow belong to the call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A part of the JSON text of the arguments."""
+    """A part of the JSON text of a call's arguments."""
 
     text: str
 
@@ -41,13 +41,13 @@ Piece = Text | Thought | CallStart | Arguments
 
 
 class Reader(Protocol):
-    """Reads one answer. All pieces together do not depend on how the text is split into pushes."""
+    """Reads one answer. How the text is split into pushes does not change the pieces in total."""
 
     def push(self, text: str) -> list[Piece]:
         """Add text, and return the pieces that are now certain."""
 
     def close(self) -> list[Piece]:
-        """Return the text that was held back, at the end of the answer."""
+        """Return the text that was held back, when the answer has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Found:
 
 
 def find_mark(text: str, marks: Sequence[str]) -> Found | None:
-    """Return the mark that begins first. At the same place, the earlier of `marks` wins."""
+    """Return the mark that starts first. At the same position, the earlier of `marks` wins."""
     places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     if not places:
         return None
@@ -69,7 +69,7 @@ def find_mark(text: str, marks: Sequence[str]) -> Found | None:
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Return the number of characters at a text's end that may begin a mark."""
+    """Return how many characters at the end of a text may be the start of a mark."""
     longest = max(map(len, marks)) - 1
     sizes = range(min(longest, len(text)), 0, -1)
     ends = (size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks))

@@ -1,4 +1,4 @@
-"""Readers of answers that may contain tool calls, by the way in which a model writes calls.
+"""Readers of answers that may contain tool calls, one for each way in which models write calls.
 
 `TaggedReader` is for calls between two tags, `WholeReader` for an answer that consists of calls,
 and `ForcedReader` for a call that a grammar enforces. `harmony.py` has the format of gpt-oss.
@@ -21,14 +21,14 @@ CALL_OPENINGS = ('{"', '[{"', "```json", "<|python_tag|>")
 
 
 class Trimmer:
-    """Removes whitespace around calls. Text without a call is not changed."""
+    """Removes the whitespace around calls. Text without a call is not changed."""
 
     def __init__(self) -> None:
         self._blank = ""
         self._has_calls = False
 
     def push(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces so far. Trailing whitespace is held back, since a call may follow."""
+        """Return the pieces so far. Trailing whitespace is held back, because a call may follow."""
         return [part for piece in pieces for part in self._take(piece)]
 
     def close(self) -> list[Piece]:
@@ -53,7 +53,7 @@ class TaggedReader:
     Args:
         tags: the tags before and after the calls.
         parse: parses the text between the tags.
-        names: the known functions. Calls of any other function are text.
+        names: the known functions. Calls of any other function are treated as text.
     """
 
     def __init__(self, tags: tuple[str, str], parse: ParseCalls, names: Collection[str]) -> None:
@@ -96,14 +96,14 @@ class WholeReader:
     """Reads an answer that consists either of calls or of text.
 
     Args:
-        names: the known functions. Calls of any other function are text.
+        names: the known functions. Calls of any other function are treated as text.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._buffer = ""
         self._may_be_calls: bool | None = None
-        """None until enough of the answer has arrived to decide."""
+        """The kind of answer, or None until enough of the answer has arrived to decide."""
 
     def push(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -129,8 +129,8 @@ class ForcedReader:
     """Reads the one call that a grammar enforces.
 
     Args:
-        openings: the text before the arguments, by function. None is a prefix of another.
-        name: the function whose opening is in the prompt, or empty for none.
+        openings: the text before the arguments, by function. No opening is a prefix of another.
+        name: the function whose opening is in the prompt, or empty if the prompt has no opening.
     """
 
     def __init__(self, openings: Mapping[str, str], name: str = "") -> None:
@@ -152,7 +152,7 @@ class ForcedReader:
         return [*start, Arguments(rest)] if rest else []
 
     def close(self) -> list[Piece]:
-        """Return nothing: an answer that was cut off before it named a function has no call."""
+        """Return nothing, since an answer that ended before naming a function has no call."""
         return []
 
     def _choose(self) -> bool:
@@ -165,7 +165,7 @@ class ForcedReader:
 
 
 def known_calls(calls: list[ParsedCall] | None, names: Collection[str]) -> list[Piece]:
-    """Return calls as pieces, or none if any call has an unknown function."""
+    """Return calls as pieces, or nothing if any call has an unknown function."""
     if not calls or any(call.name not in names for call in calls):
         return []
     return [piece for call in calls for piece in (CallStart(call.name), Arguments(call.arguments))]

@@ -1,4 +1,4 @@
-"""Adapts the tools of a conversation to the model's format: prompt, grammar and reader."""
+"""Adapts the tools of a conversation to the model's prompt format, grammar and reader."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ _SPECIAL = frozenset({ToolFormat.LFM2, ToolFormat.HARMONY})
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How a conversation uses tools. By default it uses none, and its answers are plain text."""
+    """How a conversation uses tools. By default there are no tools, and answers are plain text."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools for the chat template."""
+    """Tools that are passed to the chat template."""
     num_characters: int = 0
-    """Number of characters of the tools."""
+    """Total number of characters of the tools."""
     forced: Forced | None = None
-    """The call that must be made, if any."""
+    """The call that the model must make, if any."""
     new_reader: Callable[[], Reader] | None = None
-    """Creates the reader of an answer. None if the whole answer is text."""
+    """Creates the reader of an answer, or None if the whole answer is text."""
     special_tokens: bool = False
     """Whether the reader needs special tokens in the text."""
     single_call: bool = False
-    """Whether calls after the first are dropped."""
+    """Whether all calls after the first are dropped."""
 
     @property
     def opening(self) -> str:
@@ -41,7 +41,7 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Write the grammar and the need for special tokens into an engine's request."""
+        """Set the grammar in a request to an engine, and whether the text needs special tokens."""
         request.output.special_tokens = self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
@@ -49,7 +49,7 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Return an engine's error in terms of the request, whose tools determine the grammar."""
+        """Rewrite an engine's error in terms of the request, whose tools determine the grammar."""
         if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
             return error
         text = f"a forced function's parameters cannot be followed: {error.message}"
@@ -60,7 +60,7 @@ def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUs
     """Return how the tools of a conversation are used.
 
     Raises:
-        ServiceError: the tools are invalid, or exclude another option of the request.
+        ServiceError: the tools are invalid, or conflict with another option of the request.
     """
     tools = request.messages.tools
     toolbox = open_toolbox(tools) if request.messages.HasField("tools") else None
@@ -71,7 +71,7 @@ def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUs
 
 
 def _without_tools(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Return a reader only for harmony, which also has marks in answers without tools."""
+    """Return a reader only for harmony, whose answers have marks even without tools."""
     if form is not ToolFormat.HARMONY or request.output.echo:
         return ToolUse()
     return ToolUse(new_reader=lambda: HarmonyReader(()), special_tokens=True)

@@ -1,4 +1,4 @@
-"""Checks the functions that a request offers, and its choice among them."""
+"""Checks the functions that a request offers to the model, and the request's tool choice."""
 
 import json
 import re
@@ -21,17 +21,17 @@ class Toolbox:
     """The functions that a model may call."""
 
     tools: Sequence[Mapping[str, Any]]
-    """Tools in OpenAI's form, for the chat template."""
+    """Tools in OpenAI's format, for the chat template."""
     parameters: Mapping[str, Schema]
-    """JSON schema of the arguments object, by function."""
+    """JSON Schema of the arguments object, by function name."""
     forced: Sequence[str]
-    """Functions among which the model must call one. Empty if no call is required."""
+    """Functions of which the model must call one. Empty if no call is required."""
     single_call: bool
     """Whether at most one function may be called."""
 
 
 def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
-    """Return the functions of a request, or None if the model may call none.
+    """Return the functions of a request, or None if the model may not call any function.
 
     Raises:
         ServiceError: a field is invalid.
@@ -89,7 +89,10 @@ def _function(field: str, tool: object) -> dict[str, Any]:
 
 
 def _parameters(function: Mapping[str, Any]) -> Schema:
-    """Return the schema of the arguments. As in OpenAI's API, no schema means no parameters."""
+    """Return the schema of a function's arguments.
+
+    No schema means no parameters, as in OpenAI's API.
+    """
     schema = function.get("parameters")
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
