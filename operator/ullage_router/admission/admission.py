@@ -1,7 +1,7 @@
-"""Acts on decisions: shortens prompts, waits, refuses, or reserves memory on an engine.
+"""Carries out decisions: shortens prompts, waits, refuses, or reserves memory on an engine.
 
-`Admission.admit` collects the facts about a request, asks `policy.decide` for the next step, acts
-on the step, and repeats until the request has a reservation or is refused.
+`Admission.admit` collects the facts about a request, asks `policy.decide` for the next step, and
+carries it out. This repeats until the request has a reservation or is refused.
 """
 
 import logging
@@ -49,38 +49,42 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """The canary cannot run the request now without changes, so a stable engine should run it."""
+    """The canary cannot run the unchanged request now, so a stable engine should run it."""
 
 
 @dataclass(slots=True, eq=False)
 class AdmissionRequest:
-    """A request during its admission."""
+    """A request that is being admitted."""
 
     call: Call
     progress: Progress = NO_PROGRESS
-    """The part of the answer that was received before."""
+    """The part of the answer that was received earlier, if the request resumes an answer."""
     refused_by: Mapping[str, int] = field(default_factory=dict)
-    """Keys of engines that refused or failed the request, each with the engine's number of reports
-    at that time."""
+    """Keys of engines that refused or failed the request.
+
+    Each key has the number of reports that the engine had sent at that time.
+    """
     is_trial: bool = False
-    """Whether the request is tried only on a canary that has room now. If none has, stable engines
-    serve the request."""
+    """Whether to try only a canary that has room now.
+
+    If no canary has room, stable engines serve the request.
+    """
     prompt: Prompt = field(init=False)
-    """The prompt, without the turns that were dropped."""
+    """The prompt, without the turns that have been dropped."""
     cache_key: CacheKey = field(init=False)
     preferred: Preferred = NO_PREFERENCE
-    """The engine with the prompt's prefix in its caches."""
+    """The engine that has the prompt's prefix in its caches."""
     entry: QueueEntry | None = None
-    """The request's place in the queue, or None while it does not wait."""
+    """The request's place in the queue, or None while the request is not queued."""
     queue_state: QueueState = QueueState.OPEN
     deciding_s: float = 0.0
-    """Duration of the latest decision, seconds."""
+    """Duration of the latest decision in seconds."""
 
     def __post_init__(self) -> None:
         self.prompt = self.call.prompt
 
     def leave_queue(self) -> None:
-        """Give up the place in the queue, if there is one."""
+        """Give up the request's place in the queue, if it has one."""
         if self.entry:
             self.entry.leave()
             self.entry = None
@@ -94,7 +98,7 @@ class Admission:
         engines: the engines to which requests may go.
         queue: the queue in which requests wait for memory.
         threads: threads that render shortened conversations.
-        balancer: finds the engine with a request's prefix in its caches.
+        balancer: finds the engine that has a request's prefix in its caches.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class Admission:
         self._deferrals = DeferralBook()
 
     async def admit(self, request: AdmissionRequest) -> Reservation:
-        """Go down the ladder until memory for the request is reserved on an engine.
+        """Try the steps of the ladder until memory for the request is reserved on an engine.
 
         Raises:
             ServiceError: the request can never fit, does not fit now, or no engine is ready.
@@ -152,7 +156,7 @@ class Admission:
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine takes requests."""
+        """Whether any engine takes requests."""
         return self._engines.is_ready
 
     def has_stable_engine(self, call: Call) -> bool:
@@ -162,7 +166,7 @@ class Admission:
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
     def facts(self, request: AdmissionRequest) -> RequestFacts:
-        """Return the facts about the request for `decide`, as of now."""
+        """Return the current facts about the request for `decide`."""
         call = request.call
         prompt = request.prompt
         entry = request.entry
@@ -214,7 +218,7 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the refused requests that are expected back, from this request's point of view."""
+        """Return the refused requests that are expected back, as seen from this request."""
         now = time.monotonic()
         self._deferrals.expire(now)
 
@@ -224,15 +228,15 @@ class Admission:
         )
 
     def _rare_adapter(self, call: Call) -> str:
-        """Return the request's adapter if some engines lack it, otherwise an empty string.
+        """Return the request's adapter if some engines lack it (empty otherwise).
 
-        A request with a rare adapter waits in its own line, so that it does not block engines that
-        it cannot use.
+        A request with a rare adapter waits in a separate line, so that it does not block engines
+        that it cannot use.
         """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
-        """Return the time limits. The SLOs apply only until the answer has begun."""
+        """Return the time limits. The SLOs apply only until the answer has started."""
         now = time.monotonic()
         deadline = request.call.deadline
         if request.progress.is_accepted:
@@ -268,9 +272,10 @@ class Admission:
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Return the engine with the request's prefix in its caches.
+        """Return the engine that has the request's prefix in its caches.
 
-        The rest of an answer prefers an engine with the numerics of the earlier engines.
+        The rest of a resumed answer prefers an engine with the same numerics as the earlier
+        engines.
         """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
@@ -288,7 +293,7 @@ class Admission:
         return passes(self.facts(request), views, self.policy)
 
     def _still_refusing(self, request: AdmissionRequest) -> frozenset[str]:
-        """Return the keys of engines without a report since they refused the request."""
+        """Return the keys of engines that have sent no report since they refused the request."""
         engines = ((self._engines.get(key), then) for key, then in request.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
@@ -299,7 +304,7 @@ class Admission:
         return self._balancer.cache_key(name, token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
-        """Reserve the memory, leave the queue, and enter the prefill window if it helps."""
+        """Reserve the memory, leave the queue, and enter the prefill window if that helps."""
         engine = self._engines.at(run.engine)
         prompt = request.prompt
         available = engine.available
@@ -322,7 +327,7 @@ class Admission:
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Shorten the prompt as decided. This is tried only once a prompt."""
+        """Shorten the prompt as decided. This is tried only once per prompt."""
         call = request.call
         prompt = request.prompt
         call.decisions.change(action="shrink", reason=shrink.reason)
@@ -351,7 +356,7 @@ class Admission:
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
         """Wait for the request's turn, as long as its answer could still end in time.
 
-        If the wait ends without a turn, the request's `queue_state` has the reason.
+        If the wait ends before the request's turn, the request's `queue_state` has the reason.
         """
         call = request.call
         started = time.monotonic()
@@ -384,7 +389,10 @@ class Admission:
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Return the request's place in its line, which it keeps while the line is the same."""
+        """Return the request's place in its line.
+
+        The place is kept while the line stays the same.
+        """
         adapter = self._rare_adapter(request.call)
         if request.entry and request.entry.line == (wait.pool, adapter):
             return request.entry
@@ -405,7 +413,7 @@ class Admission:
         return request.entry
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
-        """Record and return the error of a refusal."""
+        """Record a refusal, and return its error."""
         call = request.call
         demand = refuse.demand
         if call.adapter and refuse.reason == "NO_ENGINE":
@@ -455,7 +463,7 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
-    """Return the decision after a reservation. Its action is the ladder's furthest step taken.
+    """Return the decision after a reservation. Its action is the furthest step of the ladder taken.
 
     Args:
         available: bytes that were available on the engine.
@@ -486,8 +494,8 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
 def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
     """Add the request's decision to its timeline and to the log.
 
-    Most requests are accepted at once. Their acceptance is logged at DEBUG only, since the log line
-    at the end of a request has the same timeline.
+    Most requests are accepted at once. Their acceptance is logged only at DEBUG, because the log
+    line at the end of a request has the same timeline.
     """
     record = request.call.record
     decision = request.call.decisions.latest

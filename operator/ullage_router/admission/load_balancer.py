@@ -15,10 +15,10 @@ from ullage_router.policy.retry import RetryBudget
 
 
 class Preferred(NamedTuple):
-    """The engine that a request should go to because of its caches."""
+    """The engine that a request should go to because of its cached prefix."""
 
     engine: str = ""
-    """Key of the engine, or empty when none is known."""
+    """Key of the engine (empty if unknown)."""
     is_remembered: bool = False
     """Whether this router placed a request with the same prefix on the engine."""
 
@@ -27,7 +27,7 @@ NO_PREFERENCE = Preferred()
 
 
 class LoadBalancer:
-    """Owns the affinity tables and the retry budget. Circuit breakers belong to engines.
+    """Owns the affinity tables and the retry budget. The circuit breakers belong to the engines.
 
     Args:
         section: the settings of placement.
@@ -50,12 +50,12 @@ class LoadBalancer:
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
-        """Return the engine with the longest prefix of the request in its caches.
+        """Return the engine that has the longest prefix of the request in its caches.
 
-        If this router knows no engine, another router may. So all routers choose between the same
-        two engines of the hash ring. A session goes to the first engine, unless that is much busier
-        than the second. A prompt goes to the engine with fewer requests, if that has no prompts to
-        compute.
+        If this router knows no such engine, another router may. All routers therefore choose
+        between the same two engines of the hash ring. A session goes to the first engine, unless
+        that engine is much busier than the second. A prompt goes to the engine with fewer requests,
+        if that engine has no prompts to prefill.
         """
         if not (cache_key.session or cache_key.prefixes):
             return NO_PREFERENCE
@@ -72,14 +72,15 @@ class LoadBalancer:
         refusing: Collection[str],
         adapter: str = "",
     ) -> Preferred:
-        """Return an engine that computes the rest of an answer bit for bit, if one takes requests.
+        """Return an engine that would continue an answer bit for bit, if one takes requests.
 
-        Among several, the preferred engine wins, then the engine with the fewest requests.
+        The preferred engine is chosen if it is one of them, otherwise the engine with the fewest
+        requests.
 
         Args:
             fingerprints: numerics of the engines that generated the answer so far.
             refusing: keys of engines that refuse the request.
-            adapter: the adapter of the answer, or empty where it has none.
+            adapter: the adapter of the answer (empty if it has none).
         """
         able = {
             engine.key: engine
@@ -93,7 +94,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
-        """Return the key of the engine that all routers choose, or empty if there is none."""
+        """Return the key of the engine that all routers choose (empty if there is none)."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
@@ -115,9 +116,9 @@ class LoadBalancer:
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Take a retry from the budget, and return whether one was left.
+        """Take a retry from the budget, and return whether there was one left.
 
-        A request that failed before its first token may then go to another engine.
+        A request that failed before its first token may then be sent to another engine.
         """
         return self.budget.take(time.monotonic())
 

@@ -1,10 +1,10 @@
-"""Balances prompts over the engines of a pool before they are computed.
+"""Balances prompts over the engines of a pool before the prompts are prefilled.
 
-The prefill window is a short pause under load that collects prompts. A request enters the window
-only if its engine has prompts to compute for longer than the window. So the pause costs the request
-nothing: its prompt could not start earlier, and its memory stays reserved. When the window closes,
-its requests are balanced over the engines of their pool (`policy/balance.py`), and each moves
-together with its reservation.
+Under load, prompts are collected during a short pause, which is the prefill window. A request
+enters the window only if the prompts queued on its engine take longer than the window. The pause
+therefore costs the request nothing: its prompt could not start earlier, and its memory stays
+reserved. When the window closes, its requests are balanced over the engines of their pool
+(`policy/balance.py`), and each moves together with its reservation.
 """
 
 import asyncio
@@ -22,16 +22,22 @@ from ullage_router.prompts.prompts import Prompt
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request's reserved memory on an engine. The holder must release the credit at the end."""
+    """A request's reserved memory on an engine.
+
+    The holder must release the credit when it is done.
+    """
 
     engine: Engine
     credit: Credit
     prompt: Prompt
     max_tokens: int
     choices: Mapping[str, int]
-    """Bytes needed on each engine that the request may move to, by key. Empty if it stays."""
+    """Bytes needed on each engine that the request may move to, by engine key.
+
+    Empty if it cannot move.
+    """
     is_final: asyncio.Event | None = None
-    """Set when the prefill window closes, or None for a request that entered none."""
+    """Set when the prefill window closes, or None if the request did not enter a window."""
 
     def move(self, engine: Engine) -> None:
         """Move the reserved memory to another engine."""
@@ -71,7 +77,8 @@ class PrefillWindow:
     async def settle(self, reservation: Reservation) -> None:
         """Wait until the window of the reservation's pool closes.
 
-        A request that is cancelled meanwhile leaves the window, and its memory is released.
+        If the request is cancelled during the wait, it leaves the window and its memory is
+        released.
         """
         pool = reservation.engine.pool
         is_final = asyncio.Event()
@@ -91,7 +98,7 @@ class PrefillWindow:
             raise
 
     def _close(self, pool: str) -> None:
-        """Balance the reservations of a pool's window, unless one of their engines has failed."""
+        """Balance the reservations in a pool's window, unless one of their engines has failed."""
         reservations = self._open.pop(pool)
         keys = {key for reservation in reservations for key in reservation.choices}
         engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
@@ -116,7 +123,7 @@ class PrefillWindow:
                 self.balanced += 1
 
     def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
-        """Return the load that the engine has without the requests of the window."""
+        """Return the engine's load without the requests in the window."""
         own = [r.credit for r in reservations if r.engine is engine]
         return EngineLoad(
             engine.key,

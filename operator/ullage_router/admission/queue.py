@@ -1,14 +1,14 @@
 """The bounded queue of requests that wait for memory.
 
-Each pool has one line, and one more for each adapter that some of its engines lack. Only the head
-of a line is woken, so requests are served in order (`policy/fair_queue.py`) and a burst of headroom
-reports costs one decision a line. While the head cannot run, requests behind it that fit may be
-backfilled, if they end before the head could begin (`policy/decide.py`). At most `backfill`
-requests pass one head. A full queue is also shared fairly (`queue_bounds.py`).
+Each pool has one line, and an additional line for each adapter that some of its engines lack. Only
+the head of a line is woken. So requests are served in order (`policy/fair_queue.py`), and a burst
+of headroom reports costs one decision per line. While the head cannot run, requests behind it that
+fit may be backfilled, if they end before the head could begin (`policy/decide.py`). At most
+`backfill` requests may overtake a head. A full queue is also shared fairly (`queue_bounds.py`).
 
-Among the heads of a pool's lines, priority and arrival decide. A request that can use every engine
-avoids the engines with the adapter of a head before it, unless it may pass that head there. A
-request that needs an adapter waits behind the head of the line for every engine.
+The heads of a pool's lines are ordered by priority and arrival. A request that can use every engine
+avoids the engines that have the adapter of an earlier head, unless the request may overtake that
+head there. A request that needs an adapter waits behind the head of the line for every engine.
 """
 
 import asyncio
@@ -22,43 +22,43 @@ from ullage_router.admission.queue_bounds import QueueBounds
 from ullage_router.policy.fair_queue import FairEntry, FairQueue
 
 LOOKED_AHEAD = 16
-"""Number of requests at the front of a line that may be woken to pass its head."""
+"""Number of requests at the front of a line that may be woken to overtake the head."""
 
 LineKey = tuple[str, str]
-"""(pool, adapter), with the adapter as in `Waiter`."""
+"""A line: (pool, adapter), with the adapter as in `Waiter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """The properties of a waiting request. Times are on the monotonic clock, in seconds."""
+    """The properties of a waiting request. Times are in seconds, on the monotonic clock."""
 
     size: int
-    """Bytes that the request waits for: its predicted KV."""
+    """Bytes that the request waits for, which is its predicted KV."""
     arrival: float
     deadline: float
-    """Time by which the first token must have come."""
+    """Time by which the first token must have arrived."""
     prompt_bytes: int = 0
-    """Memory of this process that the request holds."""
+    """Bytes of this process's memory that the request holds."""
     priority: int = 0
     tenant: str = ""
     weight: float = 1.0
     is_charged: bool = False
-    """Whether the request came back from an engine, so that its tenant is not charged again."""
+    """Whether the request came back from an engine. Its tenant is then not charged again."""
     adapter: str = ""
-    """The adapter that the request needs and some engines lack, or empty if all can serve it."""
+    """The adapter that the request needs and some engines lack (empty if there is none)."""
 
 
 class QueueEntry:
-    """One request's place in the queue. Leave it when the request is served or given up."""
+    """A request's place in the queue. Call `leave` when the request is served or given up."""
 
     def __init__(self, queue: "RequestQueue", pool: str, waiter: Waiter, place: FairEntry) -> None:
         self.pool = pool
         self.waiter = waiter
         self.place = place
         self.is_evicted = False
-        """Whether another request took the place."""
+        """Whether the entry was evicted in favour of another request."""
         self.num_passed = 0
-        """Number of requests that passed this one while it was the head of its line."""
+        """Number of requests that overtook this one while it was the head of its line."""
         self._queue = queue
         self._event = asyncio.Event()
 
@@ -66,7 +66,7 @@ class QueueEntry:
         """Wait until the entry is woken. Return False if the timeout passes first.
 
         An entry is woken when it is the head of its line and memory may be available, when it may
-        pass the head, and when it is evicted.
+        overtake the head, or when it is evicted.
         """
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
@@ -77,7 +77,7 @@ class QueueEntry:
         return True
 
     def wake(self) -> None:
-        """End the wait for a turn."""
+        """Wake the entry from `wait_turn`."""
         self._event.set()
 
     @property
@@ -91,20 +91,20 @@ class QueueEntry:
         return self._queue.head(self.line) is self
 
     def serve(self) -> None:
-        """Leave the queue for an engine of the pool."""
+        """Leave the queue, because an engine of the pool serves the request."""
         self._queue.remove(self, served=True)
 
     def leave(self) -> None:
-        """Leave the queue. A second call does nothing."""
+        """Leave the queue. Further calls have no effect."""
         self._queue.remove(self)
 
 
 class RequestQueue:
-    """The lines of all pools, under common bounds.
+    """The lines of all pools, with bounds that they share.
 
     Args:
         section: the bounds, the rate at which waiting makes up for priority, and the number of
-            requests that may pass one head.
+            requests that may overtake one head.
     """
 
     def __init__(self, section: QueueSection) -> None:
@@ -115,7 +115,7 @@ class RequestQueue:
         """Entries by number."""
         self._numbers: Iterator[int] = itertools.count()
         self.passed = 0
-        """Number of requests that passed a head."""
+        """Number of times that a request overtook a head."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -127,11 +127,11 @@ class RequestQueue:
 
     @property
     def prompt_bytes(self) -> int:
-        """Memory of this process that all entries hold."""
+        """Bytes of this process's memory that all entries hold."""
         return self._bounds.total.prompt_bytes
 
     def join(self, pool: str, waiter: Waiter) -> QueueEntry:
-        """Add an entry to a line of a pool. An entry that is a new head is woken at once.
+        """Add an entry to a line of a pool. If the entry is a new head, it is woken at once.
 
         Raises:
             QueueFull: a bound is reached, and no other request may be evicted.
@@ -169,21 +169,21 @@ class RequestQueue:
                     self._wake_head(other)
 
     def wake(self) -> None:
-        """Wake the head of every line, since there may be more memory or another engine."""
+        """Wake the head of every line, because more memory or another engine may be available."""
         for line in self._lines.values():
             self._wake_head(line)
 
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Return the bytes that requests ahead of a request wait for, by pool.
+        """Return the bytes that earlier requests wait for, by pool.
 
-        Only lines whose engines include all engines of the request count. A pool where the request
-        is next is absent. All requests of the same priority count as ahead, since every arrival may
-        change their order.
+        Only lines whose engines include all engines of the request count. A pool in which the
+        request is next is absent. All requests of the same priority count as earlier, since every
+        arrival may change their order.
 
         Args:
-            entry: the request's place, or None while it is not in the queue.
+            entry: the request's place, or None if the request is not in the queue.
             adapter: the request's adapter, as in `Waiter`.
         """
         result: dict[str, int] = {}
@@ -195,16 +195,16 @@ class RequestQueue:
         return result
 
     def head(self, key: LineKey) -> QueueEntry | None:
-        """Return the head of a line, or None when nobody waits in it."""
+        """Return the head of a line, or None if the line is empty."""
         line = self._lines.get(key)
         place = line.head if line else None
         return self._entries[place.number] if place else None
 
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
-        """Return the bytes that heads of lines with other adapters wait for, if they come first.
+        """Return the bytes that earlier heads of lines with other adapters wait for.
 
         Each head has a claim on the engines of its pool that have its adapter. A claim of 0 bytes
-        belongs to a head that may not be passed any more.
+        belongs to a head that may no longer be overtaken.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -215,7 +215,7 @@ class RequestQueue:
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
         """Return the bytes of the smallest head ahead of a request, by pool, for backfill.
 
-        The pools are those in `ahead`, without pools with a head that may not be passed any more.
+        The pools are those in `ahead`, except pools with a head that may no longer be overtaken.
         """
         sizes: dict[str, int] = {}
         full = set()
@@ -228,11 +228,11 @@ class RequestQueue:
     def on_passed(
         self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
     ) -> None:
-        """Count a request that passes heads by taking memory of an engine.
+        """Count the heads that a request overtakes by taking memory of an engine.
 
         Args:
             pool: the engine's pool.
-            entry: the request's place, or None where it never waited.
+            entry: the request's place, or None if the request never waited.
             adapters: the engine's adapters.
         """
         names = ("", *adapters)
@@ -243,20 +243,21 @@ class RequestQueue:
         self.passed += bool(passed)
 
     def _is_full(self, head: QueueEntry) -> bool:
-        """Return whether no more requests may pass a head."""
+        """Return whether no more requests may overtake a head."""
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads ahead of a request, of lines whose engines include all of its engines."""
+        """Yield the heads ahead of a request, in lines whose engines include all of its engines."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the first request of each of these lines that is served before another request.
+        """Yield the first request of each given line, if it is served before another request.
 
-        The first requests of other pools always count as ahead.
+        The first requests of other pools always count as served before.
 
         Args:
-            entry: the other request's place. None while it is not queued, and behind all others.
+            entry: the other request's place, or None if it is not queued and comes after all
+                others.
             keys: the lines.
         """
         for key in keys:
@@ -271,10 +272,10 @@ class RequestQueue:
                 yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
-        """Wake requests behind a head that cannot run, if they need at most `available` bytes.
+        """Wake requests that need at most `available` bytes behind a head that cannot run.
 
         Args:
-            available: bytes available on the freest engine of the pool.
+            available: bytes available on the engine of the pool with the most free memory.
         """
         if not self._is_full(head) and available > 0:
             for place in self._lines[head.line].first(LOOKED_AHEAD):
@@ -282,14 +283,14 @@ class RequestQueue:
                     self._entries[place.number].wake()
 
     def lengths(self) -> Mapping[str, int]:
-        """Return the number of requests that wait, by pool."""
+        """Return the number of waiting requests by pool."""
         result: dict[str, int] = {}
         for (pool, _), line in self._lines.items():
             result[pool] = result.get(pool, 0) + len(line)
         return result
 
     def waits(self) -> Mapping[str, tuple[int, int, float]]:
-        """Return (requests, bytes, earliest arrival) of each pool with waiters."""
+        """Return (requests, bytes, earliest arrival) for each pool with waiting requests."""
         result: dict[str, tuple[int, int, float]] = {}
         for entry in self._entries.values():
             number, size, oldest = result.get(entry.pool, (0, 0, math.inf))
@@ -306,7 +307,7 @@ class RequestQueue:
             self._entries[line.head.number].wake()
 
     def check_integrity(self) -> None:
-        """Assert that lines and bounds agree with the entries."""
+        """Assert that the lines and the bounds agree with the entries."""
         assert len(self) == sum(map(len, self._lines.values()))
         assert len(self) == self._bounds.total.requests
         self._bounds.check_integrity()

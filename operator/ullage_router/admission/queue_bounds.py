@@ -1,8 +1,9 @@
-"""The bounds of the queue, and the evictions when one of them is reached.
+"""The bounds of the queue, and the evictions when a bound is reached.
 
-The queue is bounded by requests, predicted bytes and memory of prompts. When a bound is reached,
-tenants share it by their weights: a newcomer evicts the least urgent request of the tenant with the
-largest share. A request of a higher priority evicts one of a lower priority, in any tenant.
+The queue has bounds on the number of requests, their predicted bytes and the memory of their
+prompts. When a bound is reached, tenants share it by their weights: a new request evicts the least
+urgent request of the tenant with the largest share. A request of a higher priority may evict one of
+a lower priority from any tenant.
 """
 
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
     from ullage_router.admission.queue import QueueEntry, Waiter
 
 MAX_EVICTED = 8
-"""Most requests that one newcomer may evict."""
+"""Maximum number of requests that one new request may evict."""
 
 _EvictionKey = tuple[int, float, int, "QueueEntry"]
-"""(priority, -deadline, -number, entry). The entry with the smallest key is evicted first."""
+"""A tuple (priority, -deadline, -number, entry).
+
+The entry with the smallest key is evicted first.
+"""
 
 
 class QueueFull(Exception):
@@ -28,16 +32,16 @@ class QueueFull(Exception):
 
 
 class Amounts(NamedTuple):
-    """The amounts of each bound that entries use."""
+    """The amounts that entries use of each bound."""
 
     requests: int = 0
     size: int = 0
-    """Predicted bytes."""
+    """Predicted KV bytes."""
     prompt_bytes: int = 0
-    """Memory of this process."""
+    """Bytes of this process's memory."""
 
     def plus(self, waiter: "Waiter", sign: int = 1) -> "Amounts":
-        """Return the amounts with one more request, or with one less for the sign -1."""
+        """Return the amounts after adding a request, or removing one if the sign is -1."""
         return Amounts(
             self.requests + sign,
             self.size + sign * waiter.size,
@@ -60,7 +64,7 @@ class _Holding:
 
 
 class QueueBounds:
-    """Counts the entries of the queue against its bounds.
+    """Counts the queue's entries against the bounds of the queue.
 
     Args:
         section: the bounds, over all pools.
@@ -69,13 +73,13 @@ class QueueBounds:
     def __init__(self, section: QueueSection) -> None:
         self._limits = (section.max_requests, section.max_bytes, section.max_prompt_bytes)
         self.total = Amounts()
-        """Amounts of all entries."""
+        """Total amounts of all entries."""
         self._holdings: dict[str, _Holding] = {}
         """Entries by tenant."""
         self._entries: SortedList[_EvictionKey] = SortedList()
-        """All entries."""
+        """All entries, in the order of eviction."""
         self._shares = [SortedList[tuple[float, str]]() for _ in Amounts()]
-        """(amount / weight, tenant) of all tenants, for each bound."""
+        """A (amount / weight, tenant) tuple for each tenant, by bound."""
 
     def add(self, entry: "QueueEntry") -> None:
         """Count an entry."""
@@ -92,7 +96,7 @@ class QueueBounds:
         self._add_shares(waiter.tenant, holding)
 
     def remove(self, entry: "QueueEntry") -> None:
-        """Remove an entry from the counts."""
+        """Stop counting an entry."""
         tenant = entry.waiter.tenant
         holding = self._holdings[tenant]
         self._remove_shares(tenant, holding)
@@ -108,10 +112,10 @@ class QueueBounds:
             del self._holdings[tenant]
 
     def make_room(self, waiter: "Waiter") -> "list[QueueEntry]":
-        """Remove entries from the counts until a newcomer has room, and return them.
+        """Evict entries from the counts until a new request has room, and return these entries.
 
         Raises:
-            QueueFull: too few entries may be evicted. All of them remain counted.
+            QueueFull: too few entries may be evicted. All entries remain counted.
         """
         evicted: list[QueueEntry] = []
         while (bound := self._exceeded(waiter)) is not None:
@@ -129,16 +133,17 @@ class QueueBounds:
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _exceeded(self, waiter: "Waiter") -> int | None:
-        """Return the index of the bound that a newcomer would exceed, or None when it has room."""
+        """Return the index of the bound that a new request would exceed, or None if it has room."""
         pairs = zip(self.total.plus(waiter), self._limits, strict=True)
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
     def _victim(self, waiter: "Waiter", bound: int) -> "QueueEntry | None":
-        """Return the entry that a newcomer evicts, or None if it may evict none.
+        """Return the entry that a new request evicts, or None if it may not evict any.
 
-        The tenant with the largest share of the bound loses an entry of a lower priority, or one of
-        the same priority if its share is still no smaller than the newcomer's afterwards. Otherwise
-        the entry with the lowest priority of all is evicted, if the newcomer's is higher.
+        The tenant with the largest share of the bound loses an entry of a lower priority. It loses
+        an entry of the same priority only if its share is then still at least the new request's
+        share. Otherwise the entry with the lowest priority of all is evicted, if the new request
+        has a higher priority.
         """
         if not self._entries:
             return None
@@ -168,7 +173,7 @@ class QueueBounds:
             shares.remove(share)
 
     def check_integrity(self) -> None:
-        """Assert that totals and shares agree with the entries."""
+        """Assert that the totals and the shares agree with the entries."""
         waiters = [entry.waiter for *_, entry in self._entries]
         assert self.total.requests == len(waiters)
         assert self.total.size == sum(waiter.size for waiter in waiters)

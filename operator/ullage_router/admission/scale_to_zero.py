@@ -1,7 +1,7 @@
 """Holds requests for pools that are scaled to zero until an engine has started.
 
-While requests are held, within bounds, the router reports their pools as wanted, and the operator
-starts an engine.
+The number of held requests is bounded. While requests are held, the router reports their pools as
+wanted, and the operator starts an engine.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from ullage_router.policy.placement import home_of, is_large, room_of
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between two DNS look-ups while requests are held."""
 WANTED_S = 15.0
-"""Seconds for which a pool is reported as wanted after a request that was not held."""
+"""Seconds for which a pool is reported as wanted after a request that could not be held."""
 
 
 class ColdStartQueue:
-    """Holds requests for pools that are scaled to zero, within bounds.
+    """Holds a bounded number of requests for pools that are scaled to zero.
 
     Args:
         section: the bounds.
         is_scaled_to_zero: returns whether a pool may sleep and none of its engines takes requests.
-        resolve_engines: starts a DNS look-up for engines as soon as one is allowed.
+        resolve_engines: starts a DNS look-up for engines as soon as a look-up is allowed.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class ColdStartQueue:
         """Time of the last request that was not held, by pool."""
         self._changed = asyncio.Event()
         self._refusal: ServiceError | None = None
-        """The error of all requests, or None while requests may be held."""
+        """The error with which all requests are refused, or None while requests may be held."""
         self.is_closed = False
-        """Whether the router is stopping and holds no more requests."""
+        """Whether the router is stopping and therefore holds no more requests."""
         self.held_bytes = 0
-        """Memory of this process that held requests use, bytes."""
+        """Bytes of this process's memory that held requests use."""
         self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
     def held(self, pool: str) -> int:
-        """Return the number of requests that wait for this pool to wake."""
+        """Return the number of requests that are held until this pool wakes."""
         return len(self._held.get(pool, ()))
 
     def request_wake(self, pool: str) -> None:
-        """Record a request for the pool that was not held."""
+        """Record a request for the pool that cannot be held."""
         self._requested[pool] = time.monotonic()
         self._notify()
 
     def wanted(self, pool: str) -> int:
-        """Return the number of held requests for a pool, or 1 after a recent one that was not."""
+        """Return the number of held requests for a pool, or 1 after a recent one not held."""
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
         return self.held(pool) or int(is_recent and self._is_scaled_to_zero(pool))
@@ -78,8 +78,8 @@ class ColdStartQueue:
         """Wait until the pool is awake.
 
         Args:
-            size: memory of this process that the request uses, bytes.
-            held_s: seconds for which the request was already held.
+            size: bytes of this process's memory that the request uses.
+            held_s: seconds for which the request has already been held.
 
         Raises:
             ServiceError: too many requests are held, the pool took too long, or the router stops.
@@ -97,20 +97,20 @@ class ColdStartQueue:
             self.held_bytes -= size
 
     def on_engines_change(self) -> None:
-        """Release the requests of pools that are awake, since engines may have been added."""
+        """Release the requests of pools that are awake, because engines may have been added."""
         for pool, futures in self._held.items():
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests, including held ones, with an error. None ends the refusal."""
+        """Refuse all requests, including held ones, with an error. None stops refusing."""
         self._refusal = error
         if error:
             self._requested.clear()
             self.end()
 
     def close(self) -> None:
-        """Refuse new requests, so that they go to another router. Held requests remain held."""
+        """Refuse new requests, so that clients use another router. Held requests remain held."""
         self.is_closed = True
         self._notify()
 
@@ -120,7 +120,7 @@ class ColdStartQueue:
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until one of the pools is wanted, the time has passed, or the router stops."""
+        """Wait until a pool is wanted, the time has passed, or the router stops."""
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -193,12 +193,12 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the request's home if that pool is scaled to zero, otherwise an empty string.
+    """Return the request's home if that pool is scaled to zero (empty otherwise).
 
     Args:
         views: running engines, and the remembered engines of empty pools.
-        scaled_to_zero: empty pools. A pool without a view has never had an engine here, so the
-            request may fit there.
+        scaled_to_zero: empty pools. A pool without a view has never had an engine that this router
+            saw, so the request may fit there.
     """
     able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
     unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]
@@ -220,7 +220,7 @@ class ScaleToZero:
     Args:
         config: the pools that may be scaled to zero, and the bounds.
         engines: the running engines.
-        admission: prices requests.
+        admission: predicts the memory of requests.
     """
 
     def __init__(self, config: RouterConfig, engines: Engines, admission: Admission) -> None:
@@ -235,7 +235,7 @@ class ScaleToZero:
 
     @property
     def scaled_to_zero(self) -> frozenset[str]:
-        """Pools that may sleep and have no engine that takes requests."""
+        """Pools that may be scaled to zero and have no engine that takes requests."""
         return frozenset(filter(self.is_scaled_to_zero, self.pools))
 
     def is_scaled_to_zero(self, pool: str) -> bool:
@@ -243,7 +243,8 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until the model is known, since its tokenizer prices requests.
+        """Hold the request until the model is known, since its tokenizer is needed to predict
+        memory.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -257,7 +258,8 @@ class ScaleToZero:
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until its pool has an engine, and once more if that engine goes away.
+        """Hold the request until its pool has an engine, and hold it again once if that engine goes
+        away.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -311,7 +313,7 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return the last engine of each empty pool, viewed as an idle engine."""
+        """Return the last engine of each empty pool, as if the engine were idle."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]
