@@ -243,8 +243,7 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until the model is known, since its tokenizer is needed to predict
-        memory.
+        """Hold the request until the model is known, since memory is predicted with its tokenizer.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -258,8 +257,7 @@ class ScaleToZero:
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until its pool has an engine, and hold it again once if that engine goes
-        away.
+        """Hold the request until its pool has an engine, and once more if that engine is lost.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.

@@ -1,4 +1,4 @@
-"""One request's way through the router, from a validated call to a stream of deltas.
+"""The path of a request through the router, from a validated call to a stream of deltas.
 
-The package calls the packages below it in order. It knows neither HTTP nor gRPC services.
+The package calls the lower-level packages in order. It depends on neither HTTP nor gRPC services.
 """

@@ -1,8 +1,8 @@
-"""Identical deterministic requests in flight share one generation.
+"""Lets identical deterministic requests in flight share one generation.
 
-The first request starts the generation at once. Others join shortly after and get its events from
-the beginning. The generation runs in its own task, so it ends with the last of its requests rather
-than with the first. Each request reads the generation's log of events at its own pace.
+The first request starts the generation at once. Other requests join shortly after and get its
+events from the beginning. The generation runs in a separate task, so it ends with the last of its
+requests instead of the first. Each request reads the generation's log of events at its own pace.
 """
 
 import asyncio
@@ -28,16 +28,18 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Seconds for which others may join a generation before its first token, for any window."""
+"""Seconds for which requests may join a generation before its first token, for any window."""
 MAX_LOG_BYTES = 1 << 20
-"""Bytes of an answer that are kept for requests that join or read slowly: several times the longest
-usual answer."""
+"""Bytes of an answer that are kept for requests that join late or read slowly.
+
+This is several times the longest usual answer.
+"""
 MAX_UNREAD_BYTES = 64 << 10
-"""Bytes that the engine may be ahead of the fastest reader."""
+"""Maximum bytes that the engine may be ahead of the fastest reader."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether a repeated request gives the same text: greedy, seeded, or a beam search."""
+    """Return whether a repeated request gives the same text: greedy, seeded or beam search."""
     sampling = request.sampling
     is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
     return is_greedy or sampling.HasField("seed") or request.samples.HasField("beam")
@@ -49,7 +51,7 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
     The key covers every field of the request except its id, including fields of future versions.
 
     Args:
-        asker: differs for clients that may not share.
+        asker: differs between clients that may not share a generation.
     """
     anonymous = inference_pb2.GenerateRequest()
     anonymous.CopyFrom(request)
@@ -60,10 +62,10 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """The generations of this router that requests may join, at most one a request in flight.
+    """The generations of this router that requests may join, at most one per request in flight.
 
     joined
-        requests that shared the generation of another
+        number of requests that shared the generation of another request
     """
 
     def __init__(self, section: CoalesceSection) -> None:
@@ -75,13 +77,13 @@ class Coalescer:
         return len(self._open)
 
     async def share(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the call, which may be shared with other calls.
+        """Return the answer to the call. The answer may be shared with other calls.
 
         Args:
-            proceed: starts a generation. Its answer is closed when all requests have left.
+            proceed: starts a generation. The answer is closed when all requests have left.
 
         Raises:
-            ServiceError: as `proceed`, for all requests that share the answer.
+            ServiceError: `proceed` raised it. All requests that share the answer get the error.
         """
         if not is_deterministic(call.request):
             return await proceed(call)
@@ -115,12 +117,12 @@ class Coalescer:
 
 
 class SharedGeneration:
-    """One generation, its log and its readers.
+    """One generation, with its event log and its readers.
 
     Args:
         call: the first request.
-        window_s: how long others may join after the first event, in seconds.
-        keeps_all: whether others may join while anybody reads, and after the end.
+        window_s: seconds after the first event during which other requests may join.
+        keeps_all: whether requests may join as long as there are readers, and after the end.
 
     is_finished
         whether the whole answer was generated
@@ -148,10 +150,10 @@ class SharedGeneration:
         self._readers: set[_Reader] = set()
         self._log: deque[Event] = deque()
         self._dropped = 0
-        """Number of events that the log has lost at its beginning."""
+        """Number of events that were dropped from the beginning of the log."""
         self._log_bytes = 0
         self._written = 0
-        """Bytes of all events so far."""
+        """Total bytes of all events so far."""
         self._changed = asyncio.Event()
         self._may_go_on = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -160,7 +162,7 @@ class SharedGeneration:
     def is_joinable(self) -> bool:
         """Return whether a request may join.
 
-        A joined request gets the whole answer, about as early as from its own generation.
+        A joined request gets the whole answer, about as early as from a separate generation.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
@@ -170,7 +172,7 @@ class SharedGeneration:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the answer that are kept."""
+        """Return the number of bytes of the answer that are kept."""
         return self._log_bytes
 
     @property
@@ -178,7 +180,7 @@ class SharedGeneration:
         return time.monotonic() - self._started
 
     def run(self, start: Handler, on_end: Callable[[], None]) -> None:
-        """Start the generation in its own task."""
+        """Start the generation in a separate task."""
         self._task = asyncio.create_task(self._run(start, on_end), name="generation")
 
     def join(self, call: Call) -> "_Reader":
@@ -188,7 +190,7 @@ class SharedGeneration:
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Remove a reader. The generation ends with its last reader."""
+        """Remove a reader. The generation ends when its last reader leaves."""
         self._readers.discard(reader)
         self._may_go_on.set()
         if not self._readers and self._task:
@@ -216,7 +218,7 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Let the engine continue after a read, and drop events that no reader can need."""
+        """Let the engine continue after a read, and drop events that no reader needs any more."""
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):
@@ -268,7 +270,7 @@ class SharedGeneration:
 
 
 class _Reader:
-    """One request's view of a generation, with its own id, usage and deadline."""
+    """One request's view of a generation, with the request's id, usage and deadline."""
 
     def __init__(self, generation: SharedGeneration, call: Call) -> None:
         self.accepted = inference_pb2.Accepted()
@@ -331,7 +333,7 @@ class _Reader:
     def _error(self) -> BaseException:
         """Return a copy of the error for this reader.
 
-        An exception that several tasks raise would collect the tracebacks of all of them.
+        An exception that is raised by several tasks would collect the tracebacks of all of them.
         """
         error = self._generation.error
         if not isinstance(error, ServiceError):
@@ -345,7 +347,7 @@ class _Reader:
         )
 
     def _adopt_decision(self) -> None:
-        """Copy the generation's decision, which all requests that share it have in common."""
+        """Copy the decision of the generation, which applies to all requests that share it."""
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id

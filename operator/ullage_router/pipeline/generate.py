@@ -1,8 +1,8 @@
-"""The last stage of a request: run it on an engine, and on another engine if the first one fails.
+"""The last stage of a request, which runs on an engine, or on another engine if the first fails.
 
-If an engine fails before the first token, the request is retried on another engine while that may
-help. If an engine is lost later, another one resumes the answer (`resume.py`). Each engine holds
-credit for its part, while quota, limits and metrics count the request once.
+If an engine fails before the first token, the request is retried on another engine as long as that
+may help. If an engine is lost later, another engine resumes the answer (`resume.py`). Each engine
+holds credit for its part of the answer. Quota, limits and metrics count the request only once.
 
 An answer ends with the reason TIMEOUT when its next token does not arrive in time, or when the time
 limit of the whole answer has passed.
@@ -42,13 +42,15 @@ from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
 TOTAL_MARGIN_S = 0.5
-"""Margin before the end of a request's time limit, in seconds. An answer that ends with TIMEOUT
-within the margin has used up its time, since engines end answers a little early. An earlier TIMEOUT
-means that the engine stalled."""
+"""Margin before the end of a request's time limit, in seconds.
+
+Engines end answers a little early. So an answer that ends with TIMEOUT within the margin has used
+up its time. An earlier TIMEOUT means that the engine stalled.
+"""
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
-"""Failures that are not caused by the request, so that the client may send it again."""
+"""Failures that are not caused by the request, so that the client may send the request again."""
 
 
 class EngineSender:
@@ -58,9 +60,9 @@ class EngineSender:
         streaming: the flow control of tokens.
         limits: how long an engine may take between tokens.
         admission: reserves memory on an engine.
-        balancer: holds the budget of retries.
-        signer: signs requests for engines that require it, or None where no engine does.
-        rollout: counts outcomes by side, or None where there is never a canary.
+        balancer: holds the retry budget.
+        signer: signs requests for engines that require signatures, or None if no engine does.
+        rollout: counts outcomes by side, or None if there is never a canary.
         on_resumption: called whenever an answer loses its engine.
     """
 
@@ -131,7 +133,10 @@ class EngineSender:
         return Generation(call, reservation, progress, stream, self._resumer)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
-        """Return whether to try another engine. A retry after an engine's fault uses the budget."""
+        """Return whether to try another engine.
+
+        A retry after an engine's fault uses the retry budget.
+        """
         breakages = sum(failure.reason in BREAKAGES for failure in failures)
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
         if error.code not in ANOTHER_ENGINE_MAY or is_enough:
@@ -144,7 +149,7 @@ class EngineSender:
     async def _send_to_engine(
         self, call: Call, reservation: Reservation, progress: Progress
     ) -> EngineStream:
-        """Send the request and wait for its first token.
+        """Send the request to an engine, and wait for the first token.
 
         Raises:
             ServiceError: the engine refused or failed.
@@ -206,7 +211,7 @@ class EngineSender:
 
 
 class Generation:
-    """An answer that has begun, on one engine after another."""
+    """An answer that has started. It may run on several engines, one after another."""
 
     def __init__(
         self,
@@ -225,14 +230,14 @@ class Generation:
         self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
         self._num_counted: int | None = None
-        """Output tokens as the engine counted them, or None before the end."""
+        """Number of output tokens as counted by the engine, or None before the end."""
 
     @property
     def output_tokens(self) -> int:
         return self._progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events.
+        """Yield the events of the answer.
 
         Raises:
             ServiceError: the answer is lost after tokens were sent.
@@ -278,12 +283,12 @@ class Generation:
             yield event
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
-        """Return whether no engine resumed in time, so that the tokens so far become the answer."""
+        """Return whether no engine resumed in time. The tokens so far then become the answer."""
         has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
 
     def _cut_off(self, failure: ServiceError) -> Event:
-        """Return the last event of an answer that no engine resumed."""
+        """Return the last event for an answer that no engine resumed."""
         event = timed_out(self.accepted, self._progress.num_tokens)
         event.finished.stop_string = failure.reason
         self._finish(event.finished)
@@ -313,12 +318,12 @@ class Generation:
         self._resumed_on.append(self._reservation.engine.id)
 
     def close(self) -> None:
-        """End the engine's work on the answer, unless it has ended."""
+        """End the engine's work on the answer, unless the answer has ended."""
         self._stream.close()
 
 
 class _OnEngine:
-    """The part of an answer that one engine generates. Its first token has arrived."""
+    """The part of an answer that one engine generates, starting from its first token."""
 
     def __init__(
         self,
@@ -384,7 +389,7 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report an answer's end to the breaker, unless the answer used up its time limit."""
+        """Report the end of an answer to the circuit breaker, unless its time limit was used up."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -394,7 +399,10 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a last event if only the time limit passed. Otherwise raise the failure."""
+        """Return a last event if the failure was only the time limit.
+
+        Otherwise raise the failure.
+        """
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -406,7 +414,7 @@ class _OnEngine:
         raise error
 
     def close(self) -> None:
-        """End the engine's work on the answer, unless it has ended."""
+        """End the engine's work on the answer, unless the answer has ended."""
         if not self._is_closed:
             self._is_closed = True
             engine = self._reservation.engine
@@ -420,7 +428,7 @@ class _OnEngine:
 def _engine_request(
     call: Call, reservation: Reservation, progress: Progress
 ) -> inference_pb2.GenerateRequest:
-    """Return the request for the engine, with token ids and the granted limits."""
+    """Return the request for the engine, with its token ids and the granted limits."""
     limit_s = reservation.credit.step_limit_s
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
@@ -490,13 +498,13 @@ async def _expect(source: Source) -> Event:
 
 
 def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raise ServiceError if a draining engine cut off an answer that no client cancelled."""
+    """Raise ServiceError if a draining engine cut off the answer without the client cancelling."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.cancelled_by_engine()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
-    """Return the error for the client when no engine could serve the request."""
+    """Return the error for the client if no engine could serve the request."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(timeout_s)
     if error.code in _NO_ENGINE:

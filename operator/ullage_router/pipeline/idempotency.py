@@ -1,8 +1,8 @@
 """Requests of a tenant with the same `Idempotency-Key` get one answer, which is generated once.
 
-A request joins a running generation, or gets the finished answer while that is cached. The same key
-with another body is an error. A request that failed, or that all clients left before its end, is
-removed, and the next request with the key runs again.
+A request joins a running generation, or gets the finished answer while the answer is cached. The
+same key with a different body is an error. A request is forgotten if it failed, or if all clients
+left before its end. The next request with the key then runs again.
 
 Answers are kept in the memory of this router. Other replicas do not have them, so a request that
 reaches another replica with the same key is generated there once more.
@@ -25,31 +25,31 @@ from ullage_router.pipeline.replace import checked_key
 HEADER = "idempotency-key"
 
 _Name = tuple[str, str]
-"""(tenant, key)"""
+"""The key of an answer: (tenant, idempotency key)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One key's request and its answer."""
+    """The request for one key, and its answer."""
 
     digest: bytes
     """Digest of the request."""
     generation: SharedGeneration
     size: int = 0
-    """Bytes of the finished answer."""
+    """Bytes that the finished answer uses."""
     expires: float = 0.0
-    """Time at which the finished answer expires, on the clock."""
+    """Time at which the finished answer expires."""
 
 
 class IdempotencyKeys:
-    """Running answers by key, and finished ones until they expire.
+    """Running answers by key, and finished answers until they expire.
 
     Args:
-        section: bounds the time and the bytes of finished answers.
-        clock: monotonic seconds.
+        section: limits on the lifetime and the bytes of finished answers.
+        clock: monotonic clock, in seconds.
 
     repeated
-        requests that got the answer to an earlier one
+        number of requests that got the answer to an earlier request
     """
 
     def __init__(
@@ -61,20 +61,21 @@ class IdempotencyKeys:
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
-        """Finished answers, the first to expire first."""
+        """Finished answers, ordered by when they expire."""
         self._size = 0
         self.repeated = 0
 
     @property
     def size(self) -> int:
-        """Return the bytes of all finished answers that are kept."""
+        """Return the total bytes of the finished answers that are kept."""
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the first request with the key, or start it.
+        """Return the answer to the first request with the key, or start the first request.
 
         Raises:
-            ServiceError: the key is too long or was sent with another request, or as `proceed`.
+            ServiceError: the key is too long or was sent with a different request, or `proceed`
+                failed.
         """
         if not call.idempotency_key:
             return await proceed(call)

@@ -1,7 +1,7 @@
-"""A request's way through the router, from its check to an engine's first token.
+"""The path of a request through the router, from its checks to the first token from an engine.
 
-`RequestStages` calls the stages in their order. The order matters: a request is charged once the
-router knows where it may run, and may share a generation only after its own quota and prompt are
+`RequestStages` calls the stages in order. The order matters: a request is charged once the router
+knows where the request may run. It may share a generation only after its quota and prompt are
 checked. Stages of disabled features are skipped.
 """
 
@@ -39,7 +39,7 @@ _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 class OptionalStages(msgspec.Struct, frozen=True):
-    """The stages of optional features, or None where the feature is off."""
+    """The stages of optional features. A stage is None if the feature is off."""
 
     replacer: Replacer | None = None
     idempotency: IdempotencyKeys | None = None
@@ -52,11 +52,11 @@ class OptionalStages(msgspec.Struct, frozen=True):
 class RequestStages:
     """The stages of every request up to the first token of its answer.
 
-    Each method gets the call with the results of the earlier stages, and passes it to the next
-    method with the results of its own stages.
+    Each method gets the call with the results of the earlier stages, adds its results, and passes
+    the call to the next method.
 
     Args:
-        config: the model's name, and limits.
+        config: the model's name, and the limits.
         engines: the engines, with their models and expected output.
         prompts: renders prompts.
         sender: sends requests to engines.
@@ -92,7 +92,7 @@ class RequestStages:
         return await self._in_time(call)
 
     async def _in_time(self, call: Call) -> ResponseStream:
-        """Bound the time to the first token."""
+        """Apply the time limit of the first token."""
         deadline = call.deadline
         try:
             async with asyncio.timeout(max(0.0, deadline.first_token_remaining_s)) as timeout:
@@ -112,7 +112,7 @@ class RequestStages:
         return await run(call)
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
-        """Run the steps of the cascade. One step may be this service's own engines.
+        """Run the steps of the cascade. A step may run on the engines of this service.
 
         The tenant is charged an estimate, since another service may count the request's tokens.
         """
@@ -121,7 +121,7 @@ class RequestStages:
         return await self._optional.cascade.run(call, self._on_own_engines)
 
     async def _on_own_engines(self, call: Call) -> ResponseStream:
-        """Draw a side of the rollout, and render the prompt for its engines."""
+        """Choose a side of the rollout, and render the prompt for the engines of that side."""
         scale_to_zero = self._optional.scale_to_zero
         rollout = self._optional.rollout
         if scale_to_zero:
@@ -142,7 +142,7 @@ class RequestStages:
         return await self._generate(call)
 
     def _open(self, call: Call) -> str:
-        """Check the request and count it in its tenant's quota.
+        """Check the request, and count it against the tenant's quota.
 
         Returns:
             The adapter that the request names.
@@ -161,7 +161,7 @@ class RequestStages:
         return adapter
 
     async def _render(self, call: Call, side: Side) -> Prompt:
-        """Return the prompt for the model of a side.
+        """Return the prompt, rendered for the model of one side of the rollout.
 
         Raises:
             ServiceError: no model is known, or the input is invalid.
@@ -183,7 +183,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return the output tokens that are charged in advance, over all answers of the request."""
+        """Return the output tokens to charge in advance, over all answers of the request."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
@@ -192,12 +192,12 @@ class RequestStages:
 
 
 class RequestPipeline:
-    """Serves requests of both protocols.
+    """Serves the requests of both HTTP and gRPC.
 
     Args:
-        handler: begins answers (`RequestStages.begin`).
-        on_end: called with every record once its request is over.
-        tracer: makes the spans of requests, or None where tracing is off.
+        handler: starts answers (`RequestStages.begin`).
+        on_end: called with the record of each request when the request has ended.
+        tracer: creates the spans of requests, or None if tracing is off.
 
     inflight
         number of requests that are being served
@@ -225,7 +225,7 @@ class RequestPipeline:
     async def serve(
         self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
     ) -> AsyncIterator[ResponseStream]:
-        """Open an answer that has its first token. The end of the block closes the answer.
+        """Open an answer that has its first token. The answer is closed when the `with` block ends.
 
         Args:
             cancelled_by: returns the error of another request that caused a cancellation, or
@@ -270,7 +270,7 @@ class RequestPipeline:
         """Count a request that was refused before it became a Call.
 
         Args:
-            tenant: the tenant's session, or None where the tenant is not known.
+            tenant: the tenant's session, or None if the tenant is unknown.
             trace: the client's trace context (`trace_context`).
         """
         _copy_error(record, error)
@@ -310,7 +310,7 @@ def _copy_decision(call: Call) -> None:
 
 
 def _copy_error(record: RequestRecord, error: BaseException) -> None:
-    """Copy the client's error into the record."""
+    """Copy the error that the client gets into the record."""
     if isinstance(error, ServiceError):
         record.status = errors.http_status(error)
         record.error = error.reason

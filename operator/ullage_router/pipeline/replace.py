@@ -18,14 +18,14 @@ from ullage_router.errors import REPLACED
 MAX_KEY_CHARACTERS = 256
 HEADER = "x-ullage-replace"
 MAX_WAIT_S = 1.0
-"""Seconds that a later request waits for the end of the earlier one, which returns quota."""
+"""Seconds that a later request waits for the earlier one to end and return its quota."""
 
 
 class Replacer:
-    """The requests of this router that hold a key, at most one entry a request in flight.
+    """The requests of this router that hold a key, with at most one entry per request in flight.
 
     replaced
-        number of requests that a later one ended
+        number of requests that a later request ended
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Replacer:
         self.replaced = 0
 
     async def replace_earlier(self, call: Call, proceed: Handler) -> ResponseStream:
-        """End an earlier call with the same key. A later call ends this one.
+        """End an earlier call with the same key. A later call with the key ends this call.
 
         Raises:
             ServiceError: the call was replaced, or its key is too long.
@@ -79,10 +79,10 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """End the request, and wait up to `MAX_WAIT_S` for its end.
+        """End the request, and wait up to `MAX_WAIT_S` until it has ended.
 
         The engine stops at once. The request also ends at once if its task is waiting for the
-        answer. Otherwise, for example while a slow client reads, it ends at the next read.
+        answer. Otherwise, for example while a slow client reads, the request ends at the next read.
         """
         self._is_replaced = True
         if self._is_waiting:
@@ -151,7 +151,7 @@ class _ReplaceableStream:
 
 
 def checked_key(header: str, key: str) -> str:
-    """Return the key of a header after a check of its length."""
+    """Check the length of a header's key, and return the key."""
     if len(key) > MAX_KEY_CHARACTERS:
         message = f"{header} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
         raise invalid(header, message)

@@ -1,7 +1,7 @@
-"""Another engine resumes an answer that has lost its engine.
+"""Resumes an answer on another engine after its engine is lost.
 
-The client sees only a pause. Another engine continues from the tokens received so far. If none is
-available, the stream waits for one up to the limit between two tokens.
+The client sees only a pause. Another engine continues from the tokens received so far. If no engine
+is available, the stream waits for an engine, up to the time limit between two tokens.
 """
 
 import asyncio
@@ -37,31 +37,36 @@ ANOTHER_ENGINE_MAY = frozenset(
         *errors.OF_THE_ROUTER,
     }
 )
-"""Failures that another engine may not have. All other failures are caused by the request."""
+"""Failures that may not occur on another engine. All other failures are caused by the request."""
 _ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""The same while an answer is resumed, since an engine may not support continuations."""
+"""The same failures while an answer is resumed, since an engine may not support continuations."""
 
 log = logging.getLogger(__name__)
 
 OnResumption = Callable[[str, str], None]
-"""Called with the cause of an engine's loss after the first token, and the outcome for the answer:
-`resumed` or `lost`."""
+"""Called when an engine is lost after the first token.
+
+The arguments are the cause of the loss, and the outcome for the answer: `resumed` or `lost`.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The parts of the router that every takeover uses."""
+    """The parts of the router that every takeover of an answer uses."""
 
     admission: Admission
     send: Send
     on_resumption: OnResumption
     _suspected: set[str] = field(default_factory=set)
-    """Keys of engines that run a suspect: a request that may break engines, until its next token.
-    An engine runs at most one suspect, so that no other suspect is blamed for a failure."""
+    """Keys of engines that run a suspect.
+
+    A suspect is a request that may break engines, until its next token. An engine runs at most one
+    suspect, so that no other suspect is blamed for a failure.
+    """
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
-        """Keep other suspects from the engine within the block.
+        """Keep other suspects away from the engine within a `with` block.
 
         Raises:
             _SuspectThere: the engine runs a suspect. The reservation was released.
@@ -78,7 +83,7 @@ class Resumer:
 
 
 class Takeover:
-    """The search for another engine, each time that one answer has lost its engine.
+    """The search for another engine whenever the engine of an answer is lost.
 
     Args:
         resumer: the parts of the router that the takeover uses.
@@ -103,7 +108,7 @@ class Takeover:
 
         Args:
             lost: the reservation on the lost engine. Its credit was released.
-            error: the error with which the answer broke off.
+            error: the error with which the answer was cut off.
 
         Raises:
             ServiceError: the last error of an engine, when the answer is given up.
@@ -142,7 +147,7 @@ class Takeover:
     async def _take_over(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one takes over. Raise ServiceError after too many losses."""
+        """Try engines until one takes over the answer. Raise ServiceError after too many losses."""
         progress = self._progress
         while True:
             self._losses.add(error, progress)
@@ -162,10 +167,10 @@ class Takeover:
                 error = another.error
 
     async def _on_next_engine(self) -> tuple[Reservation, EngineStream]:
-        """Wait for an engine that takes the rest of the answer.
+        """Wait for an engine that generates the rest of the answer.
 
-        A suspect goes only to an engine that runs no other suspect. Pauses for that do not count as
-        time without a token.
+        A suspect goes only to an engine that runs no other suspect. Waiting for such an engine does
+        not count as time without a token.
 
         Raises:
             _EngineLost: an engine failed before it sent a token.
@@ -236,7 +241,7 @@ class _SuspectThere(Exception):
 
 
 class _EngineLost(Exception):
-    """An engine that was to resume an answer failed before it sent a token."""
+    """An engine that was about to resume an answer failed before it sent a token."""
 
     def __init__(self, reservation: Reservation, error: ServiceError) -> None:
         super().__init__(error.message)
@@ -245,12 +250,12 @@ class _EngineLost(Exception):
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Return whether the engine refused the request without a failure."""
+    """Return whether the engine refused the request rather than failing."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
 
 
 def _cause_of(error: ServiceError) -> str:
-    """Return the cause of an engine's loss, as a label of metrics."""
+    """Return the cause of an engine's loss, as a label for metrics."""
     if error.reason in BREAKAGES:
         return "worker"
     if error.reason in errors.LEAVING:

@@ -1,4 +1,4 @@
-"""Tickets with which clients stream straight from engines: placing, signing, and open tickets.
+"""Tickets that let clients stream directly from engines: placing, signing, and open tickets.
 
 The package places requests by the rules of admission. It never carries tokens.
 """

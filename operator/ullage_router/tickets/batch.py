@@ -1,9 +1,9 @@
-"""Place a batch of picked requests over one view of the engines.
+"""Place a batch of picked requests, using one view of the engines.
 
 The batch follows the rules of all other requests. It samples a few engines if a request fits its
 home pool unchanged, and otherwise considers all engines. Requests that the batch has placed count
-for the rest of the batch. Several equal requests are placed at once if decisions one by one could
-have placed each of them the same way.
+for the rest of the batch. Several equal requests are placed at once if individual decisions could
+have placed each of them in the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from ullage_router.policy.placement import room_of
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
-"""Most decisions over which equal requests are spread."""
+"""Maximum number of decisions over which equal requests are spread."""
 HELD = Refuse(
     "busy",
     "TICKETS_HELD",
@@ -37,38 +37,40 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""Returns the number of equal requests that may be reserved on an engine. Its arguments are the
-engine, and the bytes and prompt tokens of each request."""
+"""Returns how many equal requests may be reserved on an engine.
+
+The arguments are the engine, and the bytes and prompt tokens of each request.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request as its client priced it."""
+    """A request, with its size as computed by the client."""
 
     prompt_tokens: int
     max_tokens: int
-    """Largest number of output tokens of each answer, or 0 for the service's limit."""
+    """Maximum number of output tokens of each answer, or 0 for the service's limit."""
     samples: int = 1
     preferred: str = ""
     """Key of the engine that has the request's prefix in its caches."""
     refused_by: frozenset[str] = frozenset()
-    """Keys of engines that may not get the request."""
+    """Keys of engines that must not get the request."""
     limit: int = 0
-    """Largest number of output tokens that the tenant may have, or 0 for the service's limit."""
+    """Maximum number of output tokens that the tenant may have, or 0 for the service's limit."""
     comes_at_end: bool = False
-    """Whether the whole answer arrives at its end, such as the best of several."""
+    """Whether the whole answer arrives at once at its end, as for the best of several."""
 
 
 class PickBatch:
-    """Decide requests one after another, each over the resources left by earlier ones.
+    """Decide requests one after another, each with the resources that earlier requests left.
 
     Args:
-        views: The engines at this moment.
-        policy: The policy of the ladder.
+        views: The engines at the current moment.
+        policy: The rules of the ladder.
         ahead: Bytes for which queued requests wait, by pool.
-        max_output_tokens: The service's limit of output tokens.
-        limits: Time limits of each request. An answer that arrives at its end has the end's limit
-            also for its first token.
+        max_output_tokens: The service's limit on output tokens.
+        limits: Time limits of each request. For an answer that arrives at once at its end, the
+            first token has the same limit as the end.
     """
 
     def __init__(
@@ -109,9 +111,9 @@ class PickBatch:
         """Place equal requests on one engine, or return the reason why none of them runs now.
 
         Args:
-            ask: Each of the requests.
+            ask: The request, of which all others are copies.
             draw: A random number for the draw of engines.
-            most: Most requests to place, at least 1.
+            most: Maximum number of requests to place, at least 1.
             room: Bounds the caller's requests on an engine. None allows all that fit.
 
         Returns:
@@ -174,7 +176,7 @@ class PickBatch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return the engines for `decide_among`: drawn engines and the preferred one."""
+        """Return the engines for `decide_among`: some random engines and the preferred engine."""
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)
@@ -191,8 +193,8 @@ class PickBatch:
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
         """Return how many equal requests fit on an engine, the first of which is known to fit.
 
-        Memory is simply divided. Time is not linear, so the number is halved until the last request
-        would still be on time.
+        The number that fits in memory is a simple division. Time is not linear, so the number is
+        halved until the last request would still be on time.
         """
         size = demand.kv_bytes
         prompt = facts.prompt_tokens

@@ -1,7 +1,8 @@
-"""Open picks: their reservations of engine memory and tenant quota, and when those end.
+"""Open picks, with their reservations of engine memory and tenant quota, and when those end.
 
-A use of a ticket is *unused* until the client reports that the engine accepted it, and *used* from
-then on. A client's reports return credit early. Without reports, credit returns after a time:
+A use of a ticket is *unused* until the client reports that the engine accepted the request, and
+*used* from then on. A client's reports return credit early. Without reports, credit returns after a
+time:
 
     unused    when engines no longer accept the ticket
     used      at the same time. If the tenant's concurrency is limited, the request counts until
@@ -19,12 +20,12 @@ from ullage_router.policy.credit import Credit
 from ullage_router.tenants.session import TenantSession
 
 SERVED = 200
-"""HTTP status of ended picks in the metrics of tenants."""
+"""HTTP status of ended picks, for the metrics of tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketCharge:
-    """The price of each use of a ticket, and the tenant's session that pays it."""
+    """The price of each use of a ticket, and the tenant session that pays it."""
 
     session: TenantSession
     prompt_tokens: int
@@ -42,25 +43,25 @@ class TicketCharge:
 
 @dataclass(slots=True, eq=False)
 class _OpenTicket:
-    """One ticket with its uses."""
+    """An open ticket with its uses."""
 
     engine: Engine
     unused: list[Credit]
     charge: TicketCharge | None
     until: float
-    """Time at which the ticket's remaining uses expire."""
+    """Time at which the remaining uses of the ticket expire."""
     holder: str = ""
-    """The caller that pays nothing for the ticket, or empty if a tenant pays."""
+    """The caller that gets the ticket for free (empty if a tenant pays for it)."""
     used: list[Credit] = field(default_factory=list)
 
 
 class OpenTickets:
-    """Every pick that has neither ended nor expired.
+    """All picks that have neither ended nor expired.
 
     Args:
         ticket_s: Seconds after which engines no longer accept a ticket and have reported the
             requests that came with it.
-        request_s: Longest duration of a request, in seconds.
+        request_s: Maximum duration of a request, in seconds.
         clock: Monotonic clock, in seconds.
     """
 
@@ -71,15 +72,15 @@ class OpenTickets:
         # Both are in the order in which the tickets expire, since all have the same lifetime.
         self._fresh: dict[int, _OpenTicket] = {}
         self._running: dict[int, _OpenTicket] = {}
-        """Expired tickets whose accepted uses may still run."""
+        """Expired tickets whose accepted uses may still be running."""
         self.open = 0
-        """Uses that have neither ended nor expired."""
+        """Number of uses that have neither ended nor expired."""
         self._open_by_holder: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        """Numbers of uses that were placed, ended or expired, by these words."""
+        """Number of uses by outcome: placed, ended or expired."""
 
     def open_of(self, holder: str) -> int:
-        """Return the number of open uses of one holder that pays nothing."""
+        """Return the number of open uses of a holder that does not pay."""
         return self._open_by_holder[holder]
 
     def add(
@@ -93,7 +94,7 @@ class OpenTickets:
         """Add a ticket with as many uses as there are credits.
 
         Args:
-            holder: the caller that pays nothing, or empty if the caller pays.
+            holder: the caller that does not pay, or empty if the caller pays.
         """
         until = self._clock() + self._ticket_s
         self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)
@@ -103,9 +104,9 @@ class OpenTickets:
         self.counts["placed"] += len(credits)
 
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
-        """Record a client's report of tickets, each listed once for every use.
+        """Record a client's report of tickets, in which a ticket is listed once for every use.
 
-        Unknown tickets are ignored. They have expired, or belong to another router.
+        Unknown tickets are ignored. They have either expired or belong to another router.
         """
         for number, count in Counter(accepted).items():
             if ticket := self._find(number):
@@ -118,7 +119,7 @@ class OpenTickets:
         self._settle(freed, "ended")
 
     def sweep(self) -> None:
-        """Free expired uses. By now the engine's report counts the request, or never will."""
+        """Free expired uses. The engine's reports now include the request, or never will."""
         now = self._clock()
         freed = _Freed()
         for number, ticket in _due(self._fresh, now):
@@ -140,7 +141,7 @@ class OpenTickets:
         return self._fresh.get(number) or self._running.get(number)
 
     def _end(self, number: int, ticket: _OpenTicket, count: int) -> list[Credit]:
-        """End uses, accepted ones first."""
+        """End uses of a ticket, starting with accepted uses."""
         ended = _cut(ticket.used, count)
         ended += _cut(ticket.unused, count - len(ended))
         if not (ticket.used or ticket.unused):
@@ -159,7 +160,7 @@ class OpenTickets:
 
 
 class _Freed:
-    """Uses that are over, by engine, so that each engine wakes its waiters only once."""
+    """Uses that are over, grouped by engine, so that each engine wakes its waiters only once."""
 
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}
@@ -167,7 +168,7 @@ class _Freed:
         self.by_holder: Counter[str] = Counter()
 
     def add(self, ticket: _OpenTicket, ended: list[Credit]) -> None:
-        """Add the ended uses of a ticket, and charge for them."""
+        """Add the ended uses of a ticket, and charge the tenant for these uses."""
         self.credits.setdefault(ticket.engine, []).extend(ended)
         self.count += len(ended)
         if ticket.holder and ended:
@@ -184,7 +185,7 @@ def _accept(ticket: _OpenTicket, count: int) -> None:
 
 
 def _cut(credits: list[Credit], count: int) -> list[Credit]:
-    """Remove and return the last `count` uses, or all if there are fewer."""
+    """Remove and return the last `count` uses, or all uses if there are fewer."""
     first = max(0, len(credits) - count)
     ended = credits[first:]
     del credits[first:]
@@ -192,7 +193,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
 
 
 def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
-    """Yield expired entries. The caller must remove each one before it asks for the next."""
+    """Yield expired entries. The caller must remove each entry before it asks for the next one."""
     while tickets:
         number = next(iter(tickets))
         if tickets[number].until > now:

@@ -1,4 +1,4 @@
-"""Serve `Pick`: place requests that clients stream from engines themselves.
+"""Serve `Pick`, which places requests that clients then stream directly from engines.
 
 Each ticket reserves memory on its engine until the request ends or the ticket expires.
 """
@@ -34,9 +34,9 @@ from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer.model import Model
 
 MAX_BATCH = 1024
-"""Most requests of one Pick call, including their counts."""
+"""Maximum number of requests in one Pick call, including repeated ones."""
 MAX_OPEN = 200_000
-"""Most picks of this router that have neither ended nor expired."""
+"""Maximum number of picks of this router that have neither ended nor expired."""
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
@@ -48,19 +48,19 @@ expired."""
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
 NO_NAME = "unknown"
-"""Name of callers without a key and without an address."""
+"""Name of callers that have neither a key nor an address."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """One Pick call: the engines as they were at its beginning, and its response."""
+    """One Pick call, with the engines as they were when it began, and its response."""
 
     batch: PickBatch
     response: pb.PickResponse
     full: set[str] = field(default_factory=set)
-    """Keys of engines on which the caller holds as much as it is allowed."""
+    """Keys of engines on which the caller holds as much as allowed."""
     addresses: dict[str, int] = field(default_factory=dict)
-    """Index of each engine in the response's list."""
+    """Index of each engine in the response's list of engines."""
 
     def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
         """Add a placement of `count` equal requests to the response."""
@@ -91,20 +91,20 @@ class _Call:
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Equal requests of one call that are being placed."""
+    """Equal requests of one call, some of which still have to be placed."""
 
     priced: pb.PricedRequest
     remaining: int
     """Number of requests that are neither placed nor refused."""
     session: TenantSession | None
-    """The tenant's session of the requests that entered, or None if there are no tenants."""
+    """The tenant's session for the requests that entered, or None if there are no tenants."""
     entered: int = 0
-    """Number of the remaining requests that entered."""
+    """Number of the remaining requests that have entered the quota."""
     priority: int = 0
     paid_by: Claims | None = None
-    """Claims of the ticket that paid for the answer which the request continues."""
+    """Claims of the ticket that paid for the answer that the request continues."""
     unpaid: Unpaid | None = None
-    """Bounds of the caller's unused tickets, or None if the caller pays for its tickets."""
+    """Bounds on the caller's unused tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
         """Return the price of each use of the ticket, or None if there are no tenants."""
@@ -113,7 +113,7 @@ class _PendingPick:
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Return the quota of the remaining requests, none of which is placed."""
+        """Return the quota of the remaining requests, which are not placed."""
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1
@@ -129,10 +129,10 @@ class TicketIssuer:
         config: The limits and the model's name.
         engines: The engines on which requests may be placed.
         queue: The queued requests, which take precedence.
-        policy: The policy of the ladder.
-        balancer: Finds the engine with a request's prefix in its caches.
+        policy: The rules of the ladder.
+        balancer: Finds the engine that has a request's prefix in its caches.
         signer: Signs tickets, or None if Pick is off.
-        on_no_engine: Called when there is no engine at all for a request.
+        on_no_engine: Called when there is no engine for a request.
         clock: Monotonic clock, in seconds.
     """
 
@@ -162,18 +162,18 @@ class TicketIssuer:
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
         self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
-        """Picks that were placed, refused, ended or expired, by these words."""
+        """Number of picks by outcome: placed, refused, ended or expired."""
         self.refusal: ServiceError | None = None
-        """The answer to all requests while the service is stopped, or None while it is not."""
+        """The error for all requests while the service is stopped, or None while it is not."""
 
     def start(self) -> None:
-        """Start watching the keys and sweeping expired picks."""
+        """Start watching the signing keys and sweeping expired picks."""
         if self._signer:
             self._signer.keys.start()
             self._task = asyncio.create_task(self._keep_sweeping(), name="sweep picks")
 
     async def close(self) -> None:
-        """Stop sweeping and watching the keys."""
+        """Stop watching the signing keys and sweeping expired picks."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -187,18 +187,18 @@ class TicketIssuer:
 
     @property
     def open(self) -> int:
-        """Picks that have neither ended nor expired."""
+        """Number of picks that have neither ended nor expired."""
         return self._book.open
 
     def pick(
         self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
     ) -> pb.PickResponse:
-        """Record the client's reports and place its requests, without waiting.
+        """Record the client's reports, and place the client's requests without waiting.
 
         Args:
             request: The reports and the requests.
             session: The tenant's session, or None if there are no tenants.
-            peer: The caller's address, as gRPC writes it.
+            peer: The caller's address, in gRPC's notation.
 
         Raises:
             ServiceError: Pick is off, a request is invalid, no model is known, or too many picks
@@ -230,7 +230,7 @@ class TicketIssuer:
         return call.finish()
 
     def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
-        """Return the bounds of a caller whose tickets are free, or None if the caller pays."""
+        """Return the bounds for a caller whose tickets are free, or None if the caller pays."""
         if session and session.is_limited:
             return None
         holder = session.name if session else caller_of(peer)
@@ -244,7 +244,7 @@ class TicketIssuer:
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
     ) -> Claims | None:
-        """Spare a request that continues a paid answer from being charged again.
+        """Check whether a request continues a paid answer, so that it is not charged again.
 
         Args:
             request: The request, with the prompt and the tokens of the answer so far.
@@ -314,7 +314,7 @@ class TicketIssuer:
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
-        """Place the requests that the quota allows and that fit, and refuse the rest."""
+        """Place the requests that fit and that the quota allows. Refuse the other requests."""
         share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
         session = pick.session
         try:
@@ -328,7 +328,7 @@ class TicketIssuer:
             self.counts["refused"] += pick.remaining
 
     def _enter(self, pick: _PendingPick, session: TenantSession | None) -> None:
-        """Charge the tenant's quota for as many requests as it allows now.
+        """Charge the tenant's quota for as many requests as it currently allows.
 
         Raises:
             ServiceError: The quota allows none.
@@ -358,7 +358,7 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Grant one ticket for as many requests as fit on the engine of the first one."""
+        """Grant a ticket for as many requests as fit on the engine of the first request."""
         number = next(self._ids)
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
@@ -396,12 +396,12 @@ class TicketIssuer:
         call.place(number, engine.address, ticket, run, count)
 
     def _most(self, session: TenantSession | None) -> int:
-        """Return the most output tokens that the service and the tenant's rules allow."""
+        """Return the maximum output tokens that the service and the tenant's rules allow."""
         most = self._config.limits.max_output_tokens
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Return the place of some of the requests, and their number.
+        """Return a placement, and the number of requests that it covers.
 
         Raises:
             ServiceError: None of the requests can run now unchanged.
@@ -441,7 +441,7 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return the bound of a caller's reservations on an engine, or None if the caller pays."""
+        """Return the limit on a caller's reservations on an engine, or None if the caller pays."""
         if unpaid is None:
             return None
 

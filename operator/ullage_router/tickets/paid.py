@@ -1,7 +1,7 @@
-"""Recognise the tickets that paid for answers which resume on another engine.
+"""Recognise tickets that already paid for answers that are resumed on another engine.
 
-A client whose engine is lost continues its answer with a new ticket, or through the router. It
-presents the answer's first ticket, so that the tenant does not pay twice.
+A client that has lost its engine continues its answer with a new ticket, or through the router. The
+client presents the first ticket of the answer, so that the tenant does not pay twice.
 """
 
 import functools
@@ -21,21 +21,24 @@ from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.signing import TicketSigner
 
 RESUMES_A_USE = 4
-"""Times that an answer is resumed for one payment. After that, it is charged like a new answer."""
+"""Number of times that one payment covers resuming an answer.
+
+After that, the answer is charged like a new one.
+"""
 MAX_RESUMED = 100_000
-"""Most tickets that are remembered because their answers were resumed."""
+"""Maximum number of remembered tickets whose answers were resumed."""
 
 
 class PaidTickets:
     """The tickets that may have paid for answers.
 
-    The ticket itself carries the tenant and the size that were paid for, so every router with its
-    key can read them. Each process counts only its own resumptions.
+    The ticket carries the tenant and the size that were paid for, so every router with the signing
+    key can read these. Each process counts only its own resumptions.
 
     Args:
-        signer: Knows the keys, the tags of engines and the lifetime of tickets.
+        signer: Has the keys, the tags of engines and the lifetime of tickets.
         engines: The engines, some of which may have been lost.
-        request_s: Longest duration of a request, in seconds.
+        request_s: Maximum duration of a request, in seconds.
         clock: Unix time, in seconds.
     """
 
@@ -63,8 +66,8 @@ class PaidTickets:
         Args:
             ticket: The ticket as the client sent it.
             session: The session of the tenant that sends the request.
-            size: The request's prompt tokens, most output tokens of each answer, and number of
-                answers. An output limit of 0 means the service's, for which no ticket pays.
+            size: The request's prompt tokens, maximum output tokens of each answer, and number of
+                answers. An output limit of 0 means the service's limit, for which no ticket pays.
         """
         claims = self._find(ticket, session.name, size)
         if claims:

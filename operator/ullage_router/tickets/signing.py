@@ -1,4 +1,4 @@
-"""Sign the tickets with which clients stream directly from engines."""
+"""Sign the tickets that let clients stream directly from engines."""
 
 import os
 import struct
@@ -17,19 +17,19 @@ from ullage_common.tickets.tickets import (
 )
 
 MAX_TAGS = 10_000
-"""Most tags of engines that are cached. Engines' names come and go with their pods."""
+"""Maximum number of cached engine tags. Engine names come and go with their pods."""
 
 _BLOCK = struct.Struct("64Q")
 
 
 def new_ids() -> Iterator[int]:
-    """Yield ticket ids of 64 random bits, never 0, so that nobody can guess them."""
+    """Yield ticket ids of 64 random bits that cannot be guessed. An id is never 0."""
     while True:
         yield from filter(None, _BLOCK.unpack(os.urandom(_BLOCK.size)))
 
 
 class TicketSigner:
-    """Sign tickets.
+    """Sign tickets for requests to engines.
 
     Args:
         section: The folder of the keys and the lifetime of a ticket.
@@ -63,9 +63,9 @@ class TicketSigner:
         Args:
             number: Id of the ticket.
             engine_id: The engine.
-            prompt_tokens: Most tokens of each prompt.
-            max_tokens: Most output tokens of each answer.
-            samples: Most answers to each request.
+            prompt_tokens: Maximum number of tokens of each prompt.
+            max_tokens: Maximum number of output tokens of each answer.
+            samples: Maximum number of answers to each request.
             priority: Priority of the requests.
             count: Number of requests.
             tenant: The tenant that sends the requests, or None if there are no tenants.

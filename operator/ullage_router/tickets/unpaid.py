@@ -1,9 +1,9 @@
-"""Bounds of tickets that are free for their caller.
+"""Bounds on tickets that are free for the caller.
 
 Tickets are free if there are no tenants, or if the tenant has no limit. A caller could then pick
-endlessly without using its tickets. So its unused tickets take at most a share of an engine: of its
-memory, of the sequences in a step, and of the prefill time within which other requests meet their
-TTFT objective. The rest is left for `Generate` and for other callers.
+endlessly without using the tickets. The unused tickets of a caller may therefore hold at most a
+share of an engine: of its memory, of the sequences in a step, and of the prefill time within which
+other requests meet their TTFT objective. The rest is left for `Generate` and for other callers.
 """
 
 import ipaddress
@@ -14,20 +14,20 @@ from ullage_router.policy.facts import EngineView
 from ullage_router.policy.forecast import SHARE
 
 CALLER_SHARE = 0.5
-"""Share of an engine that the unused tickets of one caller may hold."""
+"""Maximum share of an engine that the unused tickets of one caller may hold."""
 ALL_SHARE = 0.75
-"""Share of an engine that the unused tickets of all callers who pay nothing may hold."""
+"""Maximum share of an engine that the unused tickets of all non-paying callers may hold."""
 _V6_NETWORK = 64
-"""Prefix length of the IPv6 network of one site."""
+"""Prefix length of one site's IPv6 network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpaid:
-    """The bounds of one caller.
+    """The bounds on the unused tickets of one caller.
 
     Args:
         holder: The caller's name.
-        ttft_s: Objective of the time to first token, in seconds.
+        ttft_s: Objective for the time to first token, in seconds.
     """
 
     holder: str
@@ -38,10 +38,10 @@ class Unpaid:
 
         Args:
             view: The engine.
-            held: Reservations on the engine: the caller's, and those of all callers who pay
-                nothing.
+            held: Reservations on the engine: those of the caller, and those of all non-paying
+                callers.
             size: Bytes of each request.
-            tokens: Prompt tokens of each request.
+            tokens: Number of prompt tokens of each request.
         """
         return min(
             _room(view, part, share, size, tokens, self.ttft_s)
@@ -63,7 +63,7 @@ def caller_of(peer: str) -> str:
     """Return the name of a caller without a key: its address, or its IPv6 network.
 
     Args:
-        peer: The address as gRPC writes it, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.
+        peer: The address in gRPC's notation, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.
     """
     kind, _, address = peer.partition(":")
     host = address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
