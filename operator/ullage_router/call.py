@@ -122,7 +122,7 @@ class DecisionLog:
         self.latest = latest
 
     def change(self, **changes: object) -> None:
-        """Change fields of the decision."""
+        """Change fields of the latest decision."""
         self.latest = replace(self.latest, **changes)
 
     def add_step(self, step: str, reason: str, /, **changes: object) -> None:
@@ -130,7 +130,7 @@ class DecisionLog:
         self.latest = replace(self.latest.after(step, reason), **changes)
 
     def adopt(self, decision: Decision, **changes: object) -> None:
-        """Take another decision in place of the latest, with changed fields."""
+        """Replace the latest decision by another one, with some fields changed."""
         self.latest = replace(decision, **changes) if changes else decision
 
 
@@ -154,16 +154,16 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     is_streamed: bool = True
     """Whether the client reads tokens as they arrive, rather than the whole answer at the end."""
     path: tuple[str, ...] = ()
-    """Names of the cascades that handed the request on to this router."""
+    """Names of the cascades that forwarded the request to this router."""
     release_body: Callable[[], None] = _nothing
-    """Frees the room of the request's body. It is called once the prompt is rendered."""
+    """Frees the memory of the request's body. It is called once the prompt is rendered."""
     end_turn: Callable[[], None] = _nothing
     """Ends the turn of a long body. It is called before a wait outside of this router."""
     prompt_cache_key: str = ""
     """OpenAI's key of requests with a common prefix. They go to one engine, which holds no
     memory for them. A session takes precedence."""
     replace_key: str = ""
-    """The key with which a later call of the tenant replaces this one, or empty for none."""
+    """The key with which a later call of the tenant replaces this call (empty for none)."""
     idempotency_key: str = ""
     """The key with which a later call of the tenant gets the same answer, or empty for none."""
     decisions: DecisionLog = msgspec.field(default_factory=DecisionLog)
@@ -171,8 +171,10 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """The span of the request, or None where tracing is off."""
 
     adapter: str = ""
-    """The adapter that the request names as its model, or empty for the model itself. It is known
-    once the request is opened."""
+    """The adapter that the request names as its model, or empty for the model itself.
+
+    It is known once the request is opened.
+    """
     hands_on: bool = False
     """Whether a refusal leads to the next step of a cascade, rather than to the client."""
     side: Side = Side.STABLE

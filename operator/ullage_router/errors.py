@@ -69,7 +69,7 @@ STATUSES_BY_REASON = {
 """HTTP statuses of reasons that are more precise than the gRPC status."""
 
 LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
-"""Reasons of an engine that takes no requests now."""
+"""Reasons that mean that an engine currently takes no requests."""
 OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 """Statuses of an engine that rejects the router or its ticket. Clients show engines no keys."""
 _NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
@@ -103,7 +103,7 @@ def http_status(error: ServiceError) -> int:
 
 
 def error_type(error: ServiceError) -> str:
-    """Return `type` of the OpenAI envelope."""
+    """Return the `type` of the OpenAI error envelope."""
     if error.reason == "CASCADE_LOOP":
         return "invalid_request_error"
     if error.reason == RATE_LIMIT_EXCEEDED:

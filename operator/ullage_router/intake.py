@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 INLINE_BYTES = 16 << 10
-"""Size up to which a body is handled on the event loop, in about a millisecond."""
+"""Maximum bytes of a body that is handled on the event loop, in about a millisecond."""
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
@@ -54,7 +54,7 @@ class IntakeThread:
             del done, work
 
     def close(self) -> None:
-        """Stop starting work."""
+        """Start no more work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_next(self) -> None:

@@ -44,10 +44,10 @@ class RolloutFile(Strict, frozen=True, kw_only=True):
     revision: str = ""
     """Revision of the stable engines, or empty when it is not known."""
     adapters: tuple[Text, ...] | None = None
-    """Adapters of engines that are woken, or None where only the engines name them."""
+    """Adapters of engines that will be woken, or None if only the engines list them."""
     canary: CanarySection | None = None
     stopped: bool = False
-    """Whether the service has no engines on purpose."""
+    """Whether the service was stopped on purpose and has no engines."""
 
 
 class SideDraw:

@@ -1,5 +1,5 @@
-"""Tenants: their keys, their rights and quota, and their usage since the start.
+"""Tenants: their API keys, permissions and quota, and their usage since the start.
 
 Without `tenants` in the configuration, all requests belong to one unlimited tenant without a name.
-The package knows neither prompts nor engines.
+The package depends on neither prompts nor engines.
 """

@@ -10,7 +10,7 @@ from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router.policy.quota import ROUNDING, Quota, Shortage, TokenBucket
 
 ANONYMOUS = "anonymous"
-"""Name of the tenant of requests without a key."""
+"""Name of the tenant for requests without a key."""
 UNLIMITED = TenantRules(max_priority=MAX_PRIORITY)
 
 
@@ -26,7 +26,7 @@ class Account:
     prompt_tokens: int = 0
     output_tokens: int = 0
     limited: Counter[str] = field(default_factory=Counter)
-    """Refusals by the limit that was reached."""
+    """Number of refusals, by the limit that was reached."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
         """Apply one step to the quota. On a shortage, change nothing and return it."""

@@ -22,7 +22,7 @@ class Billing(Protocol):
 
     @property
     def needs_charge(self) -> bool:
-        """Return whether active requests have not been charged in advance and should be."""
+        """Return whether active requests still have to be charged in advance."""
 
     def enter(self, count: int) -> Shortage | None:
         """Begin requests. On a shortage, begin none and return it."""
@@ -53,7 +53,7 @@ class AdvanceBilling:
         self.num_active = 0
         self._account = account
         self._charged = 0.0
-        """Tokens charged for each request."""
+        """Number of tokens charged for each request."""
 
     @property
     def needs_charge(self) -> bool:

@@ -1,4 +1,4 @@
-"""A tenant's session: the rights of one or more equal requests, and their share of the quota."""
+"""A tenant's session: the permissions of one or more equal requests, and their quota."""
 
 import hashlib
 import math
@@ -107,7 +107,7 @@ class TenantSession:
         """Return how many of `count` equal requests the tenant may send now.
 
         Args:
-            tokens: tokens of each request.
+            tokens: number of tokens of each request.
         """
         return self._account.quota.room(count, tokens, time.monotonic())
 
@@ -119,7 +119,7 @@ class TenantSession:
         *,
         is_handed_on: bool = False,
     ) -> None:
-        """Check the tenant's rights, count the request and set its priority.
+        """Check the tenant's permissions, count the request and set its priority.
 
         Args:
             served: the model of a request that does not name a model.
