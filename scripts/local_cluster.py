@@ -76,11 +76,11 @@ def main(words: Sequence[str]) -> int:
             down(settings)
             return 0
         check_machine()
-        found = find_programs(options.programs, options.source, settings.folder / BUILDS)
+        programs_by_name = find_programs(options.programs, options.source, settings.folder / BUILDS)
         if options.command == "test":
-            return test(settings, found, options.manifests, pytest_arguments)
+            return test(settings, programs_by_name, options.manifests, pytest_arguments)
         if options.command == "up":
-            up(settings, found, options.manifests)
+            up(settings, programs_by_name, options.manifests)
         return 0
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -110,20 +110,20 @@ def find_programs(ready: Path | None, source: Path | None, builds: Path) -> dict
 
 
 def up(
-    settings: ClusterSettings, found: Mapping[str, Path], manifests: str | None
+    settings: ClusterSettings, programs_by_name: Mapping[str, Path], manifests: str | None
 ) -> dict[str, str]:
     """Start the cluster and return the suite's variables; leave nothing if the start fails."""
     check_free(settings)
     began = time.monotonic()
     make_home(settings)
     try:
-        print(f"starting {found['kubelet'].parent} in {settings.home}", flush=True)
+        print(f"starting {programs_by_name['kubelet'].parent} in {settings.home}", flush=True)
         make_credentials(settings)
         add_bridge(settings)
-        start_control_plane(settings, found)
+        start_control_plane(settings, programs_by_name)
         start_containerd(settings)
         start_proxy(settings)
-        start_kubelet(settings, found["kubelet"])
+        start_kubelet(settings, programs_by_name["kubelet"])
         import_product(settings, IMAGES)
         add_volume(settings)
         if manifests:
@@ -194,12 +194,12 @@ def down(settings: ClusterSettings) -> None:
 
 def test(
     settings: ClusterSettings,
-    found: Mapping[str, Path],
+    programs_by_name: Mapping[str, Path],
     manifests: str | None,
     arguments: Sequence[str],
 ) -> int:
     """Run the suite in a cluster of its own, and return its exit status."""
-    variables = up(settings, found, manifests)
+    variables = up(settings, programs_by_name, manifests)
     try:
         return run_suite(settings, variables, arguments)
     finally:
@@ -231,31 +231,33 @@ def run_suite(
 
 def parser() -> argparse.ArgumentParser:
     summary, _, rest = (__doc__ or "").partition("\n\n")
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("command", choices=("up", "down", "test", "check"))
-    made.add_argument(
+    options.add_argument("command", choices=("up", "down", "test", "check"))
+    options.add_argument(
         "--folder",
         type=Path,
         metavar="DIR",
         default=ROOT / ".cluster",
         help="of everything that is written; default: .cluster",
     )
-    made.add_argument(
+    options.add_argument(
         "--name", default="ullage", help="of links, iptables chains and control groups (ullage)"
     )
-    made.add_argument("--number", type=int, default=0, help="0 to 99, of addresses and ports (0)")
-    made.add_argument(
+    options.add_argument(
+        "--number", type=int, default=0, help="0 to 99, of addresses and ports (0)"
+    )
+    options.add_argument(
         "--source", type=Path, metavar="TREE", help="source of Kubernetes, or one that vendors it"
     )
-    made.add_argument(
+    options.add_argument(
         "--programs", type=Path, metavar="DIR", help="with kube-apiserver, kubelet, ..., ready-made"
     )
-    made.add_argument(
+    options.add_argument(
         "--manifests", metavar="DIR", help="to apply, such as definitions of Gateway API and KEDA"
     )
-    return made
+    return options
 
 
 if __name__ == "__main__":

@@ -250,9 +250,9 @@ def check_target(release: Release) -> None:
     Raises:
         ReleaseError: one is wrong.
     """
-    known = runpy.run_path(str(ROOT / "scripts" / "images.py"))["IMAGES"]
-    if unknown := sorted(set(release.images) - set(known)):
-        raise ReleaseError(f"--images {' '.join(unknown)} is none of {', '.join(known)}")
+    images = runpy.run_path(str(ROOT / "scripts" / "images.py"))["IMAGES"]
+    if unknown := sorted(set(release.images) - set(images)):
+        raise ReleaseError(f"--images {' '.join(unknown)} is none of {', '.join(images)}")
     host, _, folder = release.registry.partition("/")
     if release.registry and not (host and folder):
         raise ReleaseError(f"--registry {release.registry!r} is not HOST/FOLDER; ghcr.io/ullage is")
@@ -347,30 +347,30 @@ def buildah_root(release: Release) -> Iterator[list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     summary, _, rest = (__doc__ or "").partition("\n")
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=summary,
         epilog=rest.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("version", metavar="VERSION", help="MAJOR.MINOR.PATCH, such as 0.2.0")
-    made.add_argument("--dry-run", action="store_true", help="check, and show the news")
-    made.add_argument(
+    options.add_argument("version", metavar="VERSION", help="MAJOR.MINOR.PATCH, such as 0.2.0")
+    options.add_argument("--dry-run", action="store_true", help="check, and show the news")
+    options.add_argument(
         "--out", type=Path, metavar="DIR", help="of the artefacts; default: dist/release/VERSION"
     )
-    made.add_argument("--registry", default="", metavar="HOST/FOLDER", help="push there")
-    made.add_argument(
+    options.add_argument("--registry", default="", metavar="HOST/FOLDER", help="push there")
+    options.add_argument(
         "--plain-http", action="store_true", help="no TLS; always so for a registry on localhost"
     )
-    made.add_argument(
+    options.add_argument(
         "--images",
         nargs="+",
         default=USUAL_IMAGES,
         metavar="NAME",
         help=f"default: {' '.join(USUAL_IMAGES)}",
     )
-    made.add_argument("--base", default="", metavar="IMAGE", help="as for scripts/images.py")
-    made.add_argument("--skip-check", action="store_true", help="`make check` passed just now")
-    return made
+    options.add_argument("--base", default="", metavar="IMAGE", help="as for scripts/images.py")
+    options.add_argument("--skip-check", action="store_true", help="`make check` passed just now")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

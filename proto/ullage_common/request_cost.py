@@ -117,7 +117,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def state_blocks(self) -> int:
-        """Blocks per sequence for recurrent states, whatever its length."""
+        """Return the number of blocks that each sequence needs for recurrent states."""
         return sum(group.state_blocks for group in self.groups)
 
     @cached_property

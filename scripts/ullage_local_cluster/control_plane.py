@@ -46,8 +46,8 @@ def sign(pki: Path, name: str, subject: str, names: str) -> None:
     """Sign a certificate for a server and client."""
     key = pki / f"{name}.key"
     request = pki / f"{name}.csr"
-    made = ("-keyout", key, "-out", request, "-subj", subject)
-    run("openssl", "req", "-newkey", "rsa:2048", "-nodes", *made)
+    options = ("-keyout", key, "-out", request, "-subj", subject)
+    run("openssl", "req", "-newkey", "rsa:2048", "-nodes", *options)
 
     extensions = pki / f"{name}.cnf"
     extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage=clientAuth,serverAuth\n")

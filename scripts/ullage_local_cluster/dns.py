@@ -66,18 +66,18 @@ def answer(query: bytes, records: Records, limit: int) -> bytes:
     addresses = list(records.get(name, ()))
     # Clients take the first address.
     random.shuffle(addresses)
-    found = addresses if kind in (TYPE_A, TYPE_ANY) else []
+    answers = addresses if kind in (TYPE_A, TYPE_ANY) else []
     flags = IS_ANSWER | RECURSION | (0 if name in records else NXDOMAIN)
     question = query[HEADER.size : end]
     body = b"".join(
         POINTER_TO_QUESTION
         + struct.pack(">HHIH", TYPE_A, CLASS_IN, TTL_S, 4)
         + socket.inet_aton(address)
-        for address in found
+        for address in answers
     )
     if HEADER.size + len(question) + len(body) > limit:
         return HEADER.pack(identity, flags | TRUNCATED, 1, 0, 0, 0) + question
-    return HEADER.pack(identity, flags, 1, len(found), 0, 0) + question + body
+    return HEADER.pack(identity, flags, 1, len(answers), 0, 0) + question + body
 
 
 def read_question(query: bytes) -> tuple[str, int, int]:

@@ -51,16 +51,16 @@ def programs(folder: Path) -> dict[str, Path]:
     Raises:
         ClusterError: The folder lacks programs.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for program in CONSTRUCTORS:
         for name in (program, OTHER_NAMES.get(program, program)):
             if (folder / name).is_file():
-                found.setdefault(program, (folder / name).resolve())
-    if missing := CONSTRUCTORS.keys() - found.keys():
+                paths.setdefault(program, (folder / name).resolve())
+    if missing := CONSTRUCTORS.keys() - paths.keys():
         raise ClusterError(
             f"{folder} has no {', '.join(sorted(missing))}; build them with --source TREE"
         )
-    return found
+    return paths
 
 
 def newest(cache: Path) -> Path:

@@ -57,21 +57,22 @@ def pod_network(pods: Iterable[Object], namespaces: Iterable[Object]) -> PodNetw
 
 
 def labels(item: Object) -> Mapping[str, str]:
-    found: Mapping[str, str] = item["metadata"].get("labels", {})
-    return found
+    by_key: Mapping[str, str] = item["metadata"].get("labels", {})
+    return by_key
 
 
-def matches(selector: Object, found: Mapping[str, str]) -> bool:
+def matches(selector: Object, values: Mapping[str, str]) -> bool:
     """Return whether labels match a label selector; an empty selector matches all."""
     return all(
-        found.get(key) == value for key, value in selector.get("matchLabels", {}).items()
+        values.get(key) == value for key, value in selector.get("matchLabels", {}).items()
     ) and all(
-        matches_expression(expression, found) for expression in selector.get("matchExpressions", ())
+        matches_expression(expression, values)
+        for expression in selector.get("matchExpressions", ())
     )
 
 
-def matches_expression(expression: Object, found: Mapping[str, str]) -> bool:
-    value = found.get(expression["key"])
+def matches_expression(expression: Object, values: Mapping[str, str]) -> bool:
+    value = values.get(expression["key"])
     match expression["operator"]:
         case "In":
             return value in expression["values"]
@@ -148,17 +149,17 @@ def networks_without(network: str, excluded: Iterable[str]) -> list[str]:
     """Return the IPv4 networks that make up a network without parts of it."""
     if ":" in network:
         return []
-    left = [ipaddress.IPv4Network(network)]
+    networks = [ipaddress.IPv4Network(network)]
     for each in excluded:
         part = ipaddress.IPv4Network(each)
         rest: list[ipaddress.IPv4Network] = []
-        for piece in left:
+        for piece in networks:
             if not piece.overlaps(part):
                 rest.append(piece)
             elif part.subnet_of(piece):
                 rest += piece.address_exclude(part)
-        left = rest
-    return [str(piece) for piece in sorted(left)]
+        networks = rest
+    return [str(piece) for piece in sorted(networks)]
 
 
 def port_matches(ports: Sequence[Object], destination: Object | None) -> Iterator[str]:

@@ -159,13 +159,13 @@ def running_pid(file: Path) -> int | None:
 
 def session(leader: int) -> set[int]:
     """Return the processes of a session: all that descend from its leader, unless they left it."""
-    found = set()
+    pids = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             _, _, _, its_session, *_ = file.read_text().rpartition(")")[2].split()
             if int(its_session) == leader:
-                found.add(int(file.parent.name))
-    return found
+                pids.add(int(file.parent.name))
+    return pids
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> None:

@@ -56,9 +56,9 @@ def table(name: str, kind: str, chains: dict[str, list[str]], more: Iterable[str
 
 
 def hooks(settings: ClusterSettings) -> str:
-    """Return the rules that lead packets of this cluster into its chains.
+    """Return the rules that send the packets of this cluster to its chains.
 
-    An ACCEPT ends the forwarding of its packets, whatever policy the machine has for others.
+    An accepted packet is forwarded, even if the machine drops forwarded packets by default.
     """
     name = settings.name
     forwarding = [

@@ -41,12 +41,12 @@ def backends(slices: Iterable[Object], port_name: str) -> list[Backend]:
     for each in slices:
         ports = [port["port"] for port in each["ports"] or () if port.get("name", "") == port_name]
         for endpoint in each["endpoints"] or ():
-            found = {(address, port) for address in endpoint["addresses"] for port in ports}
+            pairs = {(address, port) for address in endpoint["addresses"] for port in ports}
             conditions = endpoint.get("conditions", {})
             if is_ready(endpoint):
-                ready |= found
+                ready |= pairs
             elif conditions.get("serving") and conditions.get("terminating"):
-                terminating |= found
+                terminating |= pairs
     return sorted(ready or terminating)
 
 
@@ -73,22 +73,22 @@ def service_rules(
         for port in service["spec"].get("ports", ()):
             protocol = port["protocol"].lower()
             to_port = f"-d {service['spec']['clusterIP']}/32 -p {protocol} --dport {port['port']}"
-            found = backends(own_slices, port.get("name", ""))
-            if not found:
+            pods = backends(own_slices, port.get("name", ""))
+            if not pods:
                 # The kernel limits ICMP's rate by client, and would leave some clients waiting.
                 reset = " --reject-with tcp-reset" if protocol == "tcp" else ""
                 rejecting.append(f"{to_port} -j REJECT{reset}")
-            translating += translations(to_port, found)
-            addresses |= {address for address, _ in found}
+            translating += translations(to_port, pods)
+            addresses |= {address for address, _ in pods}
 
     loops = [f"-s {address}/32 -d {address}/32 -j MASQUERADE" for address in sorted(addresses)]
     return translating, rejecting, loops
 
 
-def translations(to_port: str, found: list[Backend]) -> Iterator[str]:
+def translations(to_port: str, pods: list[Backend]) -> Iterator[str]:
     """Yield a rule for each pod, all with the same chance: 1/n, then 1/(n-1) of the rest, ..."""
-    for index, (address, port) in enumerate(found):
-        rest = len(found) - index
+    for index, (address, port) in enumerate(pods):
+        rest = len(pods) - index
         chance = f" -m statistic --mode random --probability {1 / rest:.6f}" if rest > 1 else ""
         yield f"{to_port}{chance} -j DNAT --to-destination {address}:{port}"
 

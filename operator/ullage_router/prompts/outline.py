@@ -179,9 +179,9 @@ def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
     Raises:
         PromptError: one of the texts cannot be tokenised.
     """
-    left = most
+    remaining = most
     for text in texts:
-        left -= model.count_tokens(text, left)
-        if left < 0:
+        remaining -= model.count_tokens(text, remaining)
+        if remaining < 0:
             return True
     return False

@@ -108,7 +108,7 @@ class PickBatch:
     def place(
         self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
     ) -> tuple[Run | Refuse, int]:
-        """Place equal requests on one engine, or return the reason why none of them runs now.
+        """Place equal requests on one engine.
 
         Args:
             ask: The request, of which all others are copies.
@@ -191,7 +191,7 @@ class PickBatch:
         return sample
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Return how many equal requests fit on an engine, the first of which is known to fit.
+        """Return the number of equal requests that fit on an engine. The first is known to fit.
 
         The number that fits in memory is a simple division. Time is not linear, so the number is
         halved until the last request would still be on time.
