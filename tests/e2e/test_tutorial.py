@@ -22,8 +22,6 @@ from ullage_testing.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "guide" / "tutorial.md").read_text(encoding="utf-8")
 PATIENCE_S = 120.0
-TYPING_S = 0.5
-"""Seconds in which a newcomer types a command, and engines report their headroom."""
 
 PARTS = re.compile(
     r"^```(?P<kind>\w*)\n(?P<block>.*?)^```|<(?P<link>http://\S+)>", re.MULTILINE | re.DOTALL
@@ -172,7 +170,8 @@ class Newcomer:
         for theirs, ours in SUBSTITUTES.items():
             command = command.replace(theirs, ours)
 
-        time.sleep(TYPING_S)
+        if self._up and self._up.poll() is None:
+            wait_until(self._is_idle)  # a newcomer types slowly
         return self._shell.run(command)
 
     def _here(self, text: str) -> str:
@@ -193,6 +192,13 @@ class Newcomer:
     def _output(self) -> str:
         """Return the first terminal's output so far."""
         return self._log.read_text(encoding="utf-8")
+
+    def _is_idle(self) -> bool:
+        """Return whether the router knows that all memory is free again."""
+        stats = httpx.get(f"http://127.0.0.1:{self._ports['8000']}/stats", trust_env=False).json()
+        return all(
+            engine["headroom_bytes"] == engine["kv_pool_bytes"] for engine in stats["engines"]
+        )
 
     def _interrupt(self) -> str:
         """Press Ctrl-C in the first terminal, and return its output from then on."""
