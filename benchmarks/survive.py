@@ -25,9 +25,11 @@ examples:
   python -m benchmarks survive .peers --only ullage,vllm --cases oom,logprobs --json survive.json
 
 exit status: 0 every bystander of Ullage got its whole answer, 1 one did not, 2 an option is wrong
+or a server did not start, 130 interrupted
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -46,7 +48,7 @@ import psutil
 
 from benchmarks.compare import servers
 from benchmarks.compare.servers import ROOT, Running, Server, running
-from benchmarks.support.load import messages
+from benchmarks.support.load import ServerError, messages
 from benchmarks.support.memory_limit import MemoryLimit, memory_limit
 from benchmarks.support.options import new_parser
 
@@ -64,6 +66,9 @@ LOGPROBS_WORDS = 3_000
 LEFT_BYTES = 300 << 20
 ROOM_BYTES = 128 << 20
 GROUP = f"ullage-survive-{os.getpid()}"
+FAILED = 2
+INTERRUPTED = 130
+TERMINATED = 143
 PATIENCE_S = 150.0
 """Longest wait for a word, or for an answer after the case."""
 
@@ -335,6 +340,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def show(outcome: Outcome) -> None:
+    print(" | ".join(outcome.cells), flush=True)
+    for error in sorted(set(outcome.errors)):
+        print(f"    {error}", flush=True)
+
+
 def chosen(wanted: str, known: Mapping[str, object], option: str) -> list[str]:
     names = wanted.split(",") if wanted else list(known)
     if unknown := [name for name in names if name not in known]:
@@ -354,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = chosen(options.cases, CASES, "--cases")
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return FAILED
 
     try:
         with memory_limit(GROUP):
@@ -364,24 +375,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"error: no control group for the servers: {error}; run this as root, on the host",
             file=sys.stderr,
         )
-        return 2
+        return FAILED
 
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    # As an exception, the signal ends the server of the case, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     outcomes = list[Outcome]()
-    with tempfile.TemporaryDirectory(prefix="ullage-survive-") as temporary:
-        for name in names:
-            server = SERVERS[name](folder)
-            for case in cases:
-                outcome = asyncio.run(run_case(server, case, Path(temporary)))
+    try:
+        with tempfile.TemporaryDirectory(prefix="ullage-survive-") as logs:
+            for name, case in itertools.product(names, cases):
+                outcome = asyncio.run(run_case(SERVERS[name](folder), case, Path(logs)))
+                show(outcome)
                 outcomes.append(outcome)
-                print(" | ".join(outcome.cells), flush=True)
-                for seen in sorted(set(outcome.errors)):
-                    print(f"    {seen}", flush=True)
                 if options.json:
                     options.json.write_text(json.dumps([asdict(each) for each in outcomes]))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    finally:
+        if outcomes:
+            print(f"\n{table(outcomes)}")
 
-    print(f"\n{table(outcomes)}")
     ours = [outcome for outcome in outcomes if outcome.server in OURS]
     return int(any(outcome.broken or outcome.other_words for outcome in ours))
 

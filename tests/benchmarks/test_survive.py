@@ -2,11 +2,14 @@
 
 import asyncio
 import importlib
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from benchmarks.compare.servers import Server
+from benchmarks.support import memory_limit
 
 survive = importlib.import_module("benchmarks.survive")
 
@@ -48,8 +51,7 @@ Server(("127.0.0.1", int(port)), Handler).serve_forever()
 
 needs_groups = pytest.mark.skipif(
     not any(
-        (root / "cgroup.procs").exists() and root.stat().st_uid == 0
-        for root in survive.MemoryLimit.__init__.__globals__["ROOTS"]
+        (root / "cgroup.procs").exists() and root.stat().st_uid == 0 for root in memory_limit.ROOTS
     ),
     reason="control groups cannot be made here",
 )
@@ -90,3 +92,36 @@ def test_a_case_tells_what_everybody_saw(
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert survive.main([str(tmp_path), "--only", "ulage"]) == 2
     assert "--only 'ulage' is none of llama.cpp, vllm" in capsys.readouterr().err
+
+
+RUN = """
+import sys
+from benchmarks import survive
+from benchmarks.compare.servers import Server
+
+command = [sys.executable, sys.argv[1], "serves"]
+survive.SERVERS = {"stand-in": lambda _: Server("stand-in", "1", "", lambda p: [*command, str(p)])}
+print(survive.GROUP, flush=True)
+sys.exit(survive.main([sys.argv[2], "--cases", "crowd"]))
+"""
+
+
+@needs_groups
+def test_the_end_of_the_program_ends_the_server_and_its_group(tmp_path: Path) -> None:
+    file = tmp_path / "server.py"
+    file.write_text(SERVER)
+    command = [sys.executable, "-c", RUN, str(file), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    name = process.stdout.readline().strip()
+    [folder] = [each / name for each in memory_limit.ROOTS if (each / "cgroup.procs").exists()][:1]
+    until = time.monotonic() + 60
+    while not (folder.exists() and (folder / "cgroup.procs").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+    process.terminate()
+
+    process.communicate(timeout=60)
+    assert process.returncode == survive.TERMINATED
+    assert not folder.exists()

@@ -83,7 +83,9 @@ def test_what_a_pod_template_may_not_say_is_named(
     made = make_service("own-account", pools=pools)
     until(lambda: made.condition("Degraded").get("reason") == "InvalidSpec", "it says so", 60)
     told = made.condition("Degraded")["message"]
-    assert "spec.pools.single.podTemplate.spec.serviceAccountName: is set by the operator" in told, told
+    assert (
+        "spec.pools.single.podTemplate.spec.serviceAccountName: is set by the operator" in told
+    ), told
 
 
 def test_what_only_the_engine_can_know_is_told_in_the_status(
