@@ -212,6 +212,12 @@ class FakeEngine(
             ],
         )
 
+    def forget_requests(self) -> None:
+        """Drop the record of received requests, so that a test can measure the router's memory."""
+        self.requests.clear()
+        self.metadata.clear()
+        self.cancelled.clear()
+
     async def Multiplex(self, requests: object, context: Any) -> None:
         if not self.has_multiplex:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
