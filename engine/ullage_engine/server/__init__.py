@@ -1,5 +1,5 @@
 """The server process: gRPC services, the request journal, and the supervisor of workers.
 
-The server process never loads the model and never imports torch. It communicates with workers only
-by the messages of `ullage_engine.protocol`.
+The server process never loads the model and never imports torch. The process communicates with
+workers only through the messages that `ullage_engine.protocol` defines.
 """

@@ -1,13 +1,13 @@
-"""LoRA adapters, which are loaded and removed while the engine serves.
+"""LoRA adapters that the engine loads and removes while it serves requests.
 
-The configuration lists the wanted adapters, or names a file that lists them and is read again when
-it changes. A thread of the server finds the files of each adapter and downloads them if necessary.
-Then the worker loads the adapter, and from then on requests may name it. An adapter that is not
-available is reported by its name, and does not affect the others.
+The configuration lists the desired adapters, or names a file that lists the adapters. The server
+reads that file again whenever the file changes. A server thread finds each adapter's files and
+downloads missing files. Once the worker has loaded an adapter, requests may name the adapter. An
+unavailable adapter is reported by name and does not affect the other adapters.
 
-The worker identifies an adapter by a key derived from its name and content. So KV of one version is
-never used for another version. Running requests keep the version that they began with, and new
-requests get the next version.
+The worker identifies an adapter by a key derived from its name and content. KV that was computed
+with one version is therefore never used with another version. Running requests keep the version
+with which they started, and new requests get the latest version.
 """
 
 import asyncio
@@ -45,11 +45,12 @@ MAX_RETRY_S = 300.0
 The first delay is `FIRST_RETRY_S`, and the delay doubles with each retry.
 """
 FIRST_ADAPTERS_S = 30.0
-"""Seconds from the worker's start after which missing adapters no longer delay readiness.
+"""Seconds for which missing adapters may delay readiness once a worker is loaded.
 
-A slow download must not hold up requests that need no adapter."""
+A slow download must not hold up requests that need no adapter.
+"""
 _MAX_WORKERS_LOST = 2
-"""Maximum number of workers that may end while they load an adapter.
+"""Maximum number of workers that may end while loading an adapter.
 
 After that, the adapter is not loaded again until its configuration is edited.
 """
@@ -57,21 +58,21 @@ _FILES = (".json", ".safetensors", ".bin")
 
 
 class WorkerEndedError(Exception):
-    """The worker ended before it answered the command."""
+    """The worker ended before it replied to a command."""
 
 
 class AdapterWorker(Protocol):
-    """The commands to the worker about adapters."""
+    """Interface for loading and unloading adapters in the worker."""
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Make the ready worker load an adapter, and return its error, empty on success.
+        """Load an adapter into the ready worker. Return the error message, or "" on success.
 
         Raises:
-            WorkerEndedError: the worker ended before it answered.
+            WorkerEndedError: the worker ended before it replied.
         """
 
     def remove_adapter(self, name: str) -> None:
-        """Make the worker remove an adapter, if a worker runs."""
+        """Unload an adapter from the worker, if a worker is running."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,13 +88,13 @@ class AdapterVersion:
 
     @property
     def key(self) -> str:
-        """The worker's name of this version."""
+        """The name by which the worker identifies this version."""
         return adapter_key(self.section.name, self.digest)
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """An adapter that is being fetched and loaded, or was given up."""
+    """An adapter that is being fetched and loaded or has failed for good."""
 
     section: AdapterSection
     task: asyncio.Task[None]
@@ -129,7 +130,7 @@ def _rank_of(path: Path) -> int:
 
 
 class AdapterSet:
-    """The configured adapters of an engine, and the loaded ones, which requests may name."""
+    """An engine's configured adapters, and the loaded adapters that requests may name."""
 
     def __init__(
         self,
@@ -145,25 +146,28 @@ class AdapterSet:
         self._digests = Digests(Path(config.server.weights_dir))
         self._wanted: dict[str, AdapterSection] = {}
         self._attempts: dict[str, _Attempt] = {}
-        """Adapters that are being fetched and loaded, or were given up, by name."""
+        """Adapters that are being fetched and loaded or have failed for good, by name."""
         self._offered: dict[str, AdapterVersion] = {}
         """Current versions, which new requests use, by adapter name."""
         self._retired: list[AdapterVersion] = []
         """Retired versions that open requests still use."""
         self._errors: dict[str, str] = {}
         self._loading = asyncio.Lock()
-        """Held while the worker loads an adapter, so that its death is blamed on that adapter."""
+        """Lock held while the worker loads an adapter.
+
+        If the worker dies while the lock is held, the adapter being loaded is blamed.
+        """
 
     # requests ------------------------------------------------------------------------------------
 
     @property
     def keys(self) -> dict[str, str]:
-        """The worker's names of the offered adapters, by their names in requests."""
+        """The available adapters' names in the worker, by their names in requests."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
     def sections(self) -> list[AdapterSection]:
-        """The adapters that requests may name."""
+        """The configuration of each adapter that requests may name."""
         return [version.section for version in self._offered.values()]
 
     @contextlib.contextmanager
@@ -193,7 +197,7 @@ class AdapterSet:
     # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Delay readiness until the adapters configured at the start are loaded."""
+        """Delay readiness until the adapters configured at startup are loaded."""
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:
@@ -252,7 +256,7 @@ class AdapterSet:
         self._publish()
 
     async def _bring(self, section: AdapterSection) -> None:
-        """Find and load one adapter. Retry as long as a retry may help."""
+        """Find and load an adapter, and retry as long as the error may be temporary."""
         retry_s = FIRST_RETRY_S
         while True:
             error, may_retry = await self._try(section)
@@ -294,7 +298,7 @@ class AdapterSet:
         return "", False
 
     async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
-        """Make a worker load an adapter version. Return the error and whether a retry may help."""
+        """Load an adapter version into a worker. Return the error and whether a retry may help."""
         message = AddAdapter(name=version.key, folder=version.folder)
         async with self._loading:
             for _ in range(_MAX_WORKERS_LOST):

@@ -24,7 +24,7 @@ PROFILE_MS = 60_000
 """Default maximum duration of a profile, in milliseconds."""
 MAX_PROFILE_MS = 300_000
 PROFILE_CHUNK_BYTES = 1 << 20
-"""Maximum number of bytes of a profile in one message."""
+"""Maximum number of profile bytes per message."""
 PROGRESS_S = 1.0
 """Interval between progress messages, in seconds."""
 
@@ -38,8 +38,8 @@ _PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
 class AdminService(admin_rpc.AdminServiceServicer):
     """Drains this engine, injects faults into it and profiles it.
 
-    The service does not check permissions, so it is not served on a port that clients can reach
-    (`tickets.required`).
+    The service checks no permissions. It is therefore not served if `tickets.required` is set,
+    because clients can then reach the port.
     """
 
     def __init__(

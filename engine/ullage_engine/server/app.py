@@ -1,7 +1,7 @@
-"""The server process: the order in which its parts start and end.
+"""Startup and shutdown of the server process.
 
-gRPC and metrics listen before the model is resolved, so that probes and people can see that the
-engine is loading.
+The gRPC and metrics servers listen before the model is resolved, so that probes and operators can
+see that the engine is loading.
 """
 
 import asyncio
@@ -73,12 +73,12 @@ _FOR_EVERYBODY = frozenset(
         reflection.SERVICE_NAME,
     }
 )
-"""Services that anyone may call. Probes and operators use them, with small requests."""
+"""Services that anyone may call. Probes and operators use these services with small requests."""
 _LAST_MESSAGES_S = 1.0
-"""Time in seconds that ended requests have to send their last message."""
+"""Seconds in which ended requests must send their last message."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
-"""Returns how to start workers for a model's files.
+"""Function that returns how to start workers for a model's files.
 
 Raises AppError if no engine serves the model.
 """
@@ -90,7 +90,7 @@ class AppError(Exception):
 
 
 class EngineApp:
-    """One engine: its services, supervisor and health. An instance runs once."""
+    """One engine: its services, supervisor and health. Each instance runs only once."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class EngineApp:
         self._certificates: Certificates | None = None
         self._kv = self._make_tiers()
         self.port = 0
-        """Port of the gRPC server, once `run` has bound it."""
+        """Port of the gRPC server, or 0 until `run` has bound a port."""
         self.probe_port = 0
         self.listening = asyncio.Event()
 
@@ -270,7 +270,7 @@ class EngineApp:
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests and wait for open ones to finish, up to the maximum request time."""
+        """Refuse new requests, and wait for open requests up to the maximum request time."""
         await self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
@@ -348,10 +348,10 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the owner of a call: "" for no owner, None for services that anyone may call.
+        """Return the owner of an RPC: "" for no owner, None for services that anyone may call.
 
         Raises:
-            ServiceError: a Generate call lacks the ticket that it needs.
+            ServiceError: a Generate RPC lacks a required ticket.
         """
         if method == _GENERATE:
             try:
@@ -376,7 +376,10 @@ class EngineApp:
 
     @property
     def _has_admin(self) -> bool:
-        """Whether AdminService is served: clients must not reach its port with tickets."""
+        """Whether AdminService is served.
+
+        The service is not served if tickets are required, because clients can then reach the port.
+        """
         tickets = self._config.tickets
         return tickets is None or not tickets.required
 
@@ -392,12 +395,12 @@ class EngineApp:
             ) from error
 
     async def _load(self, stop: asyncio.Event) -> _Loaded | None:
-        """Load the tokenizer and choose the worker in a thread.
+        """Load the tokenizer and choose the worker command in a thread.
 
-        A large vocabulary takes seconds, and a download takes minutes.
+        Loading a large vocabulary takes seconds, and a download takes minutes.
 
         Returns:
-            None if the engine stops before they are loaded.
+            None if the engine stops before loading is complete.
         """
 
         def load() -> _Loaded:
@@ -424,7 +427,10 @@ class EngineApp:
             ) from error
 
     async def _follow_health(self) -> None:
-        """Publish health: not ready without a worker, not live if only a new pod can help."""
+        """Publish readiness and liveness whenever the engine's status changes.
+
+        The engine is not ready without a worker, and not live if only a new pod can help.
+        """
         while True:
             await self._health.set_ready(
                 self._engine_status.is_ready and not self._engine_status.draining
@@ -523,7 +529,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Wait for the first awaitable. Other tasks keep running, but bare coroutines are cancelled."""
+    """Wait until one awaitable is done. Tasks keep running, but bare coroutines are cancelled."""
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
-"""Dispatch of requests to the worker, and their recovery when the worker dies.
+"""Dispatch of requests to the worker, and recovery of the requests when the worker dies.
 
 The journal holds every open request. The dispatcher sends requests to the ready worker and receives
 the answers. When a worker dies, the dispatcher finds the requests that may be the cause (suspects).
-The oldest suspect runs alone, while all other requests wait, until a worker has survived one of its
-decode steps.
+The oldest suspect runs alone until a worker has survived a decode step of the suspect. Until then,
+all other requests wait.
 """
 
 import logging
@@ -30,7 +30,7 @@ from ullage_engine.server.worker_process import WorkerHandle
 log = logging.getLogger("ullage.engine.supervisor")
 
 _SHORT_RETRY_S = 10.0
-"""Retry delay in seconds when other processes hold the memory, by when they may have freed it."""
+"""Seconds after which clients should retry when other processes hold the engine's memory."""
 _SERVER_FAULT = 0.9
 """Factor applied to the health score when the server itself fails while it handles one request."""
 
@@ -52,7 +52,7 @@ class Dispatcher:
         self._metrics = metrics
         self._policy = policy
         self._suspect: Submission | None = None
-        """The request that runs alone until a worker has decoded it. All other requests wait."""
+        """The suspect that runs alone until a worker has decoded it. All other requests wait."""
 
     @property
     def num_open(self) -> int:
@@ -62,13 +62,13 @@ class Dispatcher:
     # to the worker -------------------------------------------------------------------------------
 
     def submit(self, worker: WorkerHandle | None, entries: list[JournalEntry]) -> None:
-        """Send a request's open entries, now or when the next worker is ready."""
+        """Send a request's open journal entries, now or once the next worker is ready."""
         if worker is not None and worker.ready_at is not None and self._suspect is None:
             for submission in submissions(entries):
                 self._send(worker, submission)
 
     def cancel(self, worker: WorkerHandle | None, entry: JournalEntry) -> None:
-        """Cancel an entry in the worker, because its client has disconnected or has its answer."""
+        """Cancel an entry in the worker, because the client has disconnected or has its answer."""
         if worker is not None and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
             worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
@@ -82,7 +82,7 @@ class Dispatcher:
             self._send(worker, submission)
 
     def end_trial(self, worker: WorkerHandle) -> None:
-        """Send the requests that wait for a suspect, once the worker has survived its trial."""
+        """Send the waiting requests, once the worker has survived its trial with a suspect."""
         if self._suspect is not None and not self._runs_alone(worker, self._suspect):
             self.send_waiting(worker)
 
@@ -93,7 +93,7 @@ class Dispatcher:
         return self._policy.runs_alone(deaths, time.monotonic() - worker.ready_at)
 
     def _send(self, worker: WorkerHandle, submission: Submission) -> None:
-        """Send requests to the worker. Fail requests that the server cannot build."""
+        """Send requests to the worker. Fail requests whose messages the server cannot build."""
         for entry in submission.entries:
             entry.submitted = True
 
@@ -149,13 +149,13 @@ class Dispatcher:
             entry.take()
 
     def rejected(self, rejected: Rejected) -> None:
-        """Fail a new request. The worker never rejects a request that was admitted before."""
+        """Fail a new request that the worker has rejected. Admitted requests are never rejected."""
         entry = self._journal.get(rejected.request_id)
         if entry is not None:
             entry.fail(rejection_error(rejected))
 
     def request_failed(self, failed: RequestFailed) -> None:
-        """Fail a request that the worker gave up. Invalid requests do not lower the health."""
+        """Fail a request after a worker error. Invalid requests do not lower the health score."""
         entry = self._journal.get(failed.request_id)
         if entry is not None and failed.field:
             entry.fail(invalid(failed.field, f"{failed.field}: {failed.message}"))
@@ -164,7 +164,7 @@ class Dispatcher:
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 
     def fail_internally(self, worker: WorkerHandle | None, request_id: str) -> None:
-        """End a request that this server failed to handle, here and in the worker."""
+        """Fail a request that this server could not handle, and cancel it in the worker."""
         entry = self._journal.get(request_id)
         if entry is not None:
             entry.fail(_internal())
@@ -173,7 +173,7 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Prepare requests for the next worker, and fail those that killed too many workers.
+        """Prepare requests for the next worker, and fail requests that killed too many workers.
 
         Args:
             worker: the worker that has ended.
@@ -197,12 +197,12 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Mark the open requests, because the next worker has a different fingerprint."""
+        """Record in all open requests that the next worker has a different fingerprint."""
         for entry in self._journal.unfinished():
             entry.on_other_fingerprint()
 
     def fail_all(self, reason: str) -> None:
-        """Fail all requests, because this engine no longer serves any."""
+        """Fail all open requests, because this engine no longer serves requests."""
         self._journal.end_all(lambda entry: entry.fail(_stays_out(reason)))
 
 

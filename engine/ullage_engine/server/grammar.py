@@ -1,7 +1,7 @@
 """Converts a request's grammar to llguidance's form, and checks it before a worker receives it.
 
-Errors are ServiceErrors with INVALID_ARGUMENT that name the kind of grammar. For a JSON Schema they
-name the path of the invalid subschema.
+Errors are ServiceErrors with INVALID_ARGUMENT that name the kind of grammar. For a JSON Schema, the
+errors also name the path of the invalid subschema.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_VERDICTS = 64
-"""Maximum number of cached check results. Each belongs to a grammar of at most 64 KiB."""
+"""Maximum number of cached check results. Each cached grammar has at most 64 KiB."""
 _MAX_COMPILATIONS = 2
 _COMPILE_TIMEOUT_S = 20.0
 """Wall-clock limit for compiling one grammar, in seconds. The limit on CPU time is lower."""
 _TOO_MUCH = "it takes too much time or memory to compile"
 _MAX_SUBSCHEMAS = 256
-"""Maximum number of subschemas that are compiled to find the invalid one."""
+"""Maximum number of subschemas that are compiled to find the invalid subschema."""
 
 _COMPACT: "JsonCompileOptions" = {
     # With flexible white space a model at a high temperature may write nothing else.
@@ -149,7 +149,7 @@ class GrammarCheck:
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
-    """Return the name of the set grammar field, and the grammar in llguidance's form.
+    """Return which grammar field is set, and the grammar in llguidance's form.
 
     The grammar is not compiled.
     """
@@ -241,7 +241,7 @@ def _place_in(schema: dict[str, object], error: str) -> str:
 
 
 def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield a schema and all its subschemas with their paths, inner ones first."""
+    """Yield a schema and all its subschemas with their paths, innermost subschemas first."""
     if not isinstance(schema, dict):
         return
     for key in _MAPS:

@@ -1,7 +1,7 @@
 """Detects hung workers from their messages and from the kernel's statistics in /proc.
 
 `HangDetector` does no I/O and reads no clock, so that tests need not wait for its deadlines.
-`ProcStats` has the kernel's statistics of a worker and of the ranks that it started.
+`ProcStats` holds the kernel's statistics about a worker and its ranks.
 """
 
 import os
@@ -13,12 +13,13 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Number of recent steps whose slowest gives the order of magnitude of the next step."""
+"""Number of recent steps that are considered when judging how long the next step may take."""
 _REMEMBERED_STEPS = 1024
-"""Number of recent steps whose longest is the upper bound for the next step.
+"""Number of recent steps, of which the longest bounds the time of the next step.
 
-Among this many steps, some have prompts, some a long context and some busy neighbours on the same
-cores."""
+This many steps are likely to include steps with prompts, with long contexts, and with busy
+neighbours on the same cores.
+"""
 
 MAX_TICK_S = 0.5
 """Maximum number of seconds that are counted between two ticks.
@@ -44,10 +45,10 @@ class ProcStats:
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
-    """Return the combined stats of a process and its children, or None if the process is gone.
+    """Return the combined stats of a process and its children, or None if the process has ended.
 
-    A rank often waits for the other ranks, so the group only waits if all ranks wait. One stopped
-    rank stops the whole group.
+    A rank often waits for the other ranks, so the group counts as waiting only if all ranks wait.
+    One stopped rank stops the whole group.
     """
     own = _read(pid)
     if own is None:
@@ -82,7 +83,7 @@ def _ticks(fields: list[str]) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """List the children of the main thread, which starts all ranks."""
+    """List the child processes of a process's main thread, which starts all ranks."""
     try:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -100,9 +101,9 @@ def _fields(path: Path) -> list[str]:
 class HangDetector:
     """Measures how long a worker has been silent, idle, busy and without progress, tick by tick.
 
-    The longest known step is the upper bound for the next step. It is the longer of two: the step
-    that the worker measured at its start, and the longest of the last `_REMEMBERED_STEPS` steps. A
-    worker hangs if its busiest thread has computed for a multiple of that time. Time in which other
+    The upper bound for the next step is the longest known step. This is the longer of the step that
+    the worker measured at its start and the longest of the last `_REMEMBERED_STEPS` steps. A worker
+    hangs if its busiest thread has computed for a multiple of that time. Time in which other
     processes used the worker's cores does not count. For a worker without a measured step, only the
     deadline applies.
     """
@@ -118,14 +119,14 @@ class HangDetector:
         self._waiting_s = 0.0
         self._cpu_ticks: int | None = None
         self._thread_ticks: Mapping[int, int] | None = None
-        """CPU time of each thread at the first check of the current silence, in kernel ticks."""
+        """CPU time of each thread when the current silence was first checked, in kernel ticks."""
         self._busy_s = 0.0
         """CPU time of the busiest thread since the first check of the current silence, in seconds.
         """
 
     @property
     def is_suspect(self) -> bool:
-        """Return whether the worker has been silent for so long that /proc should be read."""
+        """Return whether the worker has been silent for so long that /proc should be checked."""
         return self._silent_s > MAX_TICK_S
 
     @property
@@ -138,7 +139,7 @@ class HangDetector:
     def on_ready(self, longest_step_s: float) -> None:
         """Record the longest step that the worker measured at its start, in seconds.
 
-        The value is 0 if the worker measured none.
+        The value is 0 if the worker measured no step.
         """
         self._measured_step_s = longest_step_s
         self.on_progress()
@@ -160,14 +161,14 @@ class HangDetector:
         self.on_progress()
 
     def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
-        """Count the time since the last tick."""
+        """Count the time since the last tick as silence, and as waiting if a step is due."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         self._silent_s += elapsed_s
         # A worker without work owes no step. Its time counts from the next request.
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Count the time since the last tick as idle or stopped, by the kernel's statistics."""
+        """Use the kernel's statistics to count the time since the last tick as idle or stopped."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks

@@ -18,11 +18,11 @@ HEARTBEAT_S = 1.0
 DEFAULT_INTERVAL_S = 0.1
 """Default minimum time between two messages of a stream, in seconds."""
 MAX_RELEASES = 32
-"""Maximum number of predicted memory releases in one message. The soonest are kept."""
+"""Maximum number of predicted memory releases per message. The soonest releases are kept."""
 
 
 class HeadroomService(headroom_rpc.HeadroomServiceServicer):
-    """Streams the engine's free memory. Every stream numbers its own messages."""
+    """Streams the engine's free memory. Each stream numbers its messages from 1."""
 
     def __init__(self, config: EngineConfig, engine_status: EngineStatus) -> None:
         self._config = config

@@ -20,7 +20,7 @@ _NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
 
 
 class HealthScore:
-    """A score from 0 to 1 (healthy). A fault multiplies it by a factor, and the loss decays."""
+    """A score from 0 to 1 (healthy) that each fault multiplies by a factor. The loss decays."""
 
     def __init__(self, recovery_s: float = 60.0) -> None:
         self._recovery_s = recovery_s
@@ -37,7 +37,7 @@ class HealthScore:
 
 
 class StepTolerances:
-    """The longest steps, in seconds, that the open requests accept."""
+    """The step times, in seconds, that open requests tolerate."""
 
     def __init__(self) -> None:
         self._ordered: list[float] = []
@@ -62,7 +62,7 @@ class StepTolerances:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """A wanted LoRA adapter."""
+    """The state of a configured LoRA adapter."""
 
     name: str
     rank: int
@@ -71,7 +71,7 @@ class AdapterState:
     digest: str
     """Digest of the served files, or "" if none are served."""
     error: str
-    """Why the wanted files cannot be served, or "" if they are served or being loaded."""
+    """Why the configured files cannot be served, or "" if they are served or being loaded."""
 
 
 class EngineStatus:
@@ -91,7 +91,7 @@ class EngineStatus:
         self.worker_restarts = 0
         """Number of workers that ended unexpectedly."""
         self.live = True
-        """Whether starting another worker may help. If not, only a new pod can."""
+        """Whether starting another worker may help. If not, only a new pod can help."""
         self.not_ready_reason = ""
         """Why no worker serves and none will be started, or "" otherwise."""
         self.created = int(time.time())
@@ -99,7 +99,7 @@ class EngineStatus:
         self.throttle_reasons: frozenset[str] = frozenset()
         """Reasons why boost is off. Empty while boost is on."""
         self.tiers: Callable[[], list[TierStats]] = list
-        """Returns the statistics of KV tiers outside the device."""
+        """Function that returns the statistics of KV tiers outside the device."""
         self._health = HealthScore()
         self._changed = asyncio.Event()
 
@@ -109,7 +109,7 @@ class EngineStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine serves all that it started with."""
+        """Whether a worker is serving and initial adapters no longer delay readiness."""
         return self.serving and not self.is_preparing
 
     @property
@@ -176,7 +176,7 @@ class EngineStatus:
         self._wake()
 
     async def changed(self, within_s: float) -> None:
-        """Wait for the next change, at most `within_s` seconds."""
+        """Wait at most `within_s` seconds for the next change of status."""
         try:
             async with asyncio.timeout(within_s):
                 await self._changed.wait()

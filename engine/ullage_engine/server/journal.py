@@ -1,8 +1,8 @@
 """The journal of open requests, which lets a new worker continue them.
 
-An entry holds the request as it was accepted, with its seed, all tokens received so far, and the
-part that was not sent to the client yet. The unsent part is bounded by the request's max_tokens.
-A client that reads slowly gets fewer, larger pieces.
+An entry holds the request as it was accepted, its seed, all tokens received so far, and the output
+that has not been sent to the client yet. The unsent output is bounded by the request's max_tokens.
+A client that reads slowly gets fewer but larger chunks.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The regular end of a request, with its reason."""
+    """The finish of a request that ended without an error, with its reason."""
 
     reason: Reason
     stop_string: str = ""
@@ -45,18 +45,18 @@ class Update:
 class News:
     """Wakes the task that sends a request's samples, at once or when held tokens may be sent.
 
-    `SendWindow` decides when tokens are sent. Entries predict that time by the call's `SendPace`,
-    so that the sender does not wake up only to hold the tokens back again.
+    `SendWindow` decides when tokens are sent. Journal entries use the `SendPace` of the RPC to
+    predict that time, so that the sender does not wake up before it may send tokens.
     """
 
     def __init__(self) -> None:
         self._has_come = False
         self._reader: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Wakes the reader for held tokens."""
+        """Timer that wakes the reader when held tokens may be sent."""
 
     def tell(self) -> None:
-        """Wake the reader now."""
+        """Wake the reader at once."""
         self._has_come = True
         if self._timer is not None:
             self._timer.cancel()
@@ -64,7 +64,7 @@ class News:
         self._wake()
 
     def tell_from(self, due: float) -> None:
-        """Wake the reader at a time on the event loop's clock, or now if that has passed."""
+        """Wake the reader at a given event loop time, or at once if that time has passed."""
         loop = asyncio.get_running_loop()
         if loop.time() >= due:
             self.tell()
@@ -76,7 +76,7 @@ class News:
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Wait for news until a time on the event loop's clock. Return whether news came."""
+        """Wait for news until a time on the event loop's clock. Return whether any news arrived."""
         if not self._has_come:
             await self._woken(until)
         has_come = self._has_come
@@ -100,7 +100,7 @@ class News:
 
 
 class TierHit(NamedTuple):
-    """Prompt tokens of one request whose KV was in one tier below the device."""
+    """Prompt tokens of one request whose KV was found in one tier below the device."""
 
     tier: str
     """Name of the tier: host, remote or file."""
@@ -130,13 +130,13 @@ class JournalEntry:
             index: index of the sample in the request.
             news: wakes the sender whenever there is an update to send.
             prefix: text that begins the answer.
-            pace: how long tokens wait to be sent together.
+            pace: how long tokens may wait so that several are sent together.
         """
         self.job = job
         self.index = index
         self.output_ids: list[int] = []
         self.num_restored = 0
-        """Output tokens that came from another engine."""
+        """Number of output tokens that another engine generated."""
         self.total_logprob = 0.0
         """Sum of the tokens' log-probabilities, or 0 if log-probabilities are not reported."""
         self.num_cached_tokens = 0
@@ -151,7 +151,7 @@ class JournalEntry:
         self.submitted = False
         """Whether the sample was sent to the current worker."""
         self.admitted = False
-        """Whether the current worker or an earlier one has admitted the sample."""
+        """Whether the current worker or an earlier worker has admitted the sample."""
         self.is_taken = False
         """Whether the current worker has admitted the sample."""
         self._num_tokens_here = 0
@@ -180,12 +180,12 @@ class JournalEntry:
 
     @property
     def key(self) -> str:
-        """The worker's request id of the sample, unique in this process."""
+        """The sample's request id in the worker, unique in this process."""
         return self.job.request.request_id
 
     @property
     def request_key(self) -> str:
-        """The key that all samples of the request share: the key of the first sample."""
+        """The request's key, which is the key of its first sample."""
         return self.key.removesuffix(f"#{self.index}") if self.index else self.key
 
     @property
@@ -214,7 +214,7 @@ class JournalEntry:
         """Restore output that the client has already received from another engine.
 
         A sample that has ended on the other engine is ended here, too. Any other sample is admitted
-        or refused like a new one.
+        or refused like a new sample.
         """
         prefix = self._update.text
         self._update = Update()
@@ -237,7 +237,7 @@ class JournalEntry:
         )
 
     def add_tier_hits(self, hits: list[TierHit]) -> None:
-        """Record the tiers of the prompt's KV, unless the sample has been computed before."""
+        """Record which tiers held the prompt's KV, unless the sample has been computed before."""
         if not self.output_ids and not self.resumes:
             self.tier_hits = hits
             if served := self.job.served:
@@ -250,7 +250,7 @@ class JournalEntry:
         self.lone_deaths += was_alone
 
     def resume(self) -> None:
-        """Prepare the sample for the next worker. It counts as new if it was never admitted."""
+        """Prepare the sample for the next worker. A never admitted sample counts as new."""
         self.submitted = False
         self.is_taken = False
         self._num_tokens_here = 0
@@ -267,7 +267,7 @@ class JournalEntry:
         self.is_taken = True
 
     def on_other_fingerprint(self) -> None:
-        """Record that the next worker's fingerprint differs from the previous one."""
+        """Record that the next worker's fingerprint differs from that of the previous worker."""
         # For tokens from another engine, the client compares the fingerprints.
         self.is_inexact |= len(self.output_ids) > self.num_restored
 
@@ -312,7 +312,7 @@ class JournalEntry:
             self._news.tell()
 
     def pop_update(self) -> Update | None:
-        """Remove and return the pending update, or None. The last update has the finish."""
+        """Remove and return the pending update, or None. The last update has the finish reason."""
         if not self._update.token_ids and self.finish is None:
             return None
         update = self._update
@@ -362,7 +362,7 @@ class JournalEntry:
 
 
 class Submission(NamedTuple):
-    """Entries that are sent to a worker together."""
+    """Journal entries that are sent to a worker together."""
 
     entries: list[JournalEntry]
     resumed: bool
@@ -391,8 +391,8 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
 
     A worker admits requests in order, except that a request whose grammar is being compiled may be
     overtaken. So the worker has not seen any request after the first unadmitted request without a
-    grammar. Entries that the worker decoded have been harmless so far. If one of them did kill it,
-    that entry kills the next worker at its first decode.
+    grammar. Entries that the worker has decoded are considered harmless. If such an entry did kill
+    the worker, the entry kills the next worker in its first decode step.
     """
     suspects: list[JournalEntry] = []
     next_key = ""
@@ -410,7 +410,7 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
 
 
 class Journal:
-    """All open entries, oldest first."""
+    """All open journal entries, oldest first."""
 
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}
@@ -425,7 +425,7 @@ class Journal:
         self._empty.clear()
 
     def close(self, entry: JournalEntry) -> None:
-        """Remove an entry whose client has received everything or has gone."""
+        """Remove an entry whose client has received everything or has disconnected."""
         self._entries.pop(entry.key, None)
         if not self._entries:
             self._empty.set()
@@ -450,7 +450,7 @@ class Journal:
             end(entry)
 
     async def emptied(self, within_s: float) -> int:
-        """Wait until no entry is open, at most `within_s` seconds. Return the number still open."""
+        """Wait until no entry is open, at most `within_s` seconds. Return how many are open."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()

@@ -34,7 +34,7 @@ _SUCCESS = ("stop", "length")
 
 
 class EngineMetrics:
-    """All metrics of an engine, in their own registry."""
+    """All Prometheus metrics of an engine, in a separate registry."""
 
     def __init__(self, model: str) -> None:
         native = self._native = CollectorRegistry()
@@ -121,7 +121,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
-        """Export counts of the blocks that other engines read and write here, at each scrape."""
+        """Export, at each scrape, counts of the blocks that other engines read or write here."""
 
         def collect() -> Iterable[Metric]:
             return families(names.PEERS.items(), [(self._values, stats())])
@@ -190,7 +190,7 @@ class EngineMetrics:
             self._per_token.observe(took / num_tokens)
 
     def refused(self, outcome: str) -> None:
-        """Count a request that never had a journal entry."""
+        """Count a request that was refused before it had a journal entry."""
         self._requests[outcome] += 1
 
     def _gauge(self, name: GaugeName) -> Gauge:

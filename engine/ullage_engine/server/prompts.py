@@ -1,4 +1,4 @@
-"""Tokenisation of prompts: text, conversations by the chat template, and texts to embed."""
+"""Tokenisation of text prompts, chat conversations and texts to embed."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
     """Return the token ids of a request's prompt. Long texts are tokenised in a thread.
 
     Raises:
-        ServiceError: the text has special tokens, or the messages do not fit the template.
+        ServiceError: the text contains special tokens, or the messages do not fit the template.
     """
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)

@@ -91,7 +91,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Write into a message in which tiers the samples' common prompt had cached KV."""
+    """Record in a message which tiers had cached KV for the samples' common prompt."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)

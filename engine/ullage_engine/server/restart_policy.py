@@ -1,4 +1,4 @@
-"""The supervisor's limits for restarts of workers, retries of requests, and hangs."""
+"""The supervisor's limits for worker restarts, request retries and hangs."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,27 @@ class RestartPolicy:
     """Limits of the supervisor. All times are in seconds."""
 
     first_backoff_s: float = 0.5
-    """Seconds before the second restart in a row.
+    """Seconds before the second consecutive restart.
 
     The first restart is immediate, and each later restart doubles the delay.
     """
     max_backoff_s: float = 10.0
     max_failures: int = 8
-    """Number of workers in a row that may die without having served. Then the engine gives up."""
+    """Number of consecutive workers that may die before serving. Then the engine gives up."""
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
     max_unproven: int = 3
-    """Number of unverified starts in a row after which the engine stops serving requests.
+    """Number of consecutive unverified starts after which the engine stops serving requests.
 
     A start is unverified if its results differ from those of a verified start.
     """
     max_deaths: int = 3
-    """Number of worker deaths since a request's last decode after which the request is given up.
+    """Number of worker deaths since a request's last decode after which the request fails.
 
-    In all of these deaths but one, no other request can have been the cause.
+    In all but one of these deaths, no other request can have been the cause.
     """
     trial_s: float = 5.0
-    """Seconds from a worker's start in which suspects run alone.
+    """Seconds after a worker's start during which suspects run alone.
 
     A suspect is a request that may have killed the last worker. A suspect in two deaths always runs
     alone.
@@ -38,23 +38,23 @@ class RestartPolicy:
     load_silence_s: float = 600.0
     """Seconds without progress after which a loading worker counts as hung."""
     standby_import_s: float = 120.0
-    """Seconds in which a standby worker must import its libraries."""
+    """Time limit in seconds for a standby worker to import its libraries."""
     slow_steps: float = 20.0
-    """Multiple of its slowest step after which a worker without CPU time counts as hung."""
+    """A worker that uses no CPU time for this multiple of its slowest step counts as hung."""
     min_suspect_s: float = 2.0
-    """Seconds without CPU time that every worker may take, even if its steps are short."""
+    """Minimum time without CPU use after which a worker counts as hung, in seconds."""
     long_steps: float = 3.0
-    """Multiple of its longest step after which a worker counts as hung.
+    """A worker that computes for this multiple of its longest step counts as hung.
 
-    The time is CPU time of the worker's busiest thread, so that other processes on the same cores
-    do not count.
+    Only the CPU time of the worker's busiest thread counts, so that other processes on the same
+    cores have no effect.
     """
     min_busy_s: float = 8.0
-    """Seconds of CPU time in one step that every worker may take, even if its steps are short."""
+    """Minimum CPU time in one step after which a worker counts as hung, in seconds."""
     slow_start_steps: int = 16
-    """Number of steps until a worker runs at full speed. Earlier ones may take twice as long."""
+    """Number of steps until a worker runs at full speed. Earlier steps may take twice as long."""
     stopped_after_s: float = 1.0
-    """Seconds after which a worker that a signal has stopped counts as hung, even without work."""
+    """Seconds after which a worker stopped by a signal counts as hung, even without work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to stop and killing it."""
 
@@ -62,7 +62,7 @@ class RestartPolicy:
         """Return the delay in seconds before the next start, or None if the engine gives up.
 
         Args:
-            num_failures: number of failures in a row, at least 1.
+            num_failures: number of consecutive failures, at least 1.
         """
         if num_failures > self.max_failures:
             return None
@@ -71,7 +71,7 @@ class RestartPolicy:
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
 
     def runs_alone(self, deaths: int, serving_s: float) -> bool:
-        """Return whether a request runs alone until a worker has survived a decode of it.
+        """Return whether a request runs alone until a worker has survived decoding the request.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
@@ -80,7 +80,7 @@ class RestartPolicy:
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
 
     def is_given_up(self, deaths: int, lone_deaths: int, *, is_short: bool = False) -> bool:
-        """Return whether the engine gives up a request instead of running it again.
+        """Return whether the engine fails a request instead of running it again.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
@@ -91,7 +91,10 @@ class RestartPolicy:
         return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
-        """Return whether one more failure in a row ends the engine, because a new pod may help."""
+        """Return whether one more consecutive failure ends the engine.
+
+        The engine then reports that it is not live, because a new pod may help.
+        """
         return num_failures >= self.max_failures
 
     def busy_after_s(self, longest_step_s: float, num_steps: int) -> float:

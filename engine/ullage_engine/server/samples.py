@@ -11,14 +11,14 @@ from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
 _WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
-"""Finish reasons, most important first. A request has the first reason that any sample has."""
+"""Finish reasons by importance. A request gets the most important reason of its samples."""
 
 
 class SampleGroup:
     """The samples of one request, from its acceptance to its last message.
 
-    If all samples are returned, their text is sent as it is generated. With `best_of` above `n` and
-    in a beam search, the samples are sent when all have ended, likeliest first.
+    If all samples are returned, their text is sent as it is generated. In a beam search, or if
+    `best_of` is above `n`, the samples are sent once all have ended, most likely first.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SampleGroup:
             job: the request.
             token_bytes: the bytes of each token.
             prefix: text that begins every answer.
-            pace: how long tokens of a sample wait to be sent together.
+            pace: how long a sample's tokens may wait so that several are sent together.
         """
         self.job = job
         self._news = news = News()
@@ -99,7 +99,7 @@ class SampleGroup:
 
     @property
     def latest(self) -> JournalEntry:
-        """Return the sample whose last token is the newest."""
+        """Return the sample that received a token most recently."""
         return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
 
     def end(self, reason: Reason) -> list[JournalEntry]:
@@ -110,11 +110,11 @@ class SampleGroup:
         return ended
 
     async def next_updates(self, until: float = math.inf) -> list[Update] | None:
-        """Wait for news, at most until a time on the event loop's clock.
+        """Wait for updates, at most until a time on the event loop's clock.
 
         Returns:
-            The updates, or None if no news came in time. The list may be empty. Each sample's
-            finish is returned only once.
+            The updates, or None if the wait timed out. The list may be empty. Each sample's finish
+            is returned only once.
 
         Raises:
             ServiceError: a sample failed, so the request fails.

@@ -1,6 +1,6 @@
-"""The server's end of its link to one worker: a Unix stream of msgpack messages.
+"""The server's end of the connection to a worker: a Unix socket that carries msgpack messages.
 
-`protocol/frames.py` describes the stream.
+`protocol/frames.py` describes the format of the stream.
 """
 
 import asyncio
@@ -40,8 +40,9 @@ def clear_endpoints(run_dir: Path) -> None:
 class ServerLink:
     """The connection to one worker.
 
-    Each worker has its own link, so messages from an old worker never arrive. Sending to the worker
-    never blocks. Messages are queued without limit, because each open request has only a few.
+    Each worker has a separate link, so no messages from an old worker arrive. Sending to the worker
+    never blocks. Messages are queued without limit, because each open request has only a few
+    messages.
     """
 
     def __init__(self, path: str) -> None:
@@ -130,7 +131,7 @@ class ServerLink:
                 reader.set_result(None)
 
     def _write(self, connected: socket.socket) -> None:
-        """Send as much as fits the socket's buffer now, and the rest when the buffer has room."""
+        """Send as much as fits into the socket's buffer, and the rest when the buffer has room."""
         try:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The inference service: a Generate call from validation to its last message."""
+"""The inference service, which handles each Generate RPC from validation to the last message."""
 
 import asyncio
 import itertools
@@ -47,12 +47,11 @@ log = logging.getLogger("ullage.engine")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 DEADLINE_MARGIN_S = 0.1
-"""Seconds before the client's deadline at which an answer ends, so that its last message arrives.
-"""
+"""Seconds before the client's deadline at which an answer ends, so that it arrives in time."""
 SLOW_CLIENT_GRACE_S = 5.0
-"""Seconds after the deadline in which a client may still read messages that were sent."""
+"""Seconds after the deadline during which a client may still read sent messages."""
 RETRY_AFTER_LOADING_S = 2.0
-"""Seconds after which a refused client should try again."""
+"""Seconds after which a client should retry a refused request."""
 MAX_OPEN_REQUESTS = 1024
 
 
@@ -249,7 +248,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _stream(
         self, group: SampleGroup, tokenizer_bundle: TokenizerBundle, context: Context
     ) -> Finish:
-        """Send the whole answer. The Accepted message waits until admission is certain."""
+        """Stream the whole answer. The Accepted message is sent once admission is certain."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
         if (
@@ -285,7 +284,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
         """Wait for updates of the samples, and end samples that take too long.
 
-        Samples end at the deadline, or when a streamed answer had no update for
+        Samples end at the deadline, or when a streamed answer has had no update for
         `limits.request_timeout`.
         """
         now = asyncio.get_running_loop().time()
@@ -301,7 +300,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         return updates
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
-        """Limit how long a call waits for a client that does not read, to free its entries."""
+        """Limit how long an RPC waits for a client that reads nothing, to free journal entries."""
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
@@ -331,12 +330,12 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return the send pace of a multiplexed call. Other calls send tokens at once."""
+    """Return the send pace of a multiplexed RPC. Other RPCs send tokens at once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Return log fields for the prompt's KV found in each tier. Empty if no tier had any."""
+    """Return log fields for the prompt's KV in each tier, empty if no tier had any."""
     if not accepted.cached_by_tier:
         return {}
     return {

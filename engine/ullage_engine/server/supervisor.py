@@ -1,4 +1,4 @@
-"""The supervisor: restarts workers, and keeps accepted requests alive across their deaths.
+"""The supervisor: restarts workers, and keeps accepted requests alive when workers die.
 
 SupervisorError
     StartError    the worker reports that it cannot serve: a configuration or model error
@@ -65,17 +65,17 @@ from ullage_kv import FileTierError
 log = logging.getLogger("ullage.engine.supervisor")
 
 RANK_MODULE = "ullage_engine.worker.rank_process"
-"""Module that the command lines of native ranks contain."""
+"""Module name by which native ranks are recognised in process command lines."""
 
 _CHECK_S = 0.25
 """Interval between checks of a worker, in seconds."""
 _LAST_WORDS_S = 0.05
-"""Seconds of silence after which a dead worker's socket has no more messages."""
+"""Seconds of silence after which a dead worker's socket is considered drained."""
 _SERVER_FAULT = 0.9
 """Factor applied to the health score when this server fails while it handles a message."""
 
 WorkerCommand = Callable[[str], Sequence[str]]
-"""Returns the command line of a worker that connects to the given endpoint."""
+"""Function that returns the command line of a worker that connects to the given endpoint."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StartError(SupervisorError):
 
 
 class GaveUpError(SupervisorError):
-    """The restart budget is spent: workers keep dying without serving."""
+    """The restart budget is exhausted: workers keep dying without serving."""
 
 
 class WorkerSupervisor:
@@ -115,13 +115,13 @@ class WorkerSupervisor:
         has_standby: bool = False,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
-        """Create a supervisor. It starts no worker before `run`.
+        """Create a supervisor, which starts no worker before `run` is called.
 
         Args:
             run_dir: folder of the workers' sockets.
             unservable: returns why the server cannot serve a worker's model, or "" if it can.
             adapters: returns the LoRA adapters that every worker loads before it gets requests.
-            has_standby: whether a standby worker waits while another serves.
+            has_standby: whether a standby worker waits while another worker serves.
         """
         self._run_dir = run_dir
         self._engine_status = engine_status
@@ -140,9 +140,9 @@ class WorkerSupervisor:
         self._batch_limit = 1.0
         self._num_starts = 0
         self._num_failures = 0
-        """Number of workers in a row that ended without having served."""
+        """Number of consecutive workers that ended without having served."""
         self._num_unproven = 0
-        """Number of starts in a row whose results differ from those of a verified start."""
+        """Number of consecutive starts whose results differ from those of a verified start."""
         self._stopping = asyncio.Event()
 
     @property
@@ -162,30 +162,30 @@ class WorkerSupervisor:
         return [worker.process.pid]
 
     def submit(self, entries: list[JournalEntry]) -> None:
-        """Send a request's open entries to the worker, now or when the next worker is ready."""
+        """Send a request's open journal entries, now or once the next worker is ready."""
         self._dispatcher.submit(self._worker, entries)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Cancel an entry in the worker, because its client has disconnected or has its answer."""
+        """Cancel an entry in the worker, because the client has disconnected or has its answer."""
         self._dispatcher.cancel(self._worker, entry)
 
     def limit_batch(self, share: float) -> None:
-        """Limit the batch of this and later workers to a share of the maximum batch size."""
+        """Limit the batch of this and later workers to a fraction of the maximum batch size."""
         self._batch_limit = share
         if self._worker and self._worker.ready_at is not None:
             self._worker.link.post(LimitBatch(share=share))
 
     def inject_oom(self, after_steps: int) -> int | None:
-        """Make an upcoming worker step run out of memory. Return the worker's process id."""
+        """Inject an out-of-memory error into a coming step. Return the worker's process id."""
         if self._worker is None or self._worker.ready_at is None:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
         return self._worker.process.pid
 
     def start_profile(self, start: StartProfile) -> "asyncio.Future[ProfileDone]":
-        """Make the worker profile its next steps, and return a future for the worker's answer.
+        """Make the worker profile its next steps. Return a future for the worker's reply.
 
-        The future has a ServiceError if the worker ends before it answers.
+        The future has a ServiceError if the worker ends before it replies.
 
         Raises:
             ServiceError: no worker is ready, or a profile is already running.
@@ -193,19 +193,19 @@ class WorkerSupervisor:
         return self._profile.start(self._worker, start)
 
     def stop_profile(self) -> None:
-        """End the running profile early. The worker still sends its answer."""
+        """End the running profile early. The worker still sends the profile."""
         self._profile.stop(self._worker)
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Make the worker load a LoRA adapter. Return the error, or "" on success.
+        """Load a LoRA adapter into the worker. Return the error, or "" on success.
 
         Raises:
-            WorkerEndedError: the worker ended before it answered.
+            WorkerEndedError: the worker ended before it replied.
         """
         return await self._adapter_calls.add(self._worker, message)
 
     def remove_adapter(self, name: str) -> None:
-        """Make the worker remove a LoRA adapter. Later workers do not load it."""
+        """Unload a LoRA adapter from the worker. Later workers do not load the adapter."""
         if self._worker is not None and self._worker.ready_at is not None:
             self._worker.link.post(RemoveAdapter(name=name))
 
@@ -217,7 +217,7 @@ class WorkerSupervisor:
         return self._worker.process.pid
 
     async def run(self, launch: WorkerLaunch, kv: KvTiers | None = None) -> None:
-        """Run one worker after another until `stop`.
+        """Run one worker after another until `stop` is called.
 
         Args:
             launch: how each worker is started.
@@ -237,7 +237,7 @@ class WorkerSupervisor:
                 await self._standby.close()
 
     async def stop(self) -> None:
-        """Ask the worker to exit, kill it if it does not, and wait until its process has exited."""
+        """Ask the worker to exit, kill it if necessary, and wait until its process has exited."""
         self._stopping.set()
         worker = self._worker
         if worker is None:
@@ -321,7 +321,7 @@ class WorkerSupervisor:
                 self._on_own_failure(worker, message, error)
 
     def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
-        """Limit the effect of a server error to the request that the handled message is about."""
+        """Limit the effect of a server error to the request that the current message concerns."""
         self._engine_status.fault(_SERVER_FAULT)
         match message:
             case Admitted() | Rejected() | RequestFailed():
@@ -420,7 +420,7 @@ class WorkerSupervisor:
         self._dispatcher.send_waiting(worker)
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
-        """Mark the open requests if the new worker's fingerprint differs from the last one's."""
+        """Compare the last two workers' fingerprints, and record a difference in open requests."""
         differing = differences({"before": before, "now": now})
         if not differing:
             return
@@ -429,7 +429,7 @@ class WorkerSupervisor:
         self._dispatcher.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
-        """Let a worker use the KV tiers. If they cannot be opened, kill it and return False."""
+        """Let a worker use the KV tiers. Kill it and return False if the tiers cannot be opened."""
         if self._kv is None:
             return True
         try:
@@ -446,7 +446,7 @@ class WorkerSupervisor:
 
         Raises:
             StartError: the first worker cannot serve.
-            GaveUpError: too many workers in a row ended early.
+            GaveUpError: too many consecutive workers ended early.
         """
         status = worker.exited.result()
         extra = {"stage": f"worker ended with status {status}", "pid": worker.process.pid}
@@ -491,7 +491,8 @@ class WorkerSupervisor:
     async def _take_unproven(self, reason: str) -> bool:
         """Count a start whose results differ from those of a verified start.
 
-        After too many such starts in a row, serve no requests until `stop`, and return True.
+        After too many such consecutive starts, serve no requests until `stop` is called, and return
+        True.
 
         Raises:
             GaveUpError: too many starts failed before any worker served.

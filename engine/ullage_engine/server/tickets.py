@@ -52,7 +52,10 @@ class TicketVerifier:
         self._model = model
         self._clock = clock
         self._uses = TicketUses(MAX_REMEMBERED)
-        """Number of uses of each ticket. Nothing is awaited between checking and counting a use."""
+        """Number of uses of each ticket.
+
+        Checking and counting a use is atomic, because nothing is awaited in between.
+        """
 
     def start(self) -> None:
         if self._keys:
@@ -68,7 +71,7 @@ class TicketVerifier:
         return len(self._uses)
 
     def check(self, ticket: str | None) -> None:
-        """Check a call's ticket before its request is received. `admit` counts the use.
+        """Check an RPC's ticket before the request arrives. `admit` later counts the use.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -122,7 +125,7 @@ class TicketVerifier:
             raise _refused(error.reason, str(error)) from error
 
     def _count(self, claims: Claims) -> None:
-        """Count one more use of a ticket."""
+        """Count another use of a ticket, and refuse a ticket whose uses are exhausted."""
         if not self._uses.has_room_for(claims.id):
             raise _too_many()
         if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave uses out

@@ -14,7 +14,7 @@ _FINISHED_REASONS = {"stop": "stop", "length": "length", "timeout": "abort", "ca
 
 
 class VllmAliases(Collector):
-    """Collects a registry's metric families, and repeats some of them under vLLM's names."""
+    """Collects a registry's metric families, and exports some of them again under vLLM's names."""
 
     def __init__(self, native: CollectorRegistry) -> None:
         self._native = native
@@ -57,7 +57,7 @@ def _success(requests: Metric) -> Metric:
 
 
 def _cache_config(families: dict[str, Metric]) -> Metric:
-    """Return vLLM's constant gauge, whose labels carry the size of the KV pool."""
+    """Return vLLM's cache information gauge, whose labels hold the size of the KV pool."""
 
     def value(name: GaugeName) -> str:
         samples = families[name.name].samples

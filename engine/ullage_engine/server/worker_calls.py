@@ -1,6 +1,6 @@
-"""Commands that the worker answers once: a profile, and the loading of a LoRA adapter.
+"""Commands to which the worker replies once: profile the steps, or load a LoRA adapter.
 
-If the worker ends before it answers, the command fails.
+If the worker ends before it replies, the command fails.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ class ProfileCall:
     def start(
         self, worker: WorkerHandle | None, message: StartProfile
     ) -> "asyncio.Future[ProfileDone]":
-        """Make the worker profile its next steps, and return a future for the worker's answer.
+        """Make the worker profile its next steps. Return a future for the worker's reply.
 
-        The future has a ServiceError if the worker ends before it answers.
+        The future has a ServiceError if the worker ends before it replies.
 
         Raises:
             ServiceError: no worker is ready, or a profile is already running.
@@ -53,12 +53,12 @@ class ProfileCall:
         return self._answer
 
     def stop(self, worker: WorkerHandle | None) -> None:
-        """End the running profile early. The worker still sends its answer."""
+        """End the running profile early. The worker still sends the profile."""
         if worker is not None and self._answer is not None:
             worker.link.post(StopProfile())
 
     def finish(self, done: ProfileDone) -> None:
-        """Pass the worker's answer to the waiting caller."""
+        """Pass the worker's reply to the caller that waits for the profile."""
         answer = self._pop()
         if answer is not None:
             answer.set_result(done)
@@ -85,17 +85,17 @@ class ProfileCall:
 
 
 class AdapterCalls:
-    """The LoRA adapters that the worker is loading."""
+    """Pending commands that load LoRA adapters into the worker."""
 
     def __init__(self) -> None:
         self._answers: dict[str, asyncio.Future[str]] = {}
-        """A future for the error of each load, by the worker's key of the adapter."""
+        """Futures for the errors of pending loads, by the adapter's key in the worker."""
 
     async def add(self, worker: WorkerHandle | None, message: AddAdapter) -> str:
-        """Make the worker load an adapter. Return the error, or "" on success.
+        """Load an adapter into the worker. Return the error, or "" on success.
 
         Raises:
-            WorkerEndedError: the worker ended before it answered.
+            WorkerEndedError: the worker ended before it replied.
         """
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[message.name] = answer
@@ -108,7 +108,7 @@ class AdapterCalls:
             self._answers.pop(message.name, None)
 
     def finish(self, added: AdapterAdded) -> None:
-        """Pass the worker's answer to the waiting caller."""
+        """Pass the worker's reply to the caller that waits for the adapter."""
         answer = self._answers.get(added.name)
         if answer is not None and not answer.done():
             answer.set_result(added.error)

@@ -1,6 +1,6 @@
-"""The environments of worker processes: threads, allocators and transfers between ranks.
+"""Environment variables of workers, for threads, allocators and transfers between ranks.
 
-glibc and OpenMP read the environment before any Python runs.
+glibc and OpenMP read these variables before any Python code runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,14 +67,14 @@ def worker_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a native worker. Its ranks inherit it from rank 0.
+    """Return the environment of a native worker, which all ranks inherit from rank 0.
 
     Args:
         threads: number of compute threads per rank.
         num_ranks: number of ranks in the engine.
         nccl: settings of NCCL, which override the defaults.
-        owns_cores: whether no other engine computes on this engine's cores. Several ranks share
-            the cores with each other.
+        owns_cores: whether no other engine computes on this engine's cores. The ranks of one engine
+            always share cores with each other.
     """
     own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
     if num_ranks > 1:
@@ -104,7 +104,7 @@ def vllm_env(
 
 
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Return the worker environment for a configuration on this node."""
+    """Return the environment of the workers that this configuration starts on this node."""
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
     owns_cores = config.server.owns_cores
     nccl = config.parallelism.nccl

@@ -1,4 +1,4 @@
-"""Metrics from the reports of workers. Counters continue from one worker to the next."""
+"""Metrics from worker reports. Counters continue from one worker to the next."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
@@ -22,11 +22,11 @@ def families(
     table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yield the metrics of a table, each with a sample of every owner that has a value.
+    """Yield the metrics in a table, with one sample for each owner that has a value.
 
     Args:
-        table: the names of the metrics, and how to read an owner's value.
-        owners: the labels of each owner, and the owner.
+        table: pairs of a metric's name and a function that reads an owner's value.
+        owners: pairs of an owner's labels and the owner.
     """
     for name, read in table:
         family = name.family()
@@ -60,7 +60,7 @@ class WorkerCollector(Collector):
         self._seen = (state, *self._seen[1:])
 
     def count(self, name: CounterName, count: int) -> None:
-        """Add a count that no worker has reported."""
+        """Add `count` to a counter, for events that no worker has reported."""
         state, counts, tallies, changes = self._seen
         self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 

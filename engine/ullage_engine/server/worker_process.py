@@ -1,4 +1,4 @@
-"""One worker process: its start, its standby worker, and its health checks."""
+"""A worker process, from its start to its health checks, and the standby worker."""
 
 import asyncio
 import contextlib
@@ -25,9 +25,10 @@ _PROGRESS_S = 1.0
 class ChildProcess:
     """A child process that inherits the standard streams of its parent.
 
-    Start it on the main thread. A worker asks the kernel to kill it when its parent ends, and the
-    parent is the *thread* that started it. subprocess.Popen is used because it calls vfork. asyncio
-    may fork, and gRPC's fork handlers cannot cope with running threads.
+    Start the process on the main thread. A worker asks the kernel to kill it when its parent ends,
+    and the kernel regards the *thread* that started the worker as the parent. subprocess.Popen is
+    used because it calls vfork. asyncio may fork, and gRPC's fork handlers cannot cope with running
+    threads.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class ChildProcess:
         Args:
             command: the command line.
             environment: environment variables in addition to those of the parent.
-            stdin: file descriptor of the standard input, None for the parent's.
+            stdin: file descriptor of the standard input, or None to inherit the parent's.
         """
         own = {**os.environ, **environment}
         self._process = subprocess.Popen(command, stdin=stdin, env=own)
@@ -55,7 +56,7 @@ class ChildProcess:
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Return the exit status once the process ends, negative for the signal that killed it."""
+        """Wait for the process to end. Return its exit status, negative if a signal killed it."""
         return await asyncio.to_thread(self._process.wait)
 
     def terminate(self) -> None:
@@ -72,8 +73,8 @@ class ChildProcess:
 class StandbyWorker:
     """A worker that imports its libraries and waits to take over.
 
-    The worker's standard input is a socket. The worker writes a byte to it when it has imported its
-    libraries, and continues when it reads a line.
+    The worker's standard input is a socket. The worker writes a byte to the socket after importing
+    its libraries, and continues when it reads a line.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Return why the worker cannot take over, or "" if it can or will. Call this regularly."""
+        """Return why the worker cannot take over, or "" if it still can. Call this regularly."""
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"
@@ -124,7 +125,7 @@ class StandbyWorker:
 
 
 class Standby:
-    """Keeps a standby worker that becomes the next worker, and replaces it if it is lost."""
+    """Keeps a standby worker ready to replace the worker, and replaces lost standby workers."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -139,7 +140,7 @@ class Standby:
 
         Args:
             command: returns the command line of the next worker.
-            env: variables in addition to this process's.
+            env: environment variables in addition to those of this process.
         """
         now = time.monotonic()
         if self._worker is None and now >= self._start_at:
@@ -153,7 +154,7 @@ class Standby:
             await self.close()
 
     async def take(self) -> ChildProcess | None:
-        """Let the standby worker continue as the worker. Return None if there is none."""
+        """Return the standby worker, which continues as the worker, or None if there is none."""
         worker = self._worker
         if worker is None:
             return None
@@ -164,7 +165,7 @@ class Standby:
         return worker.begin()
 
     async def close(self) -> None:
-        """End the standby worker, if there is one."""
+        """Kill the standby worker, if there is one."""
         worker = self._worker
         self._worker = None
         if worker is not None:
@@ -184,7 +185,7 @@ class WorkerHandle:
         self.last_message_at = self.started_at
         """Monotonic time of the last message."""
         self.served = False
-        """Whether the worker has done a step."""
+        """Whether the worker has completed a step."""
         self.start_error = ""
         self.may_retry = True
         """Whether another start may succeed."""
@@ -254,13 +255,13 @@ class WorkerHandle:
         return self._detector.reason(is_loading=is_loading)
 
     def has_served(self, policy: RestartPolicy) -> bool:
-        """Return whether the worker has served, so that its end is the first failure in a row."""
+        """Return whether the worker has served, so that its end counts as a first failure."""
         if self.ready_at is None:
             return False
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
 
     def on_progress(self, loading: Loading) -> None:
-        """Log the progress of a start: each stage of a rank, its end, and every second between."""
+        """Log a starting rank's progress: each stage's start and end, and every second between."""
         stage, logged_at = self._logged
         loading_stage = loading.stage, loading.rank
         now = time.monotonic()

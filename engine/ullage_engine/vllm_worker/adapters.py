@@ -27,9 +27,9 @@ log = logging.getLogger("ullage.engine.vllm")
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
 """Suffixes of tensors that are not weight matrices and get no LoRA matrices."""
 _LOOK_S = 5.0
-"""Seconds between a follower's reads of the list of adapters."""
+"""Interval at which a follower rereads the list of adapters, in seconds."""
 _NUMBERS_OF = {"I32": 8}
-"""Number of 4-bit values that quantised formats pack into one element of a dtype."""
+"""Number of 4-bit values that quantised formats pack into one element, by dtype."""
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
@@ -63,7 +63,10 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Return a matrix's inputs plus outputs, summed over experts, or 0 for any other tensor."""
+    """Return the input size plus the output size of a matrix, or 0 for any other tensor.
+
+    The sizes are summed over experts.
+    """
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
     *experts, rows, columns = shape
@@ -80,7 +83,7 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
         room_bytes: memory available for adapters.
         size: bytes per slot.
         copy_bytes: bytes of the same memory that a loaded adapter takes in addition to its slot.
-        num_spare: slots that stay empty.
+        num_spare: number of slots that stay empty.
     """
     each = size + copy_bytes
     fitting = (room_bytes - num_spare * size) // each if each else most
@@ -109,7 +112,7 @@ def fetch_adapters(config: EngineConfig) -> None:
 
 
 class Turns:
-    """Assigns adapter slots to sequences, which ask for them in order of importance.
+    """Assigns adapter slots to sequences, which request slots in order of importance.
 
     No sequence starves. A sequence that finds all slots in use claims the slot of the least
     recently used adapter, and no later sequence may start with that adapter.
@@ -130,7 +133,7 @@ class Turns:
         self._in_use = in_use
         self._loaded = loaded
         self._others = list(loaded)
-        """Loaded adapters that no sequence has asked for and no other adapter will replace."""
+        """Loaded adapters that no sequence has requested and no other adapter will replace."""
         self._free = free
         self._slots: dict[str, str | None] = {}
 
@@ -138,8 +141,8 @@ class Turns:
         """Return the adapter to unload so that `adapter` gets its slot.
 
         Returns:
-            The adapter to unload; an empty string if no adapter must be unloaded; None if `adapter`
-            has to wait for a slot.
+            The adapter to unload, an empty string if no adapter must be unloaded, or None if
+            `adapter` has to wait for a slot.
         """
         if adapter not in self._names:
             return ""
@@ -163,14 +166,14 @@ class Turns:
 
 
 class Adapters:
-    """The adapters of an engine, added and removed while the engine serves."""
+    """An engine's adapters, which are added and removed while the engine serves requests."""
 
     def __init__(self, core: Core, num_slots: int) -> None:
         self._core = core
         self._names: set[str] = set()
         self._num_slots = num_slots
         self._loaded: list[str] = []
-        """The least recently used first."""
+        """Loaded adapters, least recently used first."""
         self.num_loads = self.num_unloads = 0
 
     def slot_for(
@@ -184,7 +187,7 @@ class Adapters:
         More important sequences in the waiting queue claim their slots first.
 
         Returns:
-            The adapter to unload; an empty string if no adapter must be unloaded; None if the
+            The adapter to unload, an empty string if no adapter must be unloaded, or None if the
             sequence has to wait for a slot.
         """
         if sequence.request.adapter not in self._names:
@@ -198,14 +201,14 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
-        """Yield waiting sequences whose adapters have a slot or can get one, in the given order."""
+        """Yield, in the given order, waiting sequences whose adapters have or can get a slot."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
                 yield each
 
     def _turns(self, holders: Iterable[VllmSequence]) -> Turns:
-        """Return a snapshot of the slots, in which running sequences use their adapters."""
+        """Return a snapshot of the slots. Adapters of running sequences count as in use."""
         in_use = {each.request.adapter for each in holders if each.is_running}
         free = self._num_slots - len(self._loaded)
         return Turns(self._names, self._loaded, in_use, free)
@@ -215,7 +218,7 @@ class Adapters:
 
         Args:
             adapter: the request's adapter.
-            slot: adapter to unload first; empty for none.
+            slot: adapter to unload first, or an empty string if no adapter must be unloaded.
 
         Raises:
             AdapterError: the adapter cannot be loaded. The slot is left free.
@@ -231,7 +234,7 @@ class Adapters:
         self._loaded.append(adapter)
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Start serving an adapter; return an error message, or an empty string on success.
+        """Start serving an adapter. Return an error message, or an empty string on success.
 
         The adapter is loaded at once if a slot is free. Otherwise its files are only read and
         checked, so that the check takes no slot from a request.

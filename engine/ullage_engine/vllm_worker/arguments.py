@@ -18,7 +18,7 @@ def check(config: EngineConfig) -> None:
 
     Raises:
         WorkerStartError: a setting is not supported. The message is one line that names the field
-            and what to set.
+            and the value to set.
     """
     ranks = config.parallelism
     if problem := refusal_by_vllm(config.model, config.memory):
@@ -122,7 +122,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Return vLLM's arguments for chunked prefill, or none to keep vLLM's defaults."""
+    """Return vLLM's arguments for chunked prefill, or no arguments to keep vLLM's defaults."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:

@@ -148,7 +148,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Save a model without references to its GGUF file, which transformers refuses to save."""
+    """Save a model without the references to its GGUF file, because transformers rejects these."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

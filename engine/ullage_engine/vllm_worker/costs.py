@@ -31,7 +31,7 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return the number of KV blocks for the tokens that a sequence is charged for."""
+        """Return the number of KV blocks that hold the tokens charged to a sequence."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:

@@ -1,8 +1,8 @@
 """The vLLM engine: admits requests by free KV blocks, passes them to vLLM, and takes the outputs.
 
-vLLM schedules and computes. The engine passes a request to vLLM only after reserving the blocks of
-the prompt and the expected output. A request that outgrows its reservation preempts a less
-important request (`run_queue`). Therefore vLLM itself never preempts.
+vLLM schedules and computes. The engine passes a request to vLLM only after reserving blocks for the
+prompt and the expected output. A request that outgrows its reservation preempts a less important
+request (`run_queue`). Therefore vLLM itself never preempts.
 """
 
 import time
@@ -40,7 +40,7 @@ class OutOfMemoryFault(Exception):
 
 
 class VllmEngine:
-    """Serves requests with one `Core`."""
+    """Serves requests with vLLM's engine (`Core`)."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class VllmEngine:
             tiers: transfers KV to and from tiers outside the device. None without tiers.
         """
         self.on_failed_step: Callable[[Exception], object] = lambda _: None
-        """Callback for an error in a step that has broken vLLM. It receives the error."""
+        """Callback that receives the error after a failed step has broken vLLM."""
         self.tiers = tiers
         self.reservations = reservations
         self.adapters = Adapters(core, limits.adapter_slots)
@@ -157,7 +157,8 @@ class VllmEngine:
     ) -> Rejected | list[TokenOutput]:
         """Admit all samples of one prompt, or refuse all of them.
 
-        A resumed request is refused only if it is invalid. A valid one may have to wait for memory.
+        A resumed request is refused only if it is invalid. A valid resumed request may have to wait
+        for memory.
 
         Returns:
             The refusal, which names the first sample, or the outputs of samples that need no step.
@@ -241,7 +242,7 @@ class VllmEngine:
         return results
 
     def _take(self, output: CoreOutput) -> TokenOutput | Embedding | None:
-        """Add a step's output to its sequence, and return the message to the client.
+        """Add a step's output to its sequence, and return the message for the client.
 
         Returns:
             The message, or None if the sequence was cancelled in the meantime or has failed.

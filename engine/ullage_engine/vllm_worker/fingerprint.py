@@ -1,4 +1,7 @@
-"""Facts on which the exact bits of a vLLM engine's answers depend. Does not import vLLM."""
+"""Facts that determine the exact bits of a vLLM engine's answers.
+
+This module does not import vLLM.
+"""
 
 import json
 from collections.abc import Mapping
@@ -25,13 +28,13 @@ class Backend:
     dtype: str
     """Type of weights and activations."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The set vLLM environment variables that may affect the choice of kernels."""
+    """The vLLM environment variables that are set and may affect the choice of kernels."""
 
 
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return the facts on which the bits of KV, and of answers without adapters, depend.
+    """Return the facts that determine the bits of KV, and of answers without adapters.
 
     Args:
         config: the engine's configuration.

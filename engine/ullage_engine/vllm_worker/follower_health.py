@@ -18,7 +18,7 @@ _READ_TIMEOUT_S = 5.0
 
 
 class FollowerHealth:
-    """Liveness and readiness of a follower. Thread-safe to read."""
+    """Liveness and readiness of a follower. Any thread may read both."""
 
     def __init__(self) -> None:
         self.is_computing = False
@@ -35,7 +35,7 @@ class FollowerHealth:
         return time.monotonic() - self._looked_at < HUNG_AFTER_S
 
     def status(self, path: str) -> int:
-        """Return the HTTP status code for the path of a probe."""
+        """Return the HTTP status code for a probe's path."""
         holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
         if path not in holds:
             return HTTPStatus.NOT_FOUND

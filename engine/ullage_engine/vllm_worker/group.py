@@ -1,9 +1,9 @@
-"""Nodes that run one engine together: how they join each other, and how they end together.
+"""Joining and shutdown of the nodes that run one engine together.
 
 Each follower keeps one connection to the leader while both compute. The follower sends its revision
 and its rank. Once all followers have joined, the leader sends Start, and every node starts vLLM. A
-node that loses a connection ends its vLLM. The leader's server then restarts the leader's worker,
-and the followers join again. TCP keep-alives detect a vanished node within 10 s.
+node that loses a connection stops its vLLM processes. The leader's server then restarts the
+leader's worker, and the followers join again. TCP keep-alives detect a vanished node within 10 s.
 """
 
 import argparse
@@ -53,7 +53,11 @@ KEEPALIVE = {
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
 }
-"""TCP keep-alive: idle seconds, seconds between probes, and lost probes until a connection ends."""
+"""TCP keep-alive settings.
+
+The settings are the idle seconds, the seconds between probes, and the number of lost probes after
+which a connection ends.
+"""
 
 _LONGEST_MESSAGE = 4096
 """Maximum size of a message in bytes."""
@@ -78,9 +82,9 @@ class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Message from the leader that tells all followers to start computing."""
 
     rank_bytes: int
-    """Memory of a rank's device on the leader, from which every node plans its adapter slots."""
+    """Device memory per rank on the leader, in bytes. Every node uses it to plan adapter slots."""
     model_version: str = ""
-    """The version of the leader's model files in a bucket. Empty for other sources."""
+    """The version of the leader's model files in a bucket, or an empty string for other sources."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -145,7 +149,7 @@ class NodeConnection:
         self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> bytes | None:
-        """Read the available data.
+        """Read the available data, and return a message once it is complete.
 
         Returns:
             A message, or None while the message is incomplete.
@@ -164,7 +168,7 @@ class NodeConnection:
 
 
 def _unmapped(address: str) -> str:
-    """Return an IPv4-mapped IPv6 address as plain IPv4; return other addresses unchanged."""
+    """Return an IPv4-mapped IPv6 address as plain IPv4, and any other address unchanged."""
     return address.removeprefix("::ffff:")
 
 
@@ -172,7 +176,7 @@ def _unmapped(address: str) -> str:
 
 
 class Leader:
-    """The leader of a group, which waits until all followers join and later until one is lost."""
+    """The leader of a group, which waits until all followers join and then until one is lost."""
 
     def __init__(
         self, listener: socket.socket, revision: str, num_nodes: int, start: Start
@@ -225,7 +229,7 @@ class Leader:
         threading.Thread(target=wait, name="followers", daemon=True).start()
 
     def close(self) -> None:
-        """Close all connections, which makes the followers end their vLLM."""
+        """Close all connections, which makes the followers stop their vLLM processes."""
         for connection in self._ranks.values():
             connection.close()
 
@@ -285,13 +289,14 @@ def end_worker(rank: int) -> NoReturn:
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: str = "") -> Node:
-    """Wait for this worker's followers. Once all have joined, end this process if any is lost.
+    """Wait for all followers to join. From then on, losing a follower ends this process.
 
     Args:
         group: size and port of the group.
         report: called with the number of followers that have joined.
         rank_bytes: memory of a rank's device on this node, in bytes.
-        model_version: version of the model's files in a bucket; empty if the model is in no bucket.
+        model_version: version of the model's files in a bucket, or empty if the model is in no
+            bucket.
 
     Returns:
         This node's place in the group.
@@ -348,7 +353,7 @@ class Follower:
             command: returns the worker's command line, given the leader's address and message.
             environment: environment variables of the worker, in addition to this process's.
             health: answers the kubelet's probes.
-            fetch: downloads a model from a bucket and returns its version; None if the model is in
+            fetch: downloads a model from a bucket and returns its version. None if the model is in
                 no bucket.
         """
         self._leader = leader
@@ -381,7 +386,7 @@ class Follower:
                 time.sleep(_RETRY_S)
 
     def _fetched(self, fetch: Callable[[], str]) -> str:
-        """Download in a thread, so that probes are answered during the minutes of a download."""
+        """Download the model in a thread, so that probes are answered during the download."""
         version: Future[str] = Future()
 
         def run() -> None:
@@ -457,7 +462,7 @@ class Follower:
             self._is_computing = False
 
     def _watch(self, connection: int, ended: int, loaded: int) -> bool:
-        """Wait until vLLM or the leader ends; return whether the leader ended."""
+        """Wait until vLLM or the leader ends. Return whether the leader ended."""
         watched = [connection, ended, loaded]
         while True:
             self._health.on_look()

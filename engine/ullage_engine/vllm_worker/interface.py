@@ -1,6 +1,6 @@
-"""Protocols through which the rest of this package uses vLLM.
+"""Interfaces through which the rest of this package uses vLLM.
 
-`bindings.VllmCore` implements them.
+`bindings.VllmCore` implements these interfaces.
 """
 
 from collections.abc import Iterable
@@ -41,18 +41,18 @@ class CoreOutput(msgspec.Struct, frozen=True):
     request_id: str
     token_ids: list[int]
     finish: Literal["", "stop", "length", "error"] = ""
-    """Why the request ended; empty if more output follows."""
+    """Why the request ended, or an empty string if more output follows."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     """Number of tokens whose KV was in the prefix cache when the request started."""
     num_loaded_tokens: int = 0
     """Number of further tokens whose KV was loaded from tiers outside the device."""
     error: str = ""
-    """One line for the client that says why the request failed in vLLM or in its grammar."""
+    """One-line message for the client about a failure of the request in vLLM or in its grammar."""
     field: str = ""
-    """Request field that caused the failure. Empty if the engine caused it."""
+    """Request field that caused the failure, or an empty string if the engine caused it."""
     embedding: bytes = b""
-    """Embedding of the prompt, as little-endian float32 bytes. It completes the request."""
+    """Embedding of the prompt, as little-endian float32 bytes. The embedding ends the request."""
 
     @property
     def num_reused_tokens(self) -> int:
@@ -72,7 +72,7 @@ class Prefix(Protocol):
 
 
 class Blocks(Protocol):
-    """The KV blocks of vLLM's pool."""
+    """Interface to the KV blocks of vLLM's pool."""
 
     @property
     def num_blocks(self) -> int:
@@ -87,8 +87,8 @@ class Blocks(Protocol):
 
         A shared block counts in full for each request that holds it, because each keeps the block
         until the request ends. A shared block of a sliding window is divided equally among the
-        requests that hold it. When the window of one of them moves past the block, that request
-        allocates another block while the shared block is still in use.
+        requests that hold it. When one request's window moves past the block, that request
+        allocates another block while the other requests still use the shared block.
         """
 
     def num_in_tables(self, request_id: str) -> int:
@@ -111,7 +111,7 @@ class Blocks(Protocol):
 
 
 class Core(Protocol):
-    """vLLM's engine in this process."""
+    """Interface to vLLM's engine in this process."""
 
     @property
     def blocks(self) -> Blocks: ...
@@ -154,7 +154,8 @@ class Core(Protocol):
     def abort(self, request_id: str) -> None:
         """Abort a request. Ignore requests that have ended.
 
-        The request's blocks are free at once, or within the next steps if several are in flight.
+        The request's blocks become free at once, or within the next steps if several steps are in
+        flight.
         """
 
     def forget(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The memory ledger of a worker with vLLM, and measurement of the memory in use."""
+"""The memory ledger of a vLLM worker, and measurement of the worker's memory use."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ class StartMemory:
 
         Args:
             config: the engine's configuration.
-            host_tier: memory for KV outside the device; None without a host tier.
+            host_tier: memory for KV outside the device. None without a host tier.
             limits: limits of the KV pool and of a step that follow from earlier out-of-memory
                 errors.
         """
@@ -61,11 +61,11 @@ class StartMemory:
         self.is_cpu = vllm_core.is_cpu()
         self._process = psutil.Process()
         self._gpus: list[GpuAtStart] = []
-        """This node's GPUs, one for each rank; empty on CPUs."""
+        """This node's GPUs, one for each rank. Empty on CPUs."""
         self._meter: MemoryMeter | None = None
-        """Memory meter of the GPU, if this process itself is the only rank.
+        """Memory meter of the GPU, if this process is the only rank.
 
-        None on CPUs, and if ranks are separate processes.
+        The meter is None on CPUs, and if ranks are separate processes.
         """
         memory = config.memory
         if self.is_cpu:
@@ -98,7 +98,8 @@ class StartMemory:
     def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
         """Decide how many adapters are loaded at a time.
 
-        All nodes load the same number of adapters: as many as fit on a rank's device of the leader.
+        All nodes load the same number of adapters, which is the number that fits on one device of
+        the leader.
 
         Args:
             folder: folder of the checkpoint.
@@ -167,7 +168,8 @@ class StartMemory:
                 moment when a rank has created its device context, so its figures do not include
                 the context.
             adapter_bytes: bytes of the adapter slots of all ranks.
-            free_first: free bytes of each rank's GPU at that moment. Empty on CPUs.
+            free_first: free bytes of each rank's GPU when the rank had created its context. Empty
+                on CPUs.
         """
         config = self._config
         ledger = self.ledger
@@ -213,7 +215,7 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Record in the ledger how much memory the finished start uses."""
+        """Record in the ledger the memory in use after startup."""
         if "model" not in {each.name for each in self.ledger.states()}:
             # vLLM does not ask for a pool size if the model has no KV.
             adapter_bytes = core.blank_slots()
@@ -268,7 +270,7 @@ class StartMemory:
         return used - self._shared_bytes
 
     def allocator_bytes(self) -> int:
-        """Return the bytes of torch's GPU allocator in this process, 0 if it is not a rank."""
+        """Return the bytes that torch's GPU allocator holds, or 0 if this process is not a rank."""
         return 0 if self._meter is None else self._meter.reserved_bytes()
 
     def free_bytes(self) -> int:

@@ -24,7 +24,7 @@ log = logging.getLogger("ullage.engine.vllm")
 FILE = "vllm-memory.json"
 
 _POOL_SHARE = 7 / 8
-"""Size of the next worker's KV pool, as a fraction of the previous one."""
+"""Size of the next worker's KV pool, as a fraction of the previous worker's pool."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
 """Seconds after an out-of-memory error until a new worker takes all available memory again."""
@@ -35,11 +35,14 @@ class Taken(msgspec.Struct, frozen=True):
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool that holds the longest sequence, or of this pool if that is smaller."""
+    """Bytes of a KV pool that holds one longest sequence, but at most the bytes of this pool."""
     chunk_tokens: int = 0
     """Maximum prompt tokens per step, or 0 if prompts are not chunked."""
     least_chunk_tokens: int = 0
-    """Tokens per block of the largest kind. Models with recurrent states compute whole blocks."""
+    """Maximum number of tokens per block, over all kinds of KV.
+
+    Models with recurrent states compute whole blocks.
+    """
 
 
 class MemoryLimits(msgspec.Struct, frozen=True):
@@ -96,10 +99,10 @@ class OomBackoff:
 
         Args:
             run_dir: folder of the file.
-            server: name of the server, unique among servers of the folder; empty for this process's
-                parent.
-            kills: returns how many processes the kernel's OOM killer has killed. None to ask the
-                kernel.
+            server: name of the server, unique among the servers that use the folder. If the name is
+                empty, the parent process identifies the server.
+            kills: returns how many processes the kernel's OOM killer has killed. None to read the
+                number from the kernel.
             clock: returns the time in seconds since the epoch.
         """
         self._path = run_dir / FILE

@@ -1,4 +1,4 @@
-"""Progress of a worker's start, measured by the bytes it uses or writes."""
+"""Progress of a worker's start, measured by the bytes that the worker uses or writes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ _PROGRESS_S = 1.0
 
 
 class StartProgress:
-    """Reports the progress of a start to the server, because vLLM reports none while loading."""
+    """Reports the progress of a start to the server, because vLLM reports no loading progress."""
 
     def __init__(self, report: Report, used_bytes: Callable[[], int]) -> None:
         self._report = report

@@ -1,14 +1,14 @@
-"""Proof that vLLM computes the same results as in a verified start. Does not import vLLM.
+"""Proof that vLLM computes the same results as in a verified start.
 
-A start computes a probe of two ordinary requests. The steps of the probe compute a prompt, a prompt
-together with a decode, and two decodes. Every output token is fixed beforehand, so ties between
-equally likely tokens cannot make two starts differ. The proof compares the log-probabilities of the
-output token and of the most likely tokens in sorted order. Two equally likely tokens may swap
-places, but their probabilities may not change.
+This module does not import vLLM. A start computes a probe of two ordinary requests. The steps of
+the probe compute a prompt, a prompt together with a decode, and two decodes. Every output token is
+fixed beforehand, so ties between equally likely tokens cannot make two starts differ. The proof
+compares the log-probabilities of the output token and of the most likely tokens in sorted order.
+Two equally likely tokens may swap places, but their probabilities may not change.
 
 Each rank also computes digests of its rotary tables and its weights. Weights are compared only for
-unquantised checkpoints, because vLLM checks that every weight of these was loaded. Tensors of
-quantised formats may contain memory that is never written.
+unquantised checkpoints, because vLLM checks that every weight of such a checkpoint was loaded.
+Tensors of quantised formats may contain memory that is never written.
 """
 
 import inspect
@@ -34,9 +34,9 @@ from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.interface import CoreOutput
 
 _PROMPTS = (32, 16)
-"""Lengths of the probe's prompts. The second request starts while the first one decodes."""
+"""Lengths of the probe's prompts. The second request starts while the first request decodes."""
 _OUTPUTS = (3, 2)
-"""Numbers of output tokens of the probe's requests."""
+"""Number of output tokens of each of the probe's requests."""
 _TOP = 20
 """Number of most likely tokens whose log-probabilities are compared.
 
@@ -48,7 +48,8 @@ _BIAS = 100.0
 _STEP = 7919
 """Difference between consecutive prompt token ids, modulo the vocabulary size.
 
-The difference is prime, so token ids repeat only if the vocabulary size is a multiple of it.
+The difference is prime, so token ids repeat only if the vocabulary size is a multiple of this
+prime.
 """
 _TABLE_WORDS = ("cos", "sin", "inv_freq")
 """Substrings by which the names of rotary tables are recognised."""
@@ -75,7 +76,7 @@ class Probe:
     """Maximum number of tokens per sequence."""
     is_embedding: bool = False
     may_draft: bool = False
-    """Whether vLLM uses speculative decoding, with which it accepts no logit biases."""
+    """Whether vLLM uses speculative decoding. If so, vLLM accepts no logit biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
         """Return the probe's two requests. The second starts once the first has an output token.
@@ -137,7 +138,7 @@ class ProvenCore(Protocol):
         """Return, for each rank, digests of its tensors in memory by tensor name."""
 
     def changed_table(self) -> str:
-        """Recompute all ranks' rotary tables, and return the name of one that differs, or ""."""
+        """Recompute all ranks' rotary tables. Return the name of a table that differs, or ""."""
 
 
 def proof_file(
@@ -154,8 +155,8 @@ def proof_file(
         weights: digest of the weight files.
         facts: facts of the engine's fingerprint.
         probe: size of the probe.
-        arguments: arguments of `vllm.EngineArgs`. Any of them may decide which modules exist, how
-            their tensors are named and how they lie in memory. With adapters, for example, vLLM
+        arguments: arguments of `vllm.EngineArgs`. Any argument may affect which modules exist, and
+            how their tensors are named and laid out in memory. With adapters, for example, vLLM
             wraps the modules of the base model, whose answers do not change.
     """
     used = {name: value for name, value in arguments.items() if name not in _NO_PART}

@@ -22,7 +22,7 @@ EXTENSION = f"{__name__}.WorkerExtension"
 """Value of vLLM's argument `worker_extension_cls`, which names the extension class."""
 
 _LARGEST_DRAW = 1 << 31
-"""Upper bound of the random number that the CPU sampler draws per token of a seeded request."""
+"""Upper bound on the random number that the CPU sampler draws per token of a seeded request."""
 
 
 class WorkerExtension:
@@ -51,7 +51,7 @@ class WorkerExtension:
         return digest_model(runner.get_model(), with_weights=with_weights)
 
     def ullage_changed_table(self) -> str:
-        """Recompute this rank's rotary tables, and return the name of one that differs, or ""."""
+        """Recompute this rank's rotary tables. Return the name of a table that differs, or ""."""
         from ullage_engine.vllm_worker.proof import changed_table
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -95,10 +95,10 @@ class WorkerExtension:
         return sum(num_bytes.values())
 
     def ullage_load_adapter(self, adapter: Any) -> str:
-        """Load an adapter, and return an error message, or an empty string on success.
+        """Load an adapter. Return an error message, or an empty string on success.
 
-        vLLM's own call raises at the first rank that fails, and then mistakes the answers of the
-        other ranks for answers to the next call.
+        vLLM's own RPC raises at the first rank that fails, and then mistakes the replies of the
+        other ranks for replies to the next RPC.
         """
         try:
             is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]

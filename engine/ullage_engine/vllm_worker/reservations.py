@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ullage_engine.vllm_worker.interface import Blocks, Prefix
 
 _ROUNDING = 1e-6
-"""Upper bound of the rounding error in sums of fractional blocks."""
+"""Upper bound on the rounding error in sums of fractional blocks."""
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ class Reservations:
         """Cached blocks that are pinned for requests that vLLM has not started."""
         self._known_committed: float | None = None
         self._known_reclaimable: float | None = None
-        """Cached sums over all reservations and sessions. None if they are out of date."""
+        """Cached sums over all reservations and sessions, or None if the sums are out of date."""
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Sessions by key, least recently used first."""
         self.num_withheld = 0
-        """Number of blocks withheld from new requests, since other processes took the memory."""
+        """Number of blocks withheld from new requests, because other processes took the memory."""
 
     # what there is -------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Reservations:
 
     @property
     def num_unreserved(self) -> int:
-        """Number of blocks free for new reservations. Negative until vLLM frees missing blocks."""
+        """Number of blocks that can be reserved. Negative until vLLM has freed missing blocks."""
         # Shares of blocks add up to whole blocks, so only their sum is rounded.
         unreserved = self._blocks.num_free + self._reclaimable - self._committed
         return math.floor(unreserved + _ROUNDING)
@@ -108,7 +108,7 @@ class Reservations:
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request while at least `spared` blocks stay unreserved.
+        """Reserve blocks for a request if at least `spared` blocks then stay unreserved.
 
         Returns:
             True, or False if the blocks do not fit and nothing is reserved.
@@ -196,13 +196,13 @@ class Reservations:
         return True
 
     def end_idle_sessions(self) -> None:
-        """End all sessions that have been idle for too long."""
+        """End all sessions that have been idle for longer than the limit."""
         oldest = self._clock() - self._session_idle_s
         for key in [key for key, each in self._sessions.items() if each.used_at <= oldest]:
             self._drop_session(key)
 
     def end_all_sessions(self) -> None:
-        """End all sessions."""
+        """End all sessions and unpin their blocks."""
         for key in list(self._sessions):
             self._drop_session(key)
 
@@ -228,7 +228,7 @@ class Reservations:
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many of its reserved blocks a request does not hold yet."""
+        """Return how many reserved blocks a request does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held

@@ -24,7 +24,7 @@ _MARGIN_TOKENS = 2
 
 
 class RunQueue:
-    """Starts, extends, preempts and removes sequences. The most important ones come first."""
+    """Starts, extends, preempts and removes sequences, the most important first."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RunQueue:
         """Start a new sequence, or reserve the blocks of a sequence that waits for its parent.
 
         Returns:
-            False if the blocks do not fit while `spared` blocks stay unreserved.
+            False if the blocks do not fit with at least `spared` blocks left unreserved.
         """
         if sequence in self.deferred:  # its parent has just failed
             return True
@@ -103,7 +103,7 @@ class RunQueue:
         bisect.insort(self.deferred, sequence, key=rank_of)
 
     def start_deferred(self) -> None:
-        """Start waiting sequences, the most important ones first.
+        """Start waiting sequences, the most important first.
 
         No sequence overtakes a sequence that waits for blocks. Otherwise small sequences would
         starve a large one. Sequences that wait for an adapter's slot are skipped.
@@ -153,7 +153,7 @@ class RunQueue:
             sequence: the sequence.
             spared: number of blocks that must stay unreserved.
             is_cached: whether the prefix cache is likely to hold much of the sequence. If not, the
-                cache is only looked up when the sequence does not fit otherwise.
+                cache is looked up only if the sequence does not fit otherwise.
         """
         request_id = sequence.request_id
         reservations = self._reservations
@@ -242,7 +242,7 @@ class RunQueue:
                 self._shrinking[sequence.request_id] = sequence
 
     def adjust_reservations(self) -> None:
-        """Shrink the reservations of decoding sequences, and extend reservations nearly used up."""
+        """Shrink reservations of decoding sequences, and extend nearly exhausted reservations."""
         self._shrink_reservations()
         self._extend_reservations()
 
@@ -265,7 +265,7 @@ class RunQueue:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: VllmSequence) -> None:
-        """Reserve the charged blocks of a sequence, if necessary by preempting sequences.
+        """Reserve the blocks charged to a sequence, and preempt sequences if necessary.
 
         The least important sequences are preempted, possibly including the sequence itself.
         """
@@ -278,7 +278,7 @@ class RunQueue:
                 return
 
     def _preempt(self, sequence: VllmSequence) -> None:
-        """Take a sequence's blocks, and queue the sequence until its blocks fit again."""
+        """Release a sequence's blocks, and queue the sequence until its blocks fit again."""
         if sequence.is_running:
             sequence.num_preemptions += 1
             self._events.on_preempted(sequence.request, sequence.num_preemptions, False)

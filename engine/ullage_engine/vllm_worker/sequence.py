@@ -8,7 +8,7 @@ from ullage_engine.protocol.requests import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of one engine."""
+    """Limits on an engine's sequences and batches."""
 
     max_model_len: int
     """Maximum length of a sequence that vLLM accepts, in tokens."""
@@ -22,7 +22,7 @@ class EngineLimits:
     shares_prompts: bool
     """Whether vLLM caches computed KV, so that samples of one prompt share it."""
     keeps_prompts: bool = True
-    """Whether different requests with a common prefix share its KV as well."""
+    """Whether different requests with a common prefix share KV as well."""
     adapter_slots: int = 0
     """Maximum number of adapters loaded at a time."""
 

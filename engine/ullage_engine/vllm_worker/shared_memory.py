@@ -44,7 +44,7 @@ class _File(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """The files that the processes of one start map."""
+    """The shared-memory files that the processes of one start have mapped."""
 
     pid: int
     created: float
@@ -73,7 +73,7 @@ class SharedMemory:
         self._watcher = threading.Thread(target=self._watch, name="shared-memory", daemon=True)
 
     def sweep(self) -> list[str]:
-        """Remove the files that ended processes of this engine left, and return their names."""
+        """Remove files that ended processes of this engine left behind, and return their names."""
         records = dict(self._records())
         recorded = {file for record in records.values() for file in record.files}
         present = {file for file in recorded if self._inode(self._folder / file.name) == file.inode}
@@ -112,7 +112,8 @@ class SharedMemory:
     def close(self) -> None:
         """Delete the record of shared-memory files.
 
-        Keep it if some of these files still exist, so that the next start can remove them.
+        The record is kept if some of these files still exist, so that the next start can remove the
+        files.
         """
         self._is_closed.set()
         if self._watcher.is_alive():
@@ -164,10 +165,10 @@ def _is_running(record: _Record) -> bool:
 
 
 def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
-    """Return the inodes that processes of this user map, in the file system of the folder.
+    """Return the inodes in the folder's file system that this user's processes have mapped.
 
-    Paths would not identify the files, because a semaphore is created and mapped under another name
-    than its final one.
+    Paths would not identify the files, because a semaphore is created and mapped under a temporary
+    name.
     """
     device = folder.stat().st_dev
     own = f"{os.major(device):02x}:{os.minor(device):02x}".encode()

@@ -88,7 +88,9 @@ class StartedVllm:
     """
 
     def state(self) -> WorkerState:
-        """Measure memory and load, end idle sessions, and withhold KV memory that others took.
+        """Return the worker's state, with memory and load measured now.
+
+        The method also ends idle sessions, and withholds KV memory that other processes have taken.
 
         Raises:
             GroupLostError: a rank's process has ended.
@@ -169,8 +171,9 @@ def start(
         host_tier: memory for KV outside the device. None without a host tier.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: one line with the remedy.
-        ProofError: this start computes other results than a verified start.
+        WorkerStartError, LedgerError, WeightsError: the start failed. The message is one line with
+            the remedy.
+        ProofError: this start computes different results from a verified start.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -258,10 +261,10 @@ def _start(
 def _prove(
     core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
 ) -> None:
-    """Compare this start's results with a verified start's, or store them as the verified ones.
+    """Compare this start's results with a verified start's, or store them as verified results.
 
     Raises:
-        ProofError: this start computes other results than the verified start.
+        ProofError: this start computes different results from the verified start.
     """
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
@@ -306,7 +309,8 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
         rank_bytes: memory of a rank's device on the leader, in bytes.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: one line with the remedy.
+        WorkerStartError, LedgerError, WeightsError: the start failed. The message is one line with
+            the remedy.
     """
     _prepare(config, node.rank)
     if config.max_loras:
@@ -363,7 +367,7 @@ def _load(
     progress: StartProgress,
     node: Node | None,
 ) -> _Loaded:
-    """Return vLLM's engine with the model's weights."""
+    """Load the model, and return vLLM's engine with its arguments and weights."""
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)

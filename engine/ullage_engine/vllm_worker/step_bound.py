@@ -1,4 +1,4 @@
-"""Upper bound of the duration of a vLLM step, which lets the server detect a hang."""
+"""Upper bound on the duration of a vLLM step, by which the server detects hangs."""
 
 _ATTENTION_COST = 4.0
 """Duration of attention, relative to matmuls with the same number of operations.
@@ -11,19 +11,19 @@ _MATRIX_SHARE = 3.0
 This is a lower bound.
 """
 _KV_BYTES_PER_S = 2e9
-"""Lower bound of the KV bytes that decodes read per second."""
+"""Lower bound on the KV bytes that decodes read per second."""
 
 
 def longest_step_s(
     warm_up_s: float, *, num_stages: int, max_model_len: int, hidden_size: int, pool_bytes: int
 ) -> float:
-    """Return an upper bound of a step's time in seconds.
+    """Return an upper bound on a step's duration in seconds.
 
-    The warm-up computes the maximum number of tokens per step, but without their attention. The
-    cost of attention grows with the context. Attention costs as much as the query and output
-    projections when the context has as many tokens as the hidden state has elements. Decodes read
-    the KV pool once. The bound is loose on purpose, because a healthy step that took several times
-    as long as the bound would count as a hang.
+    The warm-up computes the maximum number of tokens per step, but not their attention. The cost of
+    attention grows with the context. Attention costs as much as the query and output projections
+    when the context has as many tokens as the hidden state has elements. Decodes read the KV pool
+    once. The bound is loose on purpose, because a healthy step that took several times as long as
+    the bound would count as a hang.
 
     Args:
         warm_up_s: seconds of computation per thread in the largest step of a stage. 0 if not

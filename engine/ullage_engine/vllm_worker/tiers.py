@@ -1,13 +1,14 @@
 """Transfers of KV between vLLM's blocks and tiers outside the device.
 
-When vLLM caches a block, this module offers the block to the host tier at once, so that a later
+When vLLM caches a block, this module immediately offers the block to the host tier, so that a later
 eviction costs nothing. The server grants slots for offered blocks. Granted blocks that are still
 cached are copied at the end of a step. When vLLM is about to start a request, this module queries
 the tiers for blocks of the request beyond those on the device. vLLM skips the request until the
 answer arrives, and starts the request with the step that copies the blocks to the device.
 
-The tiers belong to the server. `scheduler/kv_exchange.py` has the messages to and from the server.
-This module plans the copies. vLLM calls this module through `bindings.connector`, which copies.
+The tiers belong to the server. `scheduler/kv_exchange.py` handles the messages to and from the
+server. This module plans the copies. vLLM calls this module through `bindings.connector`, which
+copies.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from ullage_kv.keys import extend_keys
 
 
 class TiersRefusedError(Exception):
-    """The model's KV blocks cannot be copied to tiers. The message says why."""
+    """The model's KV blocks cannot be copied to tiers. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class _Place(NamedTuple):
 
     block: int
     content: object
-    """vLLM's name for the block's content. When the content changes, the offer is void."""
+    """vLLM's name for the block's content. If the content changes, the offer becomes void."""
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class _Request:
 
 
 class _Reported(NamedTuple):
-    """The reports of a step's copies, sent when all ranks have made them."""
+    """The reports on a step's copies, which are sent once all ranks have made the copies."""
 
     stored: list[KvSlot]
     read: list[KvRead]
@@ -103,7 +104,7 @@ class ConnectorTransfers:
         self._read: list[KvRead] = []
         self._step_numbers = itertools.count(1)
         self._steps: dict[int, _Reported] = {}
-        """Reports of the steps whose copies are not done, by number of the step."""
+        """Reports on steps whose copies are not done yet, by step number."""
 
     @property
     def has_granted(self) -> bool:
@@ -118,7 +119,7 @@ class ConnectorTransfers:
     # requests ------------------------------------------------------------------------------------
 
     def add(self, name: str, request: EngineRequest) -> None:
-        """Start to track a request, which vLLM calls `name`."""
+        """Start tracking a request whose name in vLLM is `name`."""
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
@@ -201,7 +202,7 @@ class ConnectorTransfers:
         state.num_loaded = num_blocks
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Offer the leading blocks of a request that vLLM caches.
+        """Offer a request's leading blocks, which vLLM caches, to the tiers.
 
         The blocks are computed by the end of the planned step.
         """

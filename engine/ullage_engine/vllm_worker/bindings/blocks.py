@@ -22,7 +22,7 @@ from ullage_engine.vllm_worker.interface import Prefix
 
 class _Prefix:
     def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
-        """Create a prefix. `slides` says which cache groups have a sliding window."""
+        """Create a prefix. `slides` marks the cache groups that have a sliding window."""
         pairs = list(zip(groups, slides, strict=True))
         self.lasting = [each for group, has_window in pairs if not has_window for each in group]
         self.windows = [
@@ -43,7 +43,7 @@ class _Prefix:
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Count blocks, with each block divided by the number of requests that hold it."""
+    """Count blocks, where a block that n requests hold counts as 1/n."""
     return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
 
 

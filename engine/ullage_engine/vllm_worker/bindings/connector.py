@@ -120,7 +120,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _StepCopies(self._tiers.plan())
 
     def _cached_blocks(self, name: str) -> Sequence[int]:
-        """Return the leading blocks of a request that vLLM caches."""
+        """Return a request's leading blocks, up to the first block that vLLM does not cache."""
         assert self._manager is not None
         [blocks] = self._manager.get_blocks(name).blocks
         num_cached = 0
@@ -228,7 +228,7 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each distinct KV tensor once, because layers may share a tensor."""
+    """Return each distinct KV tensor once, because several layers may share a tensor."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
@@ -266,7 +266,7 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Return the size of a rank's part of a block, and the facts on which its layout depends.
+    """Return the size of a rank's part of a block, and the facts that determine its layout.
 
     The facts do not include the model.
 

@@ -79,7 +79,7 @@ _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Environment variables for thread placement, and those that Ullage and vLLM set themselves."""
+"""Environment variables that place threads or that Ullage and vLLM set themselves."""
 _NOTICED_WITHIN_S = 2.0
 """Seconds to wait after a failed step for vLLM to notice that a rank has ended."""
 
@@ -88,7 +88,7 @@ def check_version() -> None:
     """Check the version of vLLM.
 
     Raises:
-        WorkerStartError: another version than the tested one is installed.
+        WorkerStartError: the installed version is not the tested version.
     """
     installed = vllm.__version__.partition("+")[0]
     if installed != VERSION:
@@ -109,7 +109,7 @@ def make_config(
         headless: whether this node is a follower.
 
     Raises:
-        WorkerStartError: an argument is unknown or wrong.
+        WorkerStartError: an argument is unknown or invalid.
     """
     try:
         # Use the defaults of vLLM's own server, with which users would compare.
@@ -150,7 +150,7 @@ def processor() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the set vLLM environment variables that may affect the choice of kernels."""
+    """Return the vLLM environment variables that are set and may affect the choice of kernels."""
     names = {each for each in envs.compile_factors() if each.startswith("VLLM_")} - _NOT_CHOSEN
     return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
@@ -169,7 +169,7 @@ def resolve_dtype(name: str) -> str:
 
 
 def cpu_budget(config: EngineConfig, host_tier: int) -> int:
-    """Return the bytes of memory for all ranks of a CPU engine, without the host tier."""
+    """Return the memory budget of all ranks on CPUs in bytes, excluding the host tier."""
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
@@ -218,7 +218,7 @@ def _sized_executor(
 
 
 def _blank_slots(executor: Executor) -> int:
-    """Make the adapter slots of all ranks resident, and return their bytes."""
+    """Make all ranks' adapter slots resident in memory, and return their total size in bytes."""
     return sum(executor.collective_rpc("ullage_blank_slots")) if executor.lora_config else 0
 
 
@@ -275,10 +275,10 @@ class VllmCore:
         self._num_probes = 0
         self._warm_up_s: float = getattr(core.model_executor, "warm_up_s", 0.0)
         self._broken: dict[str, str] = {}
-        """Reasons why grammars can no longer be followed, by vLLM's request ids."""
+        """Reasons why a request's grammar can no longer be followed, by vLLM's request ids."""
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
-        """Number of adapters ever added, from which the next adapter gets its number in vLLM."""
+        """Number of adapters added so far, from which the next adapter gets its id in vLLM."""
         self.blocks = VllmBlocks(self._scheduler, self._requests)
         self._tiers: ConnectorTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
@@ -306,7 +306,7 @@ class VllmCore:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum sequence length in tokens, all in one step if prompts are not chunked."""
+        """Maximum sequence length in tokens, which must fit in one step without chunked prefill."""
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
@@ -324,7 +324,7 @@ class VllmCore:
 
     @property
     def longest_step_s(self) -> float:
-        """Upper bound of a step's time in seconds; 0 if not measured, as on GPUs."""
+        """Upper bound on a step's duration in seconds, or 0 if not measured, as on GPUs."""
         model = self._config.model_config
         return longest_step_s(
             self._warm_up_s,
@@ -336,12 +336,12 @@ class VllmCore:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Maximum number of tokens that occupy the KV pool, over all steps in flight."""
+        """Maximum number of tokens in the KV pool that belong to steps in flight."""
         return int(self._config.max_in_flight_tokens) + self.lookahead_tokens
 
     @property
     def max_decode_tokens(self) -> int:
-        """Maximum number of tokens of a decoding sequence that are scheduled at a time."""
+        """Maximum number of tokens that are scheduled at a time for a decoding sequence."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
     @property
@@ -361,7 +361,7 @@ class VllmCore:
             )
 
     def blank_slots(self) -> int:
-        """Return the bytes of all ranks' adapter slots. No adapter may be loaded."""
+        """Return the size of all ranks' adapter slots in bytes, while no adapter is loaded."""
         return _blank_slots(self._engine.engine_core.engine_core.model_executor)
 
     @property
@@ -386,7 +386,7 @@ class VllmCore:
 
     @property
     def ranks(self) -> list[RankPlace]:
-        """The device map: the place of each rank."""
+        """The device map, which shows the device and the layers of each rank."""
         model = self._config.model_config
         parallel = self._config.parallel_config
         layers = model.get_total_num_hidden_layers()
@@ -414,7 +414,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return the bytes per block that ranks copy, and the facts on which its layout depends.
+        """Return the bytes per block that ranks copy, and the facts that determine their layout.
 
         Raises:
             TiersRefusedError: blocks cannot be copied to tiers.
@@ -433,7 +433,7 @@ class VllmCore:
         return sum(num_bytes for num_bytes, _ in parts), facts
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
-        """Start to keep KV blocks in tiers outside the device as well.
+        """Start keeping KV blocks in tiers outside the device as well.
 
         Args:
             space: namespace of the blocks' keys.
@@ -516,7 +516,7 @@ class VllmCore:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Check a request for errors that vLLM would find only in a step and that would break vLLM.
+        """Check a request for errors that would otherwise break vLLM in a later step.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -625,7 +625,7 @@ class VllmCore:
             The outputs, ordered by request and token.
 
         Raises:
-            WorkerStartError: a step fails for another reason than lack of memory. After an
+            WorkerStartError: a step fails for a reason other than lack of memory. After an
                 out-of-memory error, another start may succeed.
             RuntimeError: a rank's process has ended.
         """
@@ -648,9 +648,9 @@ class VllmCore:
 
     @contextmanager
     def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
-        """Allow requests within the `with` block to ask for `num_logprobs` log-probabilities.
+        """Allow requests within the `with` block to request `num_logprobs` log-probabilities.
 
-        vLLM's argument `max_logprobs` may otherwise allow fewer.
+        vLLM's argument `max_logprobs` may otherwise allow fewer log-probabilities.
         """
         model = self._config.model_config
         most = model.max_logprobs
@@ -662,7 +662,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Run requests until they end. Each starts after the previous request's first token."""
+        """Run requests to completion, each starting after the previous request's first token."""
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -705,7 +705,7 @@ class VllmCore:
         return by_rank
 
     def changed_table(self) -> str:
-        """Recompute all ranks' rotary tables, and return the name of one that differs, or ""."""
+        """Recompute all ranks' rotary tables. Return the name of a table that differs, or ""."""
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
@@ -727,7 +727,7 @@ class VllmCore:
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Return the matcher for a request's grammar, in place of vLLM's own function."""
+        """Return the matcher for a request's grammar. Replaces vLLM's own function."""
         params = request.sampling_params
         assert params is not None
         assert params.extra_args is not None
@@ -742,14 +742,14 @@ class VllmCore:
 def _has_tokens(
     outputs: Mapping[str, Sequence[CoreOutput]], request: EngineRequest, num_tokens: int
 ) -> bool:
-    """Return whether a request has `num_tokens` tokens or its embedding."""
+    """Return whether a request has produced `num_tokens` tokens or its embedding."""
     own = outputs[request.request_id]
     num_found = sum(len(each.token_ids) for each in own)
     return bool(own) and (request.embed or num_found >= num_tokens)
 
 
 def _field_of(error: Exception) -> str:
-    """Return the request field that vLLM's error is about."""
+    """Return the request field that caused vLLM's error."""
     return str(getattr(error, "parameter", None) or "request")
 
 

@@ -1,4 +1,4 @@
-"""Conversion of requests to vLLM's arguments, and of vLLM's outputs."""
+"""Conversion of requests to vLLM's arguments, and of vLLM's outputs to Ullage's outputs."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """The part of vLLM's grammar backend that does not create grammars."""
+    """The part of vLLM's grammar backend that allocates token masks."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
