@@ -1,5 +1,5 @@
-"""Loading of weights from GGUF, safetensors and quantised checkpoints.
+"""Loads weights from GGUF, safetensors and quantised checkpoints.
 
-The prepared weights are a file that outlives the worker. This package depends on formats and tensor
-names. It must not depend on layers, rank processes or requests.
+The prepared weights are stored in a file that outlives the worker. This package depends on formats
+and tensor names. It must not depend on layers, rank processes or requests.
 """

@@ -1,10 +1,10 @@
 """Reader of checkpoints whose `weight` is stored as int8 or float8, with a `weight_scale`.
 
-compressed-tensors stores int-quantized and float-quantized models in this form, with one scale for
-the tensor or for each row. FP8 models from other tools have a scale for each block of weights. They
-name this scale weight_scale_inv, although weights are multiplied by the scale. If the engine does
-not support a setting of quantization_config, it refuses the setting by name, because the stored
-values would have another meaning.
+compressed-tensors stores int-quantized and float-quantized models in this form, with one scale per
+tensor or per row. FP8 models from other tools have one scale per block of weights. These tools name
+the scale weight_scale_inv, although weights are multiplied by the scale. Unsupported settings of
+quantization_config raise an error that names the setting, because they change the meaning of the
+stored values.
 """
 
 from dataclasses import dataclass
@@ -23,24 +23,25 @@ COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The storage of a model's matrices: types, scales and zero points."""
+    """How a checkpoint stores quantised matrices: element type, scales and zero points."""
 
     types: frozenset[str]
-    """Types that the weights may have (int, float)."""
+    """Element types that the weights may have: `int` or `float`."""
     block: tuple[int, int] = (128, 128)
-    """Rows and columns of a block that has its own scale, if scales are neither per row nor per
+    """Rows and columns per scale block, for models whose scales are neither per row nor per
     tensor."""
     is_symmetric: bool = True
-    """Whether the matrices have no zero points."""
+    """Whether quantisation is symmetric, so that the matrices have no zero points."""
     rounds_activations: bool = False
     """Whether activations are rounded to int8, row by row.
 
-    FP8 activations keep the computing dtype, which is more precise than the model expects.
+    FP8 activations are not rounded. They keep the computing dtype, which is more precise than the
+    model expects.
     """
 
 
 def read_scheme(config: HFConfig) -> Scheme:
-    """Read the scheme of `quant_method` fp8 or compressed-tensors.
+    """Read the scheme of a model with `quant_method` fp8 or compressed-tensors.
 
     Raises:
         WeightsError: a setting is unknown or has an unsupported value.
@@ -132,15 +133,15 @@ def _one_of(config: HFConfig, where: str, key: str, *values: object) -> None:
 SCALES = ("weight_scale", "weight_scale_inv")
 
 _STORED = {"I8": "int", "F8_E4M3": "float"}
-"""Maps dtype names of safetensors to the names in configurations."""
+"""Maps safetensors dtype names to the type names in quantisation configurations."""
 
 _KNOWN = frozenset({"weight", "bias", "input_scale", "weight_zero_point", *SCALES})
-"""Tensors of one matrix. The scale of FP8 activations is not used, because activations are not
-rounded."""
+"""Suffixes of the tensors that store one matrix. The scale of FP8 activations is not used, because
+activations are not rounded."""
 
 
 class ScaledMatrices:
-    """Matrices of `quant_method: fp8` and of compressed-tensors' int and float formats."""
+    """Reads matrices in the formats fp8 and compressed-tensors (int and float)."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader, self._path, self._scheme = reader, config.path, read_scheme(config)
@@ -185,7 +186,7 @@ class ScaledMatrices:
         return values * scales.repeat_interleave(width, dim=1)[:, :columns]
 
     def _check_tensors(self) -> None:
-        """Refuse a matrix with a tensor that the engine does not use."""
+        """Raise an error if a matrix has a tensor that the engine does not use."""
         for name in self._reader.names:
             stem, _, kind = name.rpartition(".")
             if self.is_quantised(stem) and kind not in self._known(name):
@@ -212,7 +213,7 @@ class ScaledMatrices:
         return "fp8"
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Read zero points, float32 [rows, 1] or [1, 1]."""
+        """Read the zero points as float32 [rows, 1] or [1, 1]."""
         points = self._reader.read(f"{stem}.weight_zero_point").to(torch.float32)
         rows = self._reader.shape(f"{stem}.weight")[0]
         if points.numel() != 1 and tuple(points.shape) not in ((rows,), (rows, 1)):
@@ -223,7 +224,7 @@ class ScaledMatrices:
         return points.reshape(-1, 1)
 
     def _scales(self, stem: str, rows: int, columns: int) -> torch.Tensor:
-        """Read scales, float32 [rows, 1], or [rows, blocks of columns]."""
+        """Read the scales as float32 [rows, 1] or [rows, column blocks]."""
         name = next(f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in self._reader)
         scales = self._reader.read(name).to(torch.float32)
         # The shape decides, since there may be as many blocks as rows.

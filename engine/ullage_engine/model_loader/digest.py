@@ -1,8 +1,9 @@
 """Content digests of files, which show that two copies of a model are the same.
 
-A file is read once. Its digest is cached in a small file of the weights folder, by the path, size,
-inode and times of the file, so that a later start takes milliseconds. The comparison with a hub's
-file name reads the file each time, because bit rot changes neither path nor size nor times.
+A file is read once. Its digest is cached in a small file of the weights folder, under a key of the
+file's path, size, inode and times, so that a later start takes milliseconds. The check of a hub
+file against its name always reads the file, because bit rot changes neither path nor size nor
+times.
 """
 
 import contextlib
@@ -30,16 +31,15 @@ _PIECE_BYTES = 4 << 20
 _HEX_DIGITS = 64
 _HUB_NAME = re.compile(r"[0-9a-f]{64}")
 _THREADS = 4
-"""Number of files that are read at the same time."""
+"""Number of files that are read in parallel."""
 _WAIT_S = 1.0
 
 
 class Digests:
-    """Digests of files, each computed once and then cached in a folder.
+    """Computes digests of files, and caches each digest in a folder.
 
     Args:
-        folder: the folder of the cache. If the folder cannot be written, every start reads the
-            files.
+        folder: the cache folder. If the folder is not writable, every start reads all files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class Digests:
         """Number of files that were read because their digest was not cached."""
 
     def of_all(self, paths: Iterable[Path]) -> str:
-        """Return one digest of several files, which depends on neither their names nor their order.
+        """Return a combined digest of several files, independent of their names and order.
 
         Raises:
             WeightsError: a file cannot be read.
@@ -74,8 +74,8 @@ class Digests:
 
         Args:
             path: the file.
-            reads_again: whether to read the file and replace the cached digest. If a disk damages a
-                file, the file's times do not change.
+            reads_again: whether to read the file and replace the cached digest. This detects disk
+                corruption, which does not change the file's times.
 
         Raises:
             WeightsError: the file cannot be read.
@@ -112,7 +112,7 @@ class Digests:
 
     @contextlib.contextmanager
     def _reserved(self, kept: Path) -> Iterator[None]:
-        """Lock a digest, so that other engines with this folder wait for it to be computed."""
+        """Lock a file's digest, so that other engines wait until this engine has computed it."""
         with contextlib.ExitStack() as stack:
             # If the folder cannot be written and locked, each engine reads the file itself.
             with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ class Digests:
 
 
 def model_digest(files: ModelFiles, folder: Path) -> str:
-    """Return the digest of a model's weight files, which `folder` caches.
+    """Return the digest of a model's weight files, and cache the digest in `folder`.
 
     Raises:
         WeightsError: a file is missing or cannot be read.
@@ -134,8 +134,8 @@ def model_digest(files: ModelFiles, folder: Path) -> str:
 def damage_by_name(files: ModelFiles, folder: Path) -> str:
     """Return an error message if a cached hub file does not match its name, otherwise "".
 
-    The hub client names large files by their SHA-256, but only compares their sizes. Therefore
-    every file is read, and `folder` caches the digests for other uses.
+    The hub client names large files by their SHA-256, but only compares their sizes. This function
+    therefore reads every file, and caches the digests in `folder` for other callers.
 
     Raises:
         WeightsError: a file is missing or cannot be read.
@@ -162,11 +162,12 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
 
 
 Wait = Callable[[Callable[[], None]], str]
-"""A function that waits for a digest. It calls its argument about once per second while waiting."""
+"""A function that waits for a digest, and calls its argument about once per second while
+waiting."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
-    """Compute a digest in the background, and return a function that waits for it."""
+    """Start computing a digest in the background, and return a function that waits for it."""
     result: Future[str] = Future()
     _start_thread(lambda: _settle(result, compute))
 
@@ -193,7 +194,7 @@ def _settle(result: Future[str], compute: Callable[[], str]) -> None:
 
 
 def _key(path: Path) -> str:
-    """Return a name that is unique to this file in its current state."""
+    """Return a cache key for a file in its current state, from its path, size, inode and times."""
     status = path.stat()
     text = (
         f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} "
@@ -203,7 +204,7 @@ def _key(path: Path) -> str:
 
 
 def _read_kept(kept: Path) -> str:
-    """Return the cached digest, or an empty string if there is none."""
+    """Return the cached digest, or an empty string if the digest is not cached."""
     try:
         text = kept.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
 """`ullage-engine fetch`: downloads a model from the hub or a bucket to the cache, and verifies it.
 
-The operator runs this command as a Job if several engines share one cache. A port serves the
-progress of the download. The last line of the output is the result in JSON.
+The operator runs this command as a Job if several engines share one cache. The command serves the
+download's progress on a port. The last line of the output is the result as JSON.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
 MISUSE = 2
-"""Exit status if a retry would also fail."""
+"""Exit status for errors that a retry would not fix."""
 FAILED = 1
 _SHA256_DIGITS = 64
 _READ_TIMEOUT_S = 5.0
@@ -53,12 +53,12 @@ exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not
 
 
 class Misuse(WeightsError):
-    """The source itself is wrong, so a retry would also fail."""
+    """An error of the source itself, which a retry would not fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A model file, as listed by the hub."""
+    """A model file as the hub lists it."""
 
     name: str
     size: int
@@ -71,12 +71,12 @@ class FetchProgress:
     """The progress of a download."""
 
     state: str
-    """`listing`, `fetching`, `verifying`, `fetched` or `failed`."""
+    """One of `listing`, `fetching`, `verifying`, `fetched` or `failed`."""
     bytes: int = 0
     total_bytes: int = 0
-    """0 until the files are listed."""
+    """Total size of the files in bytes, or 0 until the files are listed."""
     revision: str = ""
-    """The fetched commit, or the name of the bucket listing."""
+    """The commit that was fetched, or the name of the bucket listing."""
     error: str = ""
 
     def to_json(self) -> str:
@@ -88,13 +88,13 @@ class Fetch(Protocol):
 
     @property
     def progress(self) -> FetchProgress:
-        """The progress so far. Any thread may read it."""
+        """The current progress, which any thread may read."""
 
     def run(self) -> None:
         """Download and verify the model.
 
         Raises:
-            WeightsError: a step failed. The error is a `Misuse` if a retry would also fail.
+            WeightsError: a step failed. The error is a `Misuse` if a retry would not help.
         """
 
 
@@ -145,7 +145,7 @@ class HubFetch:
 
     @property
     def progress(self) -> FetchProgress:
-        """The progress, computed from the sizes of the files in the cache."""
+        """The current progress, computed from the sizes of the files in the cache."""
         total = sum(file.size for file in self._files)
         done = sum(file.size for file in self._files if file.path.exists())
         if self._state == "fetching":
@@ -193,7 +193,7 @@ class HubFetch:
 
 
 def verify(files: Sequence[RemoteFile]) -> None:
-    """Check the sizes of the cached files, and the SHA-256 of files that are named by it.
+    """Check the sizes of the cached files, and the hashes of files that are named by their SHA-256.
 
     A file that differs is removed, so that the next attempt downloads the file again.
 
@@ -228,7 +228,7 @@ def _verify(file: RemoteFile, digests: Digests) -> None:
 
 
 def _incomplete_bytes(blobs: Path) -> int:
-    """Return the number of bytes in unfinished downloads."""
+    """Return the total number of bytes in unfinished downloads."""
     sizes = []
     for path in blobs.glob("*.incomplete"):
         try:
@@ -247,7 +247,7 @@ def _checked_source(source: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Convert an error of the hub client into an error with a remedy."""
+    """Convert an error of the hub client into an error that states a remedy."""
     try:
         yield
     except Exception as error:  # connection errors come from the client's HTTP library
@@ -260,7 +260,7 @@ def _explained(source: str) -> Iterator[None]:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Return whether the hub says that the model does not exist or the token has no access."""
+    """Return whether the hub reports that the model does not exist or the token has no access."""
     from huggingface_hub.errors import (
         HFValidationError,
         RepositoryNotFoundError,
@@ -340,7 +340,7 @@ def _finish(result: FetchProgress, report: Path | None) -> None:
 
 
 def _report(fetch: Fetch, ended: threading.Event) -> None:
-    """Print the progress until the download ends."""
+    """Print progress lines until the download ends."""
     while not ended.wait(_REPORT_S):
         now = fetch.progress
         print(f"{now.state}: {now.bytes} of {now.total_bytes} bytes", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Selects a model's files in a folder, and checks their headers.
+"""Selects a model's files in a folder, and checks the headers of these files.
 
 This module does not import torch. The server process checks the files before it starts a worker,
-and the worker's readers use the same list of files. The contents of tensors are not read, so a file
-with a wrong value passes the check.
+and the worker's readers use the same list of files. The checks do not read the contents of tensors,
+so they do not notice wrong values.
 """
 
 import json
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
 HEAD = "lm_head.weight"
-"""Hugging Face's name of the output projection."""
+"""Name of the output projection in Hugging Face checkpoints."""
 
 _BESIDE = (
     "config.json",
@@ -34,15 +34,15 @@ _BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files in a model's folder that are read in addition to the weights."""
+"""Files in a model's folder that the engine reads in addition to the weights."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Maximum header length that the safetensors library accepts."""
+"""Maximum header length in bytes that the safetensors library accepts."""
 
 _MAX_NAMED = 5
-"""Maximum number of files that an error names."""
+"""Maximum number of files that an error message lists."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -61,14 +61,14 @@ _MAGICS = {
     b"\x89HDF": "an HDF5 file",
     b"\x1f\x8b": "compressed with gzip",
 }
-"""First bytes of other file formats, for files that are wrongly named as safetensors."""
+"""First bytes of files in other formats that are wrongly named as safetensors."""
 
 
 _TABLE = ".rotary_emb.inv_freq"
-"""Suffix of tensor names for tables that every engine computes itself."""
+"""Name suffix of tensors with precomputed tables, which the engine computes itself."""
 
 _PIECE_BYTES = 4 << 20
-"""Number of bytes of a tensor that are compared at once."""
+"""Number of bytes that are compared at once."""
 
 
 class _Span(NamedTuple):
@@ -82,12 +82,13 @@ class _Span(NamedTuple):
 
 
 class Contradictions(NamedTuple):
-    """Tensors for which the files of a folder contradict each other, each with an error."""
+    """Tensors whose contents differ between a model's files, each with an error message."""
 
     missing: dict[str, str]
     """Tensors that are missing from the file that the index names."""
     ambiguous: dict[str, str]
-    """Tensors that differ between two files if the index does not name the last of these files."""
+    """Tensors that differ between two files, where the index does not name the last of these
+    files."""
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
@@ -116,7 +117,7 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     """Check the files of a model that vLLM loads with these arguments.
 
     Without an index, vLLM reads all safetensors files in a folder, so the folder must not contain
-    unrelated safetensors files. It is unknown which tensors vLLM reads. Therefore the files must
+    unrelated safetensors files. Because it is unknown which tensors vLLM reads, the files must
     agree about all tensors. Only the output projection may differ, if the model may tie this
     projection to the embedding.
 
@@ -157,10 +158,10 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name.
 
-    The index lists the files, as for transformers and vLLM. Without an index, `model.safetensors`
-    has all weights. A folder with neither must have a single file, or all files
-    `NAME-00001-of-0000N`. An ambiguous folder is refused. The header of each file is read to check
-    that the file is complete.
+    If the folder has an index, the index lists the files, as for transformers and vLLM. Without an
+    index, `model.safetensors` has all weights. Without both, the folder must contain a single file,
+    or all files `NAME-00001-of-0000N`. An ambiguous folder is refused. The header of each file is
+    read to check that the file is complete.
 
     Raises:
         WeightsError: files are missing, broken or ambiguous.
@@ -175,9 +176,10 @@ def weight_files(folder: Path) -> list[Path]:
 def contradictions(folder: Path) -> Contradictions:
     """Return the tensors for which the files of a model contradict each other.
 
-    The caller decides which of these tensors the model uses, because others do not matter. The
-    index defines which file holds a tensor. If several files have a tensor, transformers reads the
-    last file and ignores the index, so the contents must be equal in all files.
+    The caller decides which of these tensors the model uses. Contradictions about unused tensors do
+    not matter. The index defines which file holds a tensor. If several files have a tensor,
+    transformers reads the last file and ignores the index, so the contents must be equal in all
+    files.
 
     Raises:
         WeightsError: `weight_files` fails.
@@ -209,7 +211,7 @@ def contradictions(folder: Path) -> Contradictions:
 
 
 def read_safetensors_header(path: Path) -> list[str]:
-    """Return the names of the tensors of a safetensors file.
+    """Return the names of the tensors in a safetensors file.
 
     The tensors must fill the file exactly.
 
@@ -220,7 +222,7 @@ def read_safetensors_header(path: Path) -> list[str]:
 
 
 def _read_spans(path: Path) -> list[_Span]:
-    """Return the tensors of a safetensors file, with offsets from the start of the file."""
+    """Return the tensors in a safetensors file, with offsets from the start of the file."""
     size = check_file(path)
     with explained(path), path.open("rb") as file:
         start = file.read(9)
@@ -271,9 +273,9 @@ def _have_same(name: str, path: Path, other: Path) -> bool:
 def _may_be_tied(folder: Path) -> bool:
     """Return whether the output projection may be the embedding.
 
-    Some model families that only vLLM serves, such as Gemma, tie both by default, and their
-    config.json may omit the key. If such a model is not tied, vLLM refuses to serve without the
-    tensor.
+    Some model families that only vLLM serves, such as Gemma, tie the projection to the embedding by
+    default, and their config.json may omit the key. If such a model is not tied, vLLM refuses to
+    serve the model without the projection's tensor.
     """
     config = read_config(folder)
     text = config.get("text_config")
@@ -283,13 +285,13 @@ def _may_be_tied(folder: Path) -> bool:
 
 
 def _named_files(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor according to the index, or None without an index."""
+    """Return which file holds each tensor according to the index, or None without an index."""
     index = folder / INDEX
     return _read_index(index) if os.path.lexists(index) else None
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Read from the index which file holds each tensor."""
+    """Read the index, which states the file that holds each tensor."""
     check_file(index)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -318,7 +320,7 @@ def _indexed(folder: Path, named: dict[str, str]) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the files of a model without an index."""
+    """Return the weight files of a folder that has no index."""
     with explained(folder):
         names = sorted(os.listdir(folder))
     if SINGLE in names:
@@ -339,7 +341,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _whole_set(folder: Path, files: Sequence[str], count: int) -> Sequence[str]:
-    """Return the files of `NAME-00001-of-0000N`.
+    """Return all files of a checkpoint that is split into `NAME-00001-of-0000N`.
 
     Raises:
         WeightsError: a file is missing, or the folder has other files.
@@ -372,7 +374,7 @@ def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
 
     Args:
         path: the file.
-        start: the encoded length, and the first byte of the header.
+        start: the first bytes of the file: the encoded length, and the header's first byte.
         length: the decoded length.
         size: size of the file in bytes.
     """

@@ -1,7 +1,7 @@
 """Reads GGUF files: metadata as a model configuration, and tensors dequantised one by one.
 
-Metadata are translated to the keys of Hugging Face's config.json, and tensors get their names in
-Hugging Face checkpoints. Therefore one configuration reader works for both formats.
+Metadata are translated to the keys of Hugging Face's config.json, and tensors get the names that
+they have in Hugging Face checkpoints. Therefore one configuration reader works for both formats.
 """
 
 import math
@@ -36,7 +36,7 @@ from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
 
 
 class GgufMetadata:
-    """The metadata of one file. Errors name the file and the key."""
+    """The metadata of one GGUF file. Errors name the file and the metadata key."""
 
     def __init__(self, path: Path, file: GGUFReader, *, allows_unknown: bool = False) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class GgufMetadata:
         self.architecture = str(architecture)
 
     def value(self, key: str) -> object:
-        """Return the value of a key, or None if the key is missing."""
+        """Return the value of a metadata key, or None if the key is missing."""
         field = self._fields.get(key)
         try:
             contents: object = None if field is None else field.contents()
@@ -89,7 +89,7 @@ class GgufMetadata:
         return HFConfig(self._path, values, allows_unknown=self._allows_unknown)
 
     def _check_keys(self) -> None:
-        """Refuse keys of the architecture that would change results and are not supported."""
+        """Refuse unsupported metadata keys that would change results."""
         own = own_keys(dict.fromkeys(self._fields), self.architecture)
         values = {key: self._own(key) for key in own}
         section = HFConfig(self._path, values, allows_unknown=self._allows_unknown)
@@ -115,7 +115,7 @@ class GgufMetadata:
     def _kv_heads(self) -> Json:
         """Return the number of KV heads and the layer types.
 
-        If the metadata list a number of KV heads for each layer, layers without KV heads are
+        If the metadata list the number of KV heads per layer, layers with 0 KV heads are
         convolutions.
         """
         heads = self._own("attention.head_count_kv")
@@ -154,7 +154,7 @@ class GgufMetadata:
         }
 
     def _check_head_dim(self, values: Json) -> None:
-        """Refuse partial rotary embedding, and value heads that are not as wide as key heads."""
+        """Refuse partial rotary embeddings, and value heads that are not as wide as key heads."""
         hidden = values["hidden_size"]
         heads = values["num_attention_heads"]
         assert isinstance(hidden, int)
@@ -214,12 +214,12 @@ GPT_OSS = {
 }
 
 NAMES = COMMON | LFM2
-"""Maps Hugging Face's tensor names to GGUF's, without layer and suffix."""
+"""Maps Hugging Face tensor names to GGUF names, without the layer prefix and the suffix."""
 
 BY_ARCHITECTURE = {"gpt-oss": NAMES | GPT_OSS}
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-"""GGUF tensors that stack the matrices of all experts."""
+"""Names of the GGUF tensors that stack the matrices of all experts."""
 
 _HUGGING_FACE = re.compile(
     r"(?:model\.layers\.(?P<layer>\d+)\.)?(?:feed_forward\.experts\.(?P<expert>\d+)\.)?"
@@ -228,7 +228,7 @@ _HUGGING_FACE = re.compile(
 
 
 def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
-    """Return the GGUF name for the Hugging Face tensor `name`, and the expert's index."""
+    """Return the GGUF name of a Hugging Face tensor, and the index of its expert."""
     match = _HUGGING_FACE.fullmatch(name)
     assert match is not None, name
     prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
@@ -238,7 +238,7 @@ def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
 
 
 def is_known(architecture: str, name: str) -> bool:
-    """Return whether a layer reads the tensor with this GGUF name."""
+    """Return whether any layer of the architecture reads the tensor with this GGUF name."""
     parts = {*BY_ARCHITECTURE.get(architecture, NAMES).values(), *EXPERTS}
     whole = "|".join(re.escape(part) for part in parts if part.endswith((".bias", ".weight")))
     weights = "|".join(re.escape(part) for part in [*parts, "rope_freqs"])
@@ -256,10 +256,10 @@ QUANTISATIONS = (
 
 
 class GgufReader(PlainMatrices):
-    """An open GGUF file, or all parts of a split one."""
+    """An open GGUF file, or all parts of a split GGUF file."""
 
     def __init__(self, path: Path, *, allows_unknown: bool = False) -> None:
-        """Map a file, or all parts if the file is the first of several, and read the headers.
+        """Map a file into memory, or all parts of a split file, and read the headers.
 
         Raises:
             WeightsError: a file is not GGUF or truncated, a part is missing, or the architecture
@@ -275,11 +275,11 @@ class GgufReader(PlainMatrices):
 
     @property
     def config(self) -> HFConfig:
-        """The config.json that is equivalent to the metadata."""
+        """The config.json that corresponds to the metadata."""
         return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor by its Hugging Face name, in Hugging Face's order of elements."""
+        """Read a tensor by its Hugging Face name, with its elements in Hugging Face's order."""
         if ".mlp.experts." in name:
             return self._read_stacked(name)
         own, expert = gguf_name(self._metadata.architecture, name)
@@ -290,9 +290,9 @@ class GgufReader(PlainMatrices):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Formats of the quantised weights: MXFP4 for gpt-oss's experts, otherwise no formats.
+        """Quantised formats of the weights: MXFP4 for gpt-oss experts, otherwise none.
 
-        Blocks of other formats count as dequantised.
+        Other quantised blocks count as dequantised.
         """
         names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
         is_packed = self.model_config.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
@@ -301,8 +301,8 @@ class GgufReader(PlainMatrices):
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
         """Return the encoding of a matrix whose blocks are kept, or None if they are dequantised.
 
-        MXFP4 of gpt-oss's experts is kept. Blocks of four to eight bits are kept if the target is
-        int4.
+        The MXFP4 blocks of gpt-oss experts are always kept. Blocks of four to eight bits are kept
+        if the target is int4.
         """
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
@@ -348,7 +348,7 @@ class GgufReader(PlainMatrices):
     def _read_stacked(self, name: str) -> torch.Tensor:
         """Read all experts of a gpt-oss layer in Hugging Face's layout.
 
-        GGUF stores gates and ups separately, as [out, in].
+        GGUF stores the gate and up matrices separately, as [out, in].
         """
         rows = _alternating([self._dequantised(each) for each in _stacked_names(name)])
         return rows if name.endswith("_bias") else rows.transpose(1, 2)
@@ -358,7 +358,7 @@ class GgufReader(PlainMatrices):
         return tensor is not None and tensor.tensor_type.name == "MXFP4"
 
     def _packed_encoding(self, name: str) -> Encoding | None:
-        """Return the encoding of the concatenated rows of all experts."""
+        """Return the encoding of the experts' matrices, stacked along their rows."""
         names = _stacked_names(name)
         if not all(map(self._is_mxfp4, names)):
             return None
@@ -367,9 +367,9 @@ class GgufReader(PlainMatrices):
         return Encoding(format="mxfp4", shape=shape, group=BLOCK)
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Undo the interleaving of the rotary halves of a Llama's Q and K by llama.cpp's converter.
+        """Undo llama.cpp's interleaving of the rotary halves of Q and K in Llama models.
 
-        Other architectures are not interleaved.
+        llama.cpp does not interleave other architectures.
         """
         heads = {
             "attn_q.weight": self.model_config.num_heads,
@@ -420,7 +420,7 @@ class GgufReader(PlainMatrices):
 
 
 def _stacked_names(name: str) -> list[str]:
-    """Return the GGUF names of tensors that Hugging Face stores as one in a gpt-oss layer."""
+    """Return the GGUF names of the tensors that Hugging Face stores as one gpt-oss tensor."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
     assert match is not None, name
     layer, part = match.groups()
@@ -430,15 +430,15 @@ def _stacked_names(name: str) -> list[str]:
 
 
 def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Interleave the rows of gates and ups, [experts, rows, ...], as Hugging Face stores them."""
+    """Interleave gate and up rows [experts, rows, ...], as Hugging Face stores them."""
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
 class _FileReader(GGUFReader):
-    """The library's reader with a faster path for arrays.
+    """The gguf library's reader, with a faster path for arrays.
 
-    The library creates two mapped arrays for each string of a vocabulary, which takes three seconds
-    instead of a tenth of a second.
+    The library creates two mapped arrays for each string of a vocabulary, which takes three
+    seconds. This reader takes a tenth of a second.
     """
 
     def _get_field_parts(

@@ -1,10 +1,10 @@
 """The header of GGUF files, and the parts of a split file.
 
 This module imports neither torch nor numpy, and reads no tensors. A header has the magic `GGUF`,
-the version (uint32), the numbers of tensors and of metadata pairs (uint64), the pairs, and for each
-tensor its name, shape, type and offset. The data follow at a multiple of the alignment. llama.cpp
-splits a model into files named `NAME-00001-of-0000N.gguf`. The first part has the pairs, and each
-part has `split.no`, `split.count` and `split.tensors.count`.
+the version (uint32), the numbers of tensors and of metadata pairs (uint64), the key-value pairs,
+and for each tensor its name, shape, type and offset. The data follow at a multiple of the
+alignment. llama.cpp splits a model into files named `NAME-00001-of-0000N.gguf`. The first part has
+the pairs, and each part has `split.no`, `split.count` and `split.tensors.count`.
 """
 
 import errno
@@ -23,7 +23,7 @@ from ullage_engine.protocol.errors import WeightsError
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Alignment of the data in bytes, unless `general.alignment` gives another value."""
+"""Alignment of the data section in bytes, unless `general.alignment` has another value."""
 
 SCALARS = {
     0: "<B",
@@ -38,7 +38,7 @@ SCALARS = {
     11: "<q",
     12: "<d",
 }
-"""Struct formats of scalar values, by type."""
+"""Formats of scalar metadata values for the `struct` module, by type."""
 
 STRING = 8
 ARRAY = 9
@@ -57,7 +57,7 @@ BLOCKS = {
     30: (1, 2),  # BF16
     39: (32, 17),  # MXFP4
 }
-"""Elements and bytes per block, by tensor type. Readers refuse other types."""
+"""Elements and bytes per block, by tensor type. Readers refuse types that are not listed here."""
 
 _MAX_DIMENSIONS = 4
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -70,31 +70,31 @@ _UINT64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The position of a tensor in the data of its file."""
+    """The position of a tensor in the data section of its file."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
-    """Offset in bytes from the start of the data."""
+    """Offset in bytes from the start of the data section."""
     nbytes: int | None
     """Size of the tensor in bytes, or None if its type is unknown."""
 
 
 @dataclass(slots=True)
 class GgufHeader:
-    """The header of one file, without its arrays."""
+    """The header of one GGUF file, without the values of its arrays."""
 
     path: Path
     version: int = 0
     num_pairs: int = 0
     pairs: tuple[int, int] = (0, 0)
-    """Offsets of the first pair and of the end of the last, in bytes."""
+    """Byte offsets of the start of the first metadata pair and of the end of the last pair."""
     values: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Values of the pairs that are scalars or strings, by key."""
+    """Scalar and string values of the metadata pairs, by key."""
     tensors: list[GgufTensor] = field(default_factory=list)
     data_start: int = 0
-    """Offset of the data, in bytes."""
+    """Offset of the data section in bytes."""
 
     @property
     def alignment(self) -> int:
@@ -107,12 +107,12 @@ class GgufHeader:
 
     @property
     def part(self) -> int:
-        """Index of this file among the parts, from 0."""
+        """Index of this file among the parts of the split model, from 0."""
         return self._number("split.no", 0)
 
     @property
     def num_tensors_of_all(self) -> int:
-        """Number of tensors in all parts together, or -1 if the file does not have this number."""
+        """Total number of tensors in all parts, or -1 if the metadata do not state this number."""
         return self._number("split.tensors.count", -1)
 
     def _number(self, key: str, default: int) -> int:
@@ -121,7 +121,7 @@ class GgufHeader:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return all parts of a split model, given one part. Return a file that is not split alone."""
+    """Return the paths of all parts of a split model, or only `path` if the file is not split."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) < 2:
         return [path]
@@ -195,7 +195,7 @@ def _check_agreement(headers: Sequence[GgufHeader]) -> None:
 
 
 def join_parts(headers: Sequence[GgufHeader], target: Path) -> None:
-    """Write the parts of a split model as one file, with the first part's metadata pairs.
+    """Write the parts of a split model into one file, with the first part's metadata pairs.
 
     Raises:
         OSError: the file cannot be written.
@@ -264,7 +264,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Cursor:
-    """A position in a mapped file. Reading beyond the end raises ValueError."""
+    """A read position in a memory-mapped file. Reading beyond the end raises ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -334,7 +334,7 @@ class _Cursor:
         return GgufTensor(name, shape, kind, offset, math.prod(shape) // numbers * size)
 
     def _value(self) -> int | float | bool | str | None:
-        """Read the value of a pair, or skip it and return None if it is an array."""
+        """Read the value of a metadata pair. Skip an array and return None."""
         kind = self._uint32()
         if kind == STRING:
             return self._text()
@@ -364,7 +364,7 @@ class _Cursor:
         self._skip(at - self._at)
 
     def _count(self, least: int) -> int:
-        """Read an item count. Items of at least `least` bytes each must fit into the file."""
+        """Read an item count. The file must have room for items of at least `least` bytes each."""
         count = self._uint64()
         if count * least > self._size - self._at:
             raise ValueError(f"it claims {count:,} items, for which it has no room")

@@ -1,12 +1,12 @@
 """Prepared weights: one flat file in the computing dtypes, which every worker maps.
 
 Preparation reads the checkpoint once, and fuses, converts and quantises the tensors. A restarted
-worker only maps the file. The mapping is read-only. Engines that share the folder prepare only
-once: a file lock elects the engine that prepares.
+worker only maps the file, and the mapping is read-only. Engines that share the folder prepare the
+file only once, because a file lock elects the engine that prepares.
 
-The file has a magic number, the length and SHA-256 of the header, the header (JSON), and the
-tensors at aligned offsets from the file's start. The header has a checksum of each tensor. The
-checksums are compared with the tensors when the file is first mapped after a boot or a change.
+The file consists of a magic number, the length and SHA-256 of the header, the header (JSON), and
+the tensors at aligned offsets from the file's start. The header contains a checksum of each tensor.
+The tensors are checked when the file is first mapped after a boot or a change.
 """
 
 import contextlib
@@ -57,20 +57,21 @@ LAYOUT_VERSION = 12
 """Version of prepared files. Increment it when their content or layout changes in any way."""
 
 ALIGNMENT = 4096
-"""Alignment of every tensor in bytes: a page, so that a single tensor can be mapped or sent."""
+"""Alignment of every tensor in bytes, which is a page, so that a single tensor can be mapped or
+sent."""
 
 LOCK_POLL_S = 0.05
 
 _MAX_COPIES = 4
-"""Maximum number of threads that copy from a device at the same time for a comparison."""
+"""Maximum number of threads that copy tensors from a device at the same time for a comparison."""
 
 _SLICE_BYTES = 64 << 20
-"""Maximum number of bytes of a tensor that are copied from a device, or hashed, at once."""
+"""Maximum number of a tensor's bytes that are copied from a device, or hashed, at the same time."""
 
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 
 Progress = Callable[[int, int], None]
-"""Callback with (done_bytes, total_bytes)."""
+"""Callback that receives (done_bytes, total_bytes)."""
 
 
 class Shard(Protocol):
@@ -85,28 +86,27 @@ class Shard(Protocol):
 
 
 ShardModel = Callable[[ModelConfig, dict[str, Encoding]], Shard]
-"""Function from a model's configuration and encodings to one rank's shard."""
+"""Function that returns one rank's shard, given a model's configuration and encodings."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights that are ready to compute with. They are read-only."""
+    """Weights that are ready for computation. They are read-only."""
 
     model_config: ModelConfig
     tensors: dict[str, torch.Tensor]
-    """Tensors by name. The pieces of a quantised matrix are named `MATRIX.PIECE`."""
+    """Tensors by name. A quantised matrix has several pieces, which are named `MATRIX.PIECE`."""
     nbytes: int
-    """Size of the prepared file in bytes, which is also the memory for mapping or copying the
-    file."""
+    """Size in bytes of the prepared file, and of the memory for mapping or copying the file."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
     key: str = ""
-    """Key of the prepared file, which depends on its source files."""
+    """Key of the prepared file, which identifies its source files and its form."""
     content: str = ""
-    """Digest of all values and shapes. It is equal on all engines with the same weights."""
+    """Digest of all values and shapes, which is equal on all engines with the same weights."""
 
     def packed(self, name: str) -> Packed:
-        """Return a quantised matrix."""
+        """Return a quantised matrix by name, assembled from its pieces."""
         encoding = self.encodings[name]
         tensors = self.tensors
         names = [each for each in PIECES if f"{name}.{each}" in tensors]
@@ -141,7 +141,7 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> str:
-        """Digest of all values with their shapes and encodings, but without their offsets."""
+        """Digest of all values with their shapes and encodings, but without their file offsets."""
         tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
         return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
 
@@ -157,8 +157,9 @@ def load_weights(
 ) -> LoadedModel:
     """Map the prepared weights, and prepare them in `weights_dir` first if necessary.
 
-    On a CPU, the tensors are the file's pages, and writing to them kills the process. For other
-    devices, the tensors are copied one after the other, with progress reported for each.
+    On a CPU, the tensors are views of the file's mapped pages, and writing to them kills the
+    process. For other devices, the tensors are copied one after the other, and progress is reported
+    for each tensor.
 
     If a layer cannot be calibrated, all weights are rounded to the nearest value, with a warning.
     `weights_dir` keeps these weights, so that a restarted worker starts fast and continues the open
@@ -167,10 +168,10 @@ def load_weights(
     Args:
         model: the source and the form of the weights.
         device: the device that computes.
-        dtype: the computing type.
+        dtype: the computing dtype.
         weights_dir: folder of the prepared file.
-        progress: reports the number of bytes that are done.
-        shard: selects one rank's part. The configuration and the size are still those of the whole
+        progress: called with the number of bytes done so far.
+        shard: selects one rank's part. The returned configuration and size still describe the whole
             model.
         calibration: rounds weights to int4. Without a calibration, every weight is rounded to the
             nearest value.
@@ -205,11 +206,11 @@ def check_loaded(
     Args:
         loaded: the weights.
         weights_dir: folder of the prepared file.
-        progress: reports the number of bytes that are compared.
+        progress: called with the number of bytes compared so far.
         shard: selects one rank's part. With a shard, each rank checks its share of the file's
             tensors, and compares all parts in its memory with the file.
         rank: this rank.
-        num_ranks: ranks that share the check.
+        num_ranks: number of ranks that share the check.
 
     Raises:
         ProofError: a tensor differs.
@@ -249,7 +250,7 @@ def content_key(
 
 
 def source_key(files: ModelFiles, use: str) -> str:
-    """Return a key of the source files, by path, size and modification time, and of their use."""
+    """Return a key of the source files' paths, sizes and modification times, and of their use."""
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()
@@ -261,7 +262,7 @@ def check_unchanged(files: ModelFiles, key: str, key_before: str) -> None:
     """Check that the source files still have the key that they had before they were read.
 
     Raises:
-        WeightsError: the key has changed, so the read data may be of two versions.
+        WeightsError: the key has changed, so the data may have been read from two versions.
     """
     if key != key_before:
         raise WeightsError(
@@ -280,7 +281,7 @@ def _source_files(files: ModelFiles) -> list[Path]:
 
 
 def read_header(path: Path) -> Header | None:
-    """Read the header of a prepared file. Return None if there is no usable file."""
+    """Read the header of a prepared file. Return None if the file is missing or unusable."""
     try:
         with path.open("rb") as file:
             return _parse_header(file, path.stat().st_size)
@@ -307,7 +308,7 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Return the prepared file and its header, and write the file first if necessary."""
+    """Return the prepared file and its header. Write the file first if necessary."""
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -327,10 +328,10 @@ def _attach(
 
 
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
-    """Return the first intact file and its header, or None if there is none.
+    """Return the first intact prepared file and its header, or None if no file is intact.
 
-    The second path, if there is one, belongs to int4 weights that were rounded to the nearest value
-    because the calibration failed.
+    An optional second path is for int4 weights that were rounded to the nearest value because
+    calibration failed.
     """
     for path in paths:
         header = _verified_header(path, progress)
@@ -354,7 +355,7 @@ def _prepare_either(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Write `path`, or a file with nearest rounding if a layer cannot be calibrated.
+    """Write `path`, or a file rounded to nearest if a layer cannot be calibrated.
 
     The caller holds the lock of `path`. A process that waits for the lock then finds one of the two
     files.
@@ -376,7 +377,7 @@ def _prepare_either(
 
 
 def _verified_header(path: Path, progress: Progress) -> Header | None:
-    """Read the header of a prepared file. Return None if there is no file with intact tensors."""
+    """Read the header of a prepared file. Return None unless a file with intact tensors exists."""
     header = read_header(path)
     if header is None or _read_marker(path) == _marker(path):
         return header
@@ -389,7 +390,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Compare all tensors with their checksums. Return the name of a tensor that differs."""
+    """Compare all tensors in the file with their checksums. Return the name of one that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -436,7 +437,7 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Check a rank's share of the file and its parts in memory. Return a tensor that differs.
+    """Check a rank's share of the file, and its parts in memory. Return a differing tensor's name.
 
     The file's tensors in `hashed` are compared with their checksums. The rank's parts in memory are
     compared with the file.
@@ -472,7 +473,7 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function that counts bytes and reports the progress. Threads may share it."""
+    """Return a thread-safe function that counts bytes and reports the progress."""
     lock = threading.Lock()
     done = 0
 
@@ -512,7 +513,7 @@ def _mark_verified(path: Path) -> None:
 
 @contextmanager
 def _lock(paths: list[Path], progress: Progress) -> Iterator[None]:
-    """Hold the lock for preparing `paths`. While another engine holds it, report its progress.
+    """Hold the lock for preparing `paths`. Report the progress of another engine that holds it.
 
     The kernel releases the lock if the process dies.
     """
@@ -596,9 +597,9 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Convert an unforeseen error during header reads into a `WeightsError`.
+    """Convert an unexpected error during header reads into a `WeightsError`.
 
-    The next start would read the same files, so it would fail as well.
+    A restart does not help, because the next start would read the same files.
     """
     try:
         yield
@@ -643,7 +644,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
-    """Return a header without checksums, whose encoded form ends before the first tensor."""
+    """Lay out all tensors. Return a header without checksums that fits before the first tensor."""
     room = ALIGNMENT
     while True:
         header = _header(model_config, prepared, room)
@@ -679,7 +680,7 @@ def _place(
     shard: ShardModel | None,
     progress: Progress,
 ) -> LoadedModel:
-    """Return the file's tensors, or a rank's parts of them, on the device."""
+    """Return all tensors of the file, or a rank's parts of them, on the device."""
     storage = _map(path)
     own = shard(header.model_config, header.encodings) if shard is not None else None
     is_copied = device.type != storage.device.type
@@ -706,7 +707,7 @@ def _map(path: Path) -> torch.Tensor:
     """Map a file's pages, so that all processes that map the file share the memory.
 
     The mapping is read-only. A private writable mapping would hide stray writes, and the kernel
-    refuses one that exceeds memory and swap (vm.overcommit_memory 0).
+    refuses such a mapping if it exceeds memory and swap (vm.overcommit_memory 0).
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -717,6 +718,6 @@ def _map(path: Path) -> torch.Tensor:
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Return a stored tensor as a view of the file's bytes."""
+    """Return a stored tensor as a view of the file's mapped bytes."""
     data = storage[stored.offset : stored.end]
     return data.view(STORED_DTYPES[stored.dtype]).view(stored.shape)

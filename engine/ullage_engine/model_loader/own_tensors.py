@@ -1,8 +1,8 @@
 """Tensors of a checkpoint that its configuration does not mention.
 
-A configuration may tie the output projection to the embedding while the files have their own
+A configuration may tie the output projection to the embedding while the files contain a separate
 projection. The files may also have tensors, such as biases, that no layer of the family reads. Both
-change answers, so such a projection is used, and unread tensors are refused.
+would change answers. Therefore the separate projection is used, and unread tensors are refused.
 """
 
 import logging
@@ -22,24 +22,24 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger("ullage.engine.weights")
 
 _ROWS_AT_ONCE = 4096
-"""Number of rows that are compared at once. This bounds the memory."""
+"""Number of rows that are compared at once, which limits memory use."""
 
 _STORED = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("weight_zero_point", "weight_zero", "weight_shape", "weight_g_idx", "input_scale"),
 )
-"""Suffixes of the tensors in which quantised matrices are stored."""
+"""Name suffixes of the tensors that store quantised matrices."""
 
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|k_scale|v_scale|kv_scale"
     r"|q_scale|prob_scale|output_scale|input_zero_point)"
 )
-"""Tensors that change no result: tables that the engine computes itself, and scales of activations
-and KV, which keep their own types in the engine."""
+"""Tensors that do not affect results: tables that the engine computes itself, and scales of
+activations and KV, whose dtypes the engine chooses itself."""
 
 
 class Tensors(Protocol):
-    """The tensors of an open checkpoint."""
+    """The interface to the tensors of an open checkpoint."""
 
     @property
     def names(self) -> list[str]: ...
@@ -111,7 +111,7 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
 
 
 def check_contradictions(model_config: ModelConfig, found: Contradictions) -> None:
-    """Refuse files that have different contents for a tensor that the model uses.
+    """Refuse files that contain different versions of a tensor that the model uses.
 
     Raises:
         WeightsError: two files contradict each other.
@@ -124,7 +124,7 @@ def check_contradictions(model_config: ModelConfig, found: Contradictions) -> No
 
 
 def _read_names(model_config: ModelConfig) -> set[str]:
-    """Return the names of the tensors that a model uses, as in an unquantised checkpoint."""
+    """Return the names of the tensors that a model uses, as named in unquantised checkpoints."""
     return {part.source for plan in plan_tensors(model_config) for part in plan.parts}
 
 

@@ -1,4 +1,4 @@
-"""Conversion of checkpoint tensors to the tensors of a prepared file, one at a time."""
+"""Converts checkpoint tensors to the tensors of a prepared file, one at a time."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,14 +33,15 @@ from ullage_engine.quantization.formats import (
 MATRICES = frozenset(
     {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
 )
-"""Kinds of tensors that are quantised. Norms, router and taps keep the computing dtype."""
+"""Kinds of tensors that are quantised. Norms, routers and convolution taps keep the computing
+dtype."""
 
 VOCABULARY = frozenset({"embedding", "head"})
 """Kinds of tensors that may be int8 if a kernel reads them in tiles, and otherwise keep the
-computing type."""
+computing dtype."""
 
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-"""Dtypes whose elements are plain values, without a scale."""
+"""Dtypes whose elements are plain values without a scale."""
 
 FLOAT32 = frozenset({"router_bias"})
 """Kinds of tensors that are always float32, because rounding them could change which experts are
@@ -49,17 +50,17 @@ chosen."""
 
 @dataclass(frozen=True, slots=True)
 class PreparedTensor:
-    """One tensor of the plan, in its stored form."""
+    """A planned tensor, in the form in which the prepared file stores it."""
 
     source: Path
     reader: CheckpointReader
     plan: TensorPlan
     dtype: torch.dtype
-    """Type of plain tensors and of scales."""
+    """Dtype of plain tensors and of scales."""
     encoding: Encoding | None
     """Encoding of a quantised matrix, or None for a tensor in the computing dtype."""
     is_kept: bool
-    """Whether the checkpoint's own quantised values are stored."""
+    """Whether the prepared file stores the checkpoint's own quantised values."""
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class PreparedTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces of the tensor in the file, in order, with their full names."""
+        """The pieces of the tensor in file order, with their full names."""
         if self.encoding is None:
             return [Piece(self.name, self.plan.shape, self.dtype)]
         named = pieces_of(self.encoding, self.dtype)
@@ -75,18 +76,18 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Kinds of quantised blocks in the checkpoint that are rounded a second time."""
+        """Kinds of quantised blocks in the checkpoint that are dequantised and rounded again."""
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a calibration rounds the matrix, instead of keeping it or rounding to nearest."""
+        """Whether a calibration rounds the matrix. Otherwise it is kept or rounded to nearest."""
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
-        """Read the checkpoint's weights in the computing type."""
+        """Read the checkpoint's weights in the computing dtype."""
         parts = [
             widened(self._kept(part), self.encoding).dequantise()
             if self.is_kept and self.encoding is not None
@@ -100,8 +101,8 @@ class PreparedTensor:
         """Yield the contents of each piece, as consecutive parts.
 
         Args:
-            rounded: the matrix as rounded by a calibration. Without it, values are rounded to the
-                nearest.
+            rounded: the matrix as rounded by a calibration. Without `rounded`, values are rounded
+                to nearest.
         """
         if self.encoding is None:
             yield (self._read(part).to(self.dtype) for part in self.plan.parts)
@@ -154,7 +155,7 @@ class PreparedTensor:
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
     def _check_numbers(self, part: Part, tensor: torch.Tensor) -> None:
-        """Refuse values that training never produces, such as those in incomplete files."""
+        """Refuse values that training never produces, but that incomplete files may contain."""
         if not tensor.numel():
             return
         least, most = (float(each) for each in tensor.aminmax())
@@ -171,32 +172,32 @@ class PreparedTensor:
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
-"""A function that takes all tensors of a layer and returns the rounded matrices by name.
+"""A function that takes all tensors of a layer, and returns the rounded matrices by name.
 
-The function is called for one layer after another.
+The function is called once per layer, in order.
 """
 
 
 class CalibrationError(Exception):
-    """A model or a layer cannot be calibrated. The message is one line with the cause."""
+    """An error for a model or layer that cannot be calibrated. The message is one line."""
 
     def __init__(self, message: str, remedy: str) -> None:
         """Create the error.
 
         Args:
             message: the cause, in one line.
-            remedy: the cost of rounding to the nearest instead, and the remedy.
+            remedy: the effect of rounding to nearest instead, and the remedy.
         """
         super().__init__(message)
         self.remedy = remedy
 
 
 class Calibration(Protocol):
-    """A method of rounding matrices to int4 that depends on their inputs."""
+    """A method of rounding matrices to int4 that takes the inputs of the matrices into account."""
 
     @property
     def name(self) -> str:
-        """A name that identifies how this calibration rounds."""
+        """A name that identifies this way of rounding."""
         ...
 
     def begin(
@@ -217,8 +218,8 @@ class Calibration(Protocol):
             report: called whenever a matrix is rounded.
 
         Returns:
-            The function that rounds a layer, or None if there is no matrix to calibrate. The
-            function may also raise CalibrationError.
+            The function that rounds a layer, or None if no matrix needs calibration. The function
+            may also raise CalibrationError.
 
         Raises:
             CalibrationError: calibration failed.
@@ -229,7 +230,7 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield all tensors in order, each with its calibrated form if a calibration rounds it."""
+    """Yield all tensors in order, each with its calibrated matrix if it has one."""
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
         rounded = round_layer(layer) if round_layer and prefix else {}
@@ -239,7 +240,7 @@ def rounded_tensors(
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """The form of prepared weights: computing type, quantisation and device."""
+    """The form of prepared weights: computing dtype, quantisation and device."""
 
     dtype: torch.dtype
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"]
@@ -247,7 +248,7 @@ class PreparedForm:
 
     @property
     def name(self) -> str:
-        """A name that identifies the form."""
+        """A name that identifies this form."""
         layout = "tiles" if self._reads_tiles else "rows"
         return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
 
@@ -279,7 +280,7 @@ class PreparedForm:
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
-        """Return the encoding of a matrix, and whether the encoding is the checkpoint's own."""
+        """Return the encoding for a matrix, and whether this is the checkpoint's own encoding."""
         asked = self.quantization
         *rows, columns = plan.shape
         shape = (math.prod(rows), columns)
@@ -295,7 +296,7 @@ class PreparedForm:
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Return whether the layers' matrices keep the checkpoint's int4 or int8 values."""
+        """Return whether the checkpoint's int4 or int8 values of layer matrices are kept."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -303,7 +304,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """The target format for which the checkpoint's own quantised values are kept, if any."""
+        """The target format in which the checkpoint's own quantised values are kept, or None."""
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization
@@ -331,10 +332,10 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Return an encoding that keeps the quantised values of all stacked parts, if there is one.
+    """Return an encoding that can keep the quantised values of all stacked parts, or None.
 
-    GGUF may use integers of different widths or groups for the three matrices of one matmul. These
-    integers are kept as int8 with the smallest group size.
+    GGUF may use integers of different widths or group sizes for the three matrices of one matmul.
+    These integers are kept as int8 with the smallest group size.
     """
     kept = [each for each in parts if each is not None]
     if not kept or len(kept) < len(parts):
@@ -357,12 +358,12 @@ def is_matrix(plan: TensorPlan) -> bool:
 
 
 def _kind(plan: TensorPlan) -> str:
-    """Return the last part of a tensor's name. It is the same in every layer."""
+    """Return the last part of a tensor's name, which is the same in every layer."""
     return plan.name.rpartition(".")[2]
 
 
 def open_checkpoint(files: ModelFiles) -> CheckpointReader:
-    """Open the reader of these files.
+    """Open a checkpoint with the reader for its format.
 
     Raises:
         WeightsError: a file is missing or broken, or its kind is not supported.

@@ -1,13 +1,13 @@
 """The proof of a start: the tables and logits that a verified start of the same model computed.
 
-A proof has digests of the weights and of every table, norm and scale in memory, and the logits of a
-probe. The first start writes the proof after it has computed everything twice with the same result.
-The file is next to the prepared weights. Every later start compares its own results with the proof
-before it serves requests.
+A proof contains digests of the weights and of every table, norm and scale in memory, and the logits
+of a probe. The first start writes the proof after it has computed everything twice with the same
+result. The file is next to the prepared weights. Every later start compares its own results with
+the proof before it serves requests.
 
-One file has the proofs of all ranks that compute together. The file name contains the key of the
-weights and a digest of the facts that may change bits. Therefore different weights or facts have
-different files.
+One file contains the proofs of all ranks that compute together. The file name contains the key of
+the weights and a digest of the facts that may change bits. Therefore different weights or facts
+have different files.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ VERSION = "1"
 """Version of proofs. Increment it when the probe or the digests change."""
 
 PAGE = 4096
-"""Number of bytes of weights that are added to one sum."""
+"""Number of weight bytes per page. A digest contains one sum per page."""
 
 READ_BYTES = 512 << 20
-"""Maximum bytes of weights that a start on a CPU reads, which takes about 50 ms.
+"""Maximum number of weight bytes that a start on a CPU reads, which takes about 50 ms.
 
 If the weights are larger, the start reads evenly spaced pages. A start on a GPU reads all weights.
 """
 
 SAMPLES = 256
-"""Number of logits per row that are stored, evenly spaced over the vocabulary."""
+"""Number of logits that are stored per row, evenly spaced over the vocabulary."""
 
 _SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""Tolerance of a logit, as a share of its row's spread, if the order of summation may differ
-between starts."""
+"""Tolerance of a logit if the order of summation may differ between starts, as a share of the row's
+spread."""
 
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
@@ -54,18 +54,18 @@ _REMEDY = (
 )
 
 Facts = Mapping[str, str]
-"""Everything that may change bits from one start to another, by name."""
+"""All facts that may change result bits from one start to another, by name."""
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The computed results of one rank, as digests and samples."""
+    """The results that one rank computed, as digests and samples."""
 
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
     logits: str
-    """Digest of the probe's logits. It covers no rows if another rank has the logits."""
+    """Digest of the probe's logits. If another rank has the logits, the digest covers no rows."""
     samples: list[list[float]]
-    """A sample of each row's logits."""
+    """Sampled logits of each row."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -79,15 +79,15 @@ _SEPARATOR = b"\n"
 def _encode(stored: _Stored) -> bytes:
     """Return the bytes of a proof file: a digest of the content, and the content.
 
-    The digest reveals a bit lost by the disk. Without the digest, every start would differ from the
-    damaged proof.
+    The digest detects disk corruption. Without it, every later start would differ from a damaged
+    proof.
     """
     content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
 
 
 def _decode(data: bytes) -> _Stored | None:
-    """Return the content of a proof file, or None if the file is damaged."""
+    """Return the content of an encoded proof file, or None if the file is damaged."""
     digest, _, content = data.partition(_SEPARATOR)
     if digest != hashlib.sha256(content).hexdigest().encode():
         return None
@@ -97,7 +97,7 @@ def _decode(data: bytes) -> _Stored | None:
 
 
 class ProofFile:
-    """The file with the proofs of one model under certain facts."""
+    """The file with the proofs of one model for one set of facts."""
 
     def __init__(self, folder: Path, weights_key: str, facts: Facts) -> None:
         self._facts = dict(facts) | {"version": VERSION}
@@ -105,7 +105,7 @@ class ProofFile:
         self.path = folder / f"{weights_key}-{digest[:_DIGEST_CHARACTERS]}.proof"
 
     def read(self) -> list[Proof] | None:
-        """Return the proof of each rank, or None if there is no usable file."""
+        """Return the proofs of all ranks, or None if there is no usable file."""
         with contextlib.suppress(OSError):
             stored = _decode(self.path.read_bytes())
             if stored is not None and stored.facts == self._facts:
@@ -113,7 +113,7 @@ class ProofFile:
         return None
 
     def write(self, ranks: list[Proof]) -> list[Proof]:
-        """Store all ranks' proofs, unless another engine was first. Return the stored proofs."""
+        """Store all ranks' proofs unless another engine was faster. Return the stored proofs."""
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -132,14 +132,14 @@ class ProofFile:
 
 
 def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
-    """Return the tolerance of logits between two starts, as a share of their row's spread."""
+    """Return how much logits may differ between two starts, as a share of their row's spread."""
     return 0.0 if is_exact else _SPREAD_SHARE[dtype]
 
 
 def confirm(
     file: ProofFile, verified: list[Proof] | None, found: list[Proof], tolerance: float
 ) -> None:
-    """Compare the proofs of all ranks with those of a verified start.
+    """Compare the proofs of all ranks with the proofs of a verified start.
 
     If there has been no verified start, store the proofs for the next starts.
 
@@ -163,7 +163,7 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
         found: the results of the start.
         expected: the proof.
         tolerance: tolerance of a logit, as a share of its row's spread. 0 requires equal bits.
-        source: origin of the proof, for the message.
+        source: origin of the proof, for the error message.
 
     Raises:
         ProofError: the results differ.
@@ -173,7 +173,7 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
 
 
 def difference(found: Proof, expected: Proof, tolerance: float) -> str:
-    """Return how a start differs from a proof, or an empty string if it does not differ."""
+    """Describe how a start differs from a proof. Return an empty string if it does not differ."""
     names = sorted(found.tensors.keys() | expected.tensors.keys())
     changed = [name for name in names if found.tensors.get(name) != expected.tensors.get(name)]
     if changed:
@@ -204,7 +204,7 @@ def _distance(one: float, other: float) -> float:
 
 
 class LogitsDigest:
-    """The digest and the samples of logits that are computed row by row."""
+    """Digests and samples logits that are computed row by row."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -218,12 +218,12 @@ class LogitsDigest:
         self.samples += rows[:, ::step].tolist()
 
     def hexdigest(self) -> str:
-        """Return the digest of all rows."""
+        """Return the digest of all rows in hexadecimal digits."""
         return self._digest.hexdigest()
 
 
 def digest_whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each tensor's bytes."""
+    """Return the SHA-256 of each whole tensor's bytes."""
     return {name: _short(hashlib.sha256(_bytes(tensor))) for name, tensor in tensors.items()}
 
 
@@ -233,9 +233,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of the pages that are read from each tensor.
+    """Return a digest of each tensor's pages, or of some pages if the weights are large.
 
-    The digest reveals every change of a single value in these pages.
+    The digest detects every change of a single value in these pages.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
@@ -267,7 +267,7 @@ def _page_sums(pages: torch.Tensor) -> memoryview:
 
 
 def code_digest(rooms: Iterable[Path]) -> str:
-    """Return the digest of the program's files and libraries in some folders."""
+    """Return the digest of the Python files and C++ libraries in these folders."""
     digest = hashlib.sha256()
     for room in rooms:
         for path in sorted([*room.rglob("*.py"), *room.glob("*.so")]):

@@ -44,13 +44,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 [..., n] to [..., n * 32 / bits], lowest bits first."""
+    """Unpack int32 values [..., n] to [..., n * 32 / bits], lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 class IntegerMatrices:
-    """The code that the readers of GPTQ and AWQ matrices share."""
+    """Base class of the readers of GPTQ and AWQ matrices."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig, bits: int) -> None:
         self._reader = reader
@@ -93,7 +93,7 @@ class IntegerMatrices:
         return "int4" if self._bits == 4 else "int8"
 
     def _scales(self, stem: str) -> torch.Tensor:
-        """Read scales, float32 [out, groups]."""
+        """Read the scales as float32 [out, groups]."""
         scales = self._reader.read(f"{stem}.scales").to(torch.float32).t()
         rows, columns = self._shape(stem)
         groups = 1 if self._group == -1 else -(-columns // self._group)
@@ -106,7 +106,7 @@ class IntegerMatrices:
         return scales
 
     def _groups(self, stem: str) -> torch.Tensor:
-        """Return the group of each column."""
+        """Return the index of each column's quantisation group."""
         columns = self._shape(stem)[1]
         return torch.arange(columns) // (columns if self._group == -1 else self._group)
 
@@ -117,16 +117,16 @@ class IntegerMatrices:
         raise NotImplementedError
 
     def _codes(self, stem: str) -> torch.Tensor:
-        """Read unsigned codes, int32 [out, in]."""
+        """Read the unsigned quantised values as int32 [out, in]."""
         raise NotImplementedError
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Read zero points, int32 [out, groups]."""
+        """Read the zero points as int32 [out, groups]."""
         raise NotImplementedError
 
 
 class GptqMatrices(IntegerMatrices):
-    """Matrices of `quant_method: gptq`."""
+    """Reads matrices of checkpoints with `quant_method: gptq`."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         bits = config.int("bits")
@@ -165,7 +165,7 @@ class GptqMatrices(IntegerMatrices):
 
 
 class AwqMatrices(IntegerMatrices):
-    """Matrices of `quant_method: awq`."""
+    """Reads matrices of checkpoints with `quant_method: awq`."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         super().__init__(reader, config, 4)
@@ -187,7 +187,7 @@ class AwqMatrices(IntegerMatrices):
 
 
 class PackedExperts:
-    """Experts of `quant_method: mxfp4`, with the rows of all experts in the checkpoint's order."""
+    """Reads experts of checkpoints with `quant_method: mxfp4`, in the checkpoint's row order."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader = reader
@@ -212,12 +212,12 @@ class PackedExperts:
         return Quantized("mxfp4", unpack_nibbles(blocks), scales)
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Return float32 [experts, in, out], as in an unquantised checkpoint."""
+        """Return one layer's experts as float32 [experts, in, out], as if unquantised."""
         experts, out, _ = self._shape(stem)
         return self.quantized(stem).dequantise().view(experts, out, -1).transpose(1, 2)
 
     def _shape(self, stem: str) -> tuple[int, int, int]:
-        """Return the numbers of experts, outputs and groups."""
+        """Return the number of experts, of output rows and of groups."""
         blocks, scales = (self._reader.shape(f"{stem}_{each}") for each in ("blocks", "scales"))
         if len(scales) != 3 or blocks != (*scales, MXFP4_GROUP // 2):
             raise WeightsError(
@@ -230,7 +230,7 @@ class PackedExperts:
 
 
 def own_tensors(stem: str, matrix: Quantized) -> dict[str, torch.Tensor]:
-    """Return the tensors of one int4 matrix, by the names that `ullage quantize` writes."""
+    """Return the tensors of one int4 matrix, under the names that `ullage quantize` writes."""
     assert matrix.zeros is not None, "int4 has zeros"
     codes = (matrix.values - MIN_VALUE["int4"]).view(torch.uint8)
     return {
@@ -241,7 +241,7 @@ def own_tensors(stem: str, matrix: Quantized) -> dict[str, torch.Tensor]:
 
 
 class OwnMatrices:
-    """Matrices of `quant_method: ullage`."""
+    """Reads matrices of checkpoints with `quant_method: ullage`."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader = reader
@@ -276,7 +276,7 @@ class OwnMatrices:
 
 
 class Matrices(Protocol):
-    """The interface to one kind of quantised matrices. Their names are without `.weight`."""
+    """The interface to quantised matrices of one kind, whose names are passed without `.weight`."""
 
     @property
     def formats(self) -> frozenset[Format]: ...
@@ -284,13 +284,13 @@ class Matrices(Protocol):
     def is_quantised(self, stem: str) -> bool: ...
 
     def encoding(self, stem: str) -> Encoding | None:
-        """Return the encoding of `quantized`, or None if the values cannot be kept."""
+        """Return the encoding of a matrix's quantised values, or None if they cannot be kept."""
         ...
 
     def quantized(self, stem: str) -> Quantized: ...
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Return float32 [out, in], or the shape of an unquantised checkpoint."""
+        """Return a matrix as float32 [out, in], or in the shape of an unquantised checkpoint."""
         ...
 
 
@@ -308,7 +308,7 @@ KINDS: dict[str, Make] = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedReader:
-    """A reader of a directory whose config.json has a quantization_config."""
+    """Reads a model directory whose config.json has a quantization_config."""
 
     plain: SafetensorsReader
     matrices: Matrices
@@ -342,7 +342,7 @@ class QuantizedReader:
 def open_directory(
     folder: Path, *, allows_unknown: bool = False
 ) -> SafetensorsReader | QuantizedReader:
-    """Open the reader of a model's directory, quantised or not.
+    """Open a model's directory, quantised or not, with the reader for its format.
 
     Raises:
         WeightsError: a file is missing or broken, or its quantisation is not supported.

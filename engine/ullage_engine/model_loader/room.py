@@ -1,7 +1,7 @@
-"""The check that a folder has room for files, before the first byte is written.
+"""Checks that a folder has room for files before the first byte is written.
 
-A folder in memory (tmpfs) may have more room than the container's memory limit. Writing there would
-kill the process instead of failing.
+A folder in memory (tmpfs) may have more room than the container's memory limit. Writing to such a
+folder would kill the process instead of failing.
 """
 
 import os
@@ -13,19 +13,19 @@ from ullage_engine.memory.ledger import mib
 from ullage_engine.protocol.errors import WeightsError
 
 MARGIN_BYTES = 16 << 20
-"""Bytes to leave free for the file system's own tables and the folder's small files."""
+"""Bytes to leave free for the file system's metadata and the folder's small files."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The space that is left for writing to a folder."""
+    """How much space is left for writing to a folder."""
 
     free: int | None
     """Free bytes of the folder's file system, or None if the file system does not report them."""
     memory: int | None
-    """Bytes that the container may still allocate if the folder is in memory, otherwise None."""
+    """Bytes that the container may still allocate, or None if the folder is not in memory."""
 
 
 def check_room(
@@ -38,7 +38,7 @@ def check_room(
 
     Args:
         folder: the folder.
-        num_bytes: bytes to write.
+        num_bytes: number of bytes to write.
         where: name of the folder in the error.
         files: name of the files in the error.
 
@@ -51,7 +51,7 @@ def check_room(
 
 
 def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> str:
-    """Return why the bytes do not fit, with the remedy, or an empty string if they fit."""
+    """Return an error message if the bytes do not fit, otherwise an empty string."""
     needed = num_bytes + MARGIN_BYTES
     if room.free is not None and room.free < needed:
         return (
@@ -68,7 +68,7 @@ def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> s
 
 
 def room_of(folder: Path) -> Room:
-    """Return the space that is left in an existing folder."""
+    """Return how much space is left in an existing folder."""
     status = os.statvfs(folder)
     # tmpfs without a limit, like some network file systems, has no blocks at all.
     free = status.f_bavail * status.f_frsize if status.f_blocks else None
@@ -76,7 +76,7 @@ def room_of(folder: Path) -> Room:
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Return whether the files of a folder are in memory."""
+    """Return whether a folder is in memory (tmpfs)."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,8 +1,8 @@
 """Models and adapters in buckets: all files of one listing are fetched and checked, or none.
 
-The cache has a folder for each listing. The folder has a temporary name until its last file is
-fetched. A process and its children use the same listing of a model, so the tokenizer and the
-weights have the same version, even in a restarted worker.
+The cache has one folder per listing, which has a temporary name until its last file is fetched. A
+process and its children use the same listing of a model, so the tokenizer and the weights have the
+same version, even in a restarted worker.
 """
 
 import base64
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 CACHE = "ULLAGE_S3_CACHE"
 """Environment variable with the folder of fetched objects."""
 PINS = "ULLAGE_S3_PINS"
-"""Environment variable that gives child processes the files of each source, as JSON."""
+"""Environment variable that passes the files of each source to child processes, as JSON."""
 
 _LOG_S = 10.0
 """Seconds between two log lines of a download."""
@@ -50,12 +50,12 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The objects of a folder to fetch."""
+    """Describes which objects of a bucket's folder to fetch."""
 
     patterns: tuple[str, ...]
-    """Patterns of the objects' names."""
+    """Name patterns of the objects to fetch."""
     config: str
-    """Name of the file that such a folder must contain."""
+    """Name of the configuration file that the folder must contain."""
 
 
 @dataclass(slots=True)
@@ -63,11 +63,11 @@ class Download:
     """A download's progress, which any thread may read."""
 
     total_bytes: int = 0
-    """0 until the bucket has listed the files."""
+    """Total size of the files in bytes, or 0 until the bucket has listed the files."""
     bytes: int = 0
-    """Bytes that are in the cache so far."""
+    """Number of bytes that are in the cache so far."""
     version: str = ""
-    """Name of the listing."""
+    """Name of the bucket listing, which is a hash of the objects' keys, sizes and ETags."""
 
 
 def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) -> Path:
@@ -85,7 +85,7 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
 
 
 def pinned(source: str) -> str:
-    """Return the listing name that this process uses for a source, or "" before the fetch.
+    """Return the name of the listing that this process uses for a source, or "" before a fetch.
 
     The name is the same on all machines.
     """
@@ -94,7 +94,7 @@ def pinned(source: str) -> str:
 
 
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Return a folder with the wanted files of a prefix, or a GGUF file next to its parts.
+    """Return a folder with the requested files of a prefix, or a GGUF file next to its parts.
 
     The files are the bucket's current files. If the store does not answer, or fails during the
     download, the files of the last complete download are used.
@@ -114,7 +114,7 @@ def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
 
 
 def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Download) -> Path:
-    """Fetch the bucket's current files, and return their path.
+    """Fetch a source's current files from its bucket, and return their path.
 
     Raises:
         WeightsError: the files cannot be fetched completely. The error is a `BucketError` if the
@@ -156,12 +156,12 @@ def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download
 
 
 def _named(folder: Path, key: str) -> Path:
-    """Return the path that a source names: a file in the fetched folder, or the folder itself."""
+    """Return the path of the file that a source names, or of the fetched folder."""
     return folder / key.rpartition("/")[2] if _is_file(key) else folder
 
 
 def cache_folder() -> Path:
-    """Return the folder of fetched objects."""
+    """Return the cache folder of fetched objects."""
     given = os.environ.get(CACHE)
     if given:
         return Path(given)
@@ -203,7 +203,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return a name for a source that is the same for all versions of the source."""
+    """Return a file name for a source, which is the same for all versions of the source."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"
@@ -258,7 +258,7 @@ def _is_whole(folder: Path, items: Sequence[Listed]) -> bool:
 
 
 def _kept(bucket: str, key: str) -> Path | None:
-    """Return the files of a source's last complete download, if the files still exist."""
+    """Return the files of a source's last complete download, if they still exist."""
     folder = cache_folder() / bucket
     slug = _slug(endpoint_of(bucket, os.environ).address, key)
     with contextlib.suppress(OSError):
@@ -269,7 +269,7 @@ def _kept(bucket: str, key: str) -> Path | None:
 
 @contextlib.contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock for fetching. The kernel releases the lock if the process dies."""
+    """Hold the lock for fetching a source. The kernel releases the lock if the process dies."""
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,7 +280,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 
 
 def _fetch_object(store: Bucket, item: Listed, path: Path, report: "_Log") -> None:
-    """Fetch one object, continuing an earlier process's download, and compare its checksums."""
+    """Fetch one object, resuming an earlier process's download, and verify its checksums."""
     headers = store.head(item)
     if headers.get("content-length", str(item.size)) != str(item.size):
         raise S3Error("it has another size than it was listed with; start again")
@@ -321,7 +321,7 @@ class _Hash(Protocol):
 
 
 class _Crc:
-    """A cyclic redundancy check with the interface of hashlib."""
+    """A cyclic redundancy check (CRC) with the interface of hashlib."""
 
     def __init__(self, function: Callable[[bytes | memoryview, int], int], num_bytes: int) -> None:
         self._function = function
@@ -336,7 +336,7 @@ class _Crc:
 
 
 class _Check:
-    """A checksum that an object's bytes must have."""
+    """A checksum that an object's bytes must match."""
 
     def __init__(self, name: str, hasher: _Hash, wanted: str, is_hex: bool = False) -> None:
         self.name = name
@@ -353,9 +353,9 @@ class _Check:
 def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
     """Yield a checksum test for an object, if the bucket has a checksum of the whole object.
 
-    Checksums of a multipart upload cover its parts, not the whole. An ETag is not an MD5 if a KMS
-    key encrypts the object. MD5 is slower than a network, so it is only used for objects without
-    other checksums.
+    The checksums of a multipart upload cover its parts, not the whole object. An ETag is not an MD5
+    if a KMS key encrypts the object. MD5 is slower than a network, so it is only used for objects
+    without other checksums.
     """
     from awscrt import checksums
 
@@ -379,7 +379,7 @@ def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
 
 
 class _Log:
-    """Counts the bytes of a download and logs its progress."""
+    """Counts the downloaded bytes, and logs the progress."""
 
     def __init__(self, what: str, download: Download) -> None:
         self._what = what
@@ -388,7 +388,7 @@ class _Log:
         self._began = self._logged = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes. Only one thread may call this at a time."""
+        """Add to the byte count. Only one thread at a time may call this method."""
         self._download.bytes += num_bytes
         now = time.monotonic()
         if now - self._logged >= _LOG_S:

@@ -1,4 +1,4 @@
-"""Client for a bucket of S3 or a compatible store: lists objects, reads headers and ranges.
+"""Client for a bucket of S3 or a compatible store: lists objects, and reads headers and ranges.
 
 Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. AWS's
 Common Runtime finds credentials, signs requests, and retries requests that the store refuses
@@ -17,18 +17,18 @@ from xml.etree import ElementTree
 from ullage_engine.protocol.errors import WeightsError
 
 UNSIGNED = "AWS_NO_SIGN_REQUEST"
-"""Environment variable that asks for requests without credentials, for public buckets."""
+"""Environment variable that requests access without credentials, for public buckets."""
 
 _PART_BYTES = 8 << 20
 _CONNECTIONS = 8
 _MEMORY_BYTES = 1 << 30
-"""The smallest memory limit that the runtime accepts."""
+"""The smallest memory limit that the AWS runtime accepts, in bytes."""
 _LONGEST_ANSWER = 8 << 20
 _MOST_OBJECTS = 10_000
 _MOST_PAGES = 100
-"""Maximum number of pages in a listing. A page may have only folders."""
+"""Maximum number of pages in a listing. A page may contain only folders."""
 _TRY_LATER = (408, 412, 429)
-"""Status codes below 500 after which a retry may help: timeout, changed object, too many calls."""
+"""Status codes below 500 for which a retry may help: timeout, changed object, too many requests."""
 _REDIRECTS = (301, 307)
 _WRONG_REGION = "AuthorizationHeaderMalformed"
 """Error code of a request that was signed for a region other than the bucket's."""
@@ -51,23 +51,23 @@ _REMEDIES = {
 
 
 _CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
-"""Error codes by HTTP status, for responses without an error code."""
+"""Error codes by HTTP status, for responses that lack an error code."""
 _GAVE_UP = {
     "AWS_ERROR_S3_SLOW_DOWN": f"SlowDown: {_BUSY}",
     "AWS_ERROR_S3_INTERNAL_ERROR": f"InternalError: {_REMEDIES['InternalError']}",
 }
-"""Error codes by errors of the runtime that do not include the store's response."""
+"""Error codes for runtime errors that do not include the store's response."""
 
 
 class S3Error(Exception):
-    """A failed request. The text gives the cause and a remedy."""
+    """A failed request. The message states the cause and a remedy."""
 
     def __init__(self, text: str, *, is_outage: bool = False, is_final: bool = False) -> None:
         super().__init__(text)
         self.is_outage = is_outage
-        """Whether the store did not answer or could not serve the request."""
+        """Whether the store did not answer, or could not serve the request."""
         self.is_final = is_final
-        """Whether a retry would also fail unless something is corrected."""
+        """Whether a retry would fail, too, unless something is corrected first."""
 
 
 class BucketError(WeightsError):
@@ -81,7 +81,7 @@ class BucketError(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object, as listed by the bucket."""
+    """An object as the bucket lists it."""
 
     key: str
     size: int
@@ -109,7 +109,7 @@ class Endpoint:
 
 
 def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
-    """Return the endpoint of a bucket, according to the environment variables.
+    """Return a bucket's endpoint, as configured by environment variables.
 
     Raises:
         S3Error: the bucket's name or the endpoint is invalid.
@@ -154,7 +154,7 @@ def _no_address(endpoint: str) -> S3Error:
 
 
 class Bucket:
-    """A bucket that is read with credentials from the environment."""
+    """A bucket, which is read with credentials from the environment."""
 
     def __init__(self, bucket: str, environ: Mapping[str, str] = os.environ) -> None:
         """Prepare for requests without sending any.
@@ -201,7 +201,7 @@ class Bucket:
         """Yield the objects whose keys begin with a prefix, except objects in subfolders.
 
         Raises:
-            S3Error: the objects cannot be listed, or are too many for a model's folder.
+            S3Error: the objects cannot be listed, or there are too many for a model's folder.
         """
         query = {"list-type": "2", "delimiter": "/", "encoding-type": "url", "prefix": prefix}
         num_objects = 0
@@ -301,7 +301,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request. Return the request and the dictionary that the response fills."""
+        """Start a request. Return it, and a dictionary that the response fills."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
@@ -323,7 +323,7 @@ class Bucket:
 
 
 def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
-    """Return the provider of credentials: the environment's keys, or the SDKs' default chain.
+    """Return a credentials provider: keys from the environment, or the SDKs' default chain.
 
     Only the chain needs the system's CA certificates, which a container image may lack.
     """
@@ -340,9 +340,9 @@ def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _tls(io: Any, environ: Mapping[str, str]) -> Any:
-    """Return the TLS options, with the certificates of AWS_CA_BUNDLE or of certifi.
+    """Return TLS options with the CA certificates from AWS_CA_BUNDLE or from certifi.
 
-    The container image may have no CA certificates.
+    The container image itself may have no CA certificates.
     """
     path = environ.get("AWS_CA_BUNDLE")
     if not path:
@@ -368,7 +368,7 @@ def _tls(io: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
-    """Yield the objects on one page of a listing that are directly in the folder."""
+    """Yield the objects on a listing page that are directly in the folder, not in subfolders."""
     is_encoded = page.findtext("EncodingType") == "url"
     for item in page.iter("Contents"):
         key = item.findtext("Key", "")
@@ -441,7 +441,7 @@ def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
 
 
 def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
-    """Return the error for a response that ended early, with the number of bytes received."""
+    """Return the error for an incomplete response, with the number of bytes received."""
     if not error.is_outage or not position:
         return error
     return S3Error(f"the download ended after {position} of {size} bytes: {error}", is_outage=True)
@@ -454,7 +454,7 @@ class _Fault:
     code: str = ""
     message: str = ""
     region: str = ""
-    """Region that the store expects, or an empty string if the region is not the cause."""
+    """Region that the store expects, or an empty string if the region was not the cause."""
 
     @classmethod
     def of(cls, body: bytes) -> "_Fault":

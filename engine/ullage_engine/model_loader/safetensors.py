@@ -21,7 +21,7 @@ from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
 
 class CheckpointReader(Protocol):
-    """The interface of an open checkpoint of any kind, with Hugging Face's tensor names."""
+    """The interface to an open checkpoint of any kind, with Hugging Face's tensor names."""
 
     @property
     def model_config(self) -> ModelConfig: ...
@@ -36,9 +36,9 @@ class CheckpointReader(Protocol):
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding of a matrix whose stored values can be kept for a target format.
+        """Return the encoding in which a matrix's stored values can be kept for a target format.
 
-        Return None if the values cannot be kept, so that `read` must be used.
+        Return None if the values cannot be kept. The caller must then use `read`.
         """
         ...
 
@@ -52,7 +52,7 @@ class CheckpointReader(Protocol):
 
 
 class PlainMatrices:
-    """A mixin for readers of checkpoints without quantised matrices."""
+    """A mixin for readers of checkpoints that have no quantised matrices."""
 
     @property
     def formats(self) -> frozenset[Format]:
@@ -69,10 +69,10 @@ class PlainMatrices:
 
 
 class SafetensorsReader(PlainMatrices):
-    """A reader of one model directory."""
+    """Reads the safetensors files of one model directory."""
 
     def __init__(self, folder: Path, config: HFConfig | None = None) -> None:
-        """Read the configuration, unless it is passed, and map the tensors.
+        """Read the configuration, unless it is passed, and map the files into memory.
 
         Raises:
             WeightsError: a file is missing or broken, the files are ambiguous, or the architecture
@@ -113,12 +113,12 @@ class SafetensorsReader(PlainMatrices):
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read some rows of one tensor as stored."""
+        """Read the rows `start` to `stop` - 1 of one tensor, as stored."""
         rows: torch.Tensor = self._file(name).get_slice(name)[start:stop]  # type: ignore[no-untyped-call]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor as stored."""
+        """Read one tensor, as stored."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 

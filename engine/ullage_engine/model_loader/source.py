@@ -1,4 +1,4 @@
-"""Resolution of a model's source URI, which has one of six schemes, to its files.
+"""Resolves a model's source URI, which has one of six schemes, to the model's files.
 
 This module imports neither torch nor model code, so the server process can use it to find the
 tokenizer.
@@ -16,7 +16,7 @@ from ullage_engine.model_loader.gguf_file import check_parts, gguf_parts
 from ullage_engine.protocol.errors import WeightsError
 
 PVC_ROOT = Path("/models")
-"""Folder in which the operator mounts the claims of `pvc://` sources."""
+"""Folder in which the operator mounts the volume claims of `pvc://` sources."""
 
 IMAGE_ROOT = Path("/model-image")
 """Folder in which the operator mounts the image of an `oci://` source."""
@@ -25,10 +25,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files that are downloaded from a hub repository or a bucket folder."""
 
 CONFIG = "config.json"
-"""File that every model folder has."""
+"""Name of the configuration file that every model folder contains."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""File that every LoRA adapter folder has."""
+"""Name of the configuration file that every LoRA adapter folder contains."""
 
 SCHEMES = (
     "pkg://package/file, file:///path, hf://org/name@revision, s3://bucket/prefix, "
@@ -55,7 +55,7 @@ _OTHER_KINDS = {
     r".*\.(ggml|ggjt)": "of a format before GGUF; convert the model again",
     r".*\.(zip|tar|tgz|tar\.\w+|7z)": "an archive; unpack it",
 }
-"""Descriptions and remedies for files that are not readable models, by file name pattern."""
+"""Descriptions and remedies for files that are not usable models, by pattern of the file name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class ModelFiles:
     """The files of a model on this machine."""
 
     path: Path
-    """Path of a `.gguf` file or its first part, or of a directory with config.json, tokenizer.json
-    and safetensors."""
+    """Path of a `.gguf` file or of its first part, or of a directory with config.json,
+    tokenizer.json and safetensors files."""
     format: Literal["gguf", "directory"]
     allows_unknown: bool = False
     """Whether unknown keys of the configuration are logged instead of refused."""
@@ -90,7 +90,7 @@ def resolve_source(source: str) -> ModelFiles:
 def model_version(source: str) -> str:
     """Return the version of a bucket's files that this process uses.
 
-    It is empty for other sources, and before the source has been resolved.
+    The version is empty for other sources, and before the source has been resolved.
     """
     if not is_of_bucket(source):
         return ""
@@ -159,7 +159,7 @@ def _image_path(what: str, path: str) -> Path:
 
 
 def hub_repository(source: str) -> tuple[str, str]:
-    """Return the repository and revision of an `hf://` source. "" stands for the main branch.
+    """Return the repository and revision of an `hf://` source. An empty revision means `main`.
 
     Raises:
         WeightsError: the source has another scheme, or is malformed.
@@ -172,12 +172,12 @@ def hub_repository(source: str) -> tuple[str, str]:
 
 
 def is_of_bucket(source: str) -> bool:
-    """Return whether a source names a folder or a file of a bucket."""
+    """Return whether a source is a folder or a file in a bucket."""
     return source.startswith("s3://")
 
 
 def bucket_and_key(what: str, source: str) -> tuple[str, str]:
-    """Return the bucket and the key or prefix of an `s3://` source.
+    """Return the bucket of an `s3://` source, and the key or prefix.
 
     Raises:
         WeightsError: the source is malformed.
@@ -275,7 +275,7 @@ def _absence(path: Path) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """Return the remedy for a folder without config.json."""
+    """Return a remedy for a folder that has no config.json."""
     names = sorted(os.listdir(folder))
     if not names:
         return "the folder is empty: download the model into it, or mount the volume that has it"
@@ -292,7 +292,7 @@ def _remedy(folder: Path) -> str:
 
 
 def other_kind(path: Path) -> str:
-    """Return a file's kind by its name, with the remedy, empty if the kind is unknown."""
+    """Describe a file's kind, judged by its name, with a remedy. Return "" for unknown kinds."""
     for pattern, kind in _OTHER_KINDS.items():
         if re.fullmatch(pattern, path.name, re.IGNORECASE):
             return kind

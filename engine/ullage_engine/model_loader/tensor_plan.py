@@ -1,4 +1,4 @@
-"""Names and shapes of the prepared tensors, and the checkpoint tensors of which each consists."""
+"""Names and shapes of the prepared tensors, and the checkpoint tensors that make up each one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ullage_engine.model_config.registry import FAMILIES, Names
 from ullage_engine.model_loader.files import HEAD
 
 EMBEDDING = "model.embed_tokens.weight"
-"""Hugging Face's name of the embedding."""
+"""Name of the embedding in Hugging Face checkpoints."""
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,17 +20,18 @@ class Part:
     """A checkpoint tensor that becomes part of a prepared tensor."""
 
     source: str
-    """Hugging Face's name of the tensor."""
+    """Name of the tensor in Hugging Face checkpoints."""
     shape: tuple[int, ...]
     rearrange: Rearrange | None = None
-    """Function that brings the elements into the order of the prepared tensor."""
+    """Function that reorders the elements as the prepared tensor needs them."""
     rearrange_rows: Rearrange | None = None
-    """The same function for a quantised tensor [experts, out, ...]."""
+    """Function that reorders a quantised tensor [experts, out, ...] in the same way as
+    `rearrange`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One prepared tensor: checkpoint tensors stacked along their rows.
+    """The plan of one prepared tensor: checkpoint tensors that are stacked along their rows.
 
     Matrices are stored as [out, in], as in most checkpoints. oneDNN multiplies by their transposed
     view faster than by a transposed copy: 122 instead of 176 µs for 3072 x 576 bfloat16.
@@ -42,7 +43,7 @@ class TensorPlan:
 
 
 def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
-    """List all tensors of a model, in the order in which they are used."""
+    """Return the plans of all tensors of a model, in the order in which they are used."""
     names = FAMILIES[model_config.architecture].names
     hidden = model_config.hidden
     vocab = model_config.vocab
@@ -56,12 +57,12 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
 
 
 def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
-    """Return whether the tensors can be written as a checkpoint: no tensor is rearranged."""
+    """Return whether the tensors can be saved as a checkpoint, since none of them is rearranged."""
     return not any(part.rearrange for plan in plans for part in plan.parts)
 
 
 class _LayerPlans:
-    """The plans of one layer's prepared tensors."""
+    """Plans the prepared tensors of one layer."""
 
     def __init__(self, model_config: ModelConfig, names: Names, index: int) -> None:
         self._model_config = model_config
@@ -70,7 +71,7 @@ class _LayerPlans:
         self._prefix = f"layers.{index}."
 
     def of(self, layer: LayerSpec) -> Iterator[TensorPlan]:
-        """Yield the plans of a layer's tensors."""
+        """Yield the plans of one layer's tensors."""
         hidden = self._model_config.hidden
         yield self._weight("mixer_norm", self._names.mixer_norm, hidden)
         yield from self._conv() if layer.mixer == "conv" else self._attention()
@@ -168,7 +169,7 @@ class _LayerPlans:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Separate gates and ups that alternate along the last dimension: all gates, then all ups."""
+    """Separate gate and up values that alternate along the last dimension, and put gates first."""
     pairs = tensor.view(*tensor.shape[:-1], -1, 2)
     return pairs.transpose(-1, -2).reshape(tensor.shape)
 

@@ -1,7 +1,7 @@
 """Uploads weights from the mapped file to a device through pinned memory.
 
-A copy from pageable memory waits for the driver's own staging, tensor by tensor. Here the CPU fills
-one pinned staging buffer while the device copies from another.
+A copy from pageable memory waits for the driver's own staging, tensor by tensor. In this module,
+the CPU fills one pinned staging buffer while the device copies from another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from ullage_engine.pinned_memory import PinnedMemory
 
 STAGING_BYTES = 32 << 20
-"""Bytes of each of the two staging buffers.
+"""Size in bytes of each of the two staging buffers.
 
 A PCIe copy of one buffer takes more than a millisecond, so the cost of starting the copy is
 negligible.
@@ -25,19 +25,19 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CopyStream(Protocol):
-    """Asynchronous copies to a device, which run in order."""
+    """The interface for asynchronous copies to a device, which run in order."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy to a tensor of the same shape. The source must not change until the copy is done."""
         ...
 
     def record(self) -> Wait:
-        """Return a function that waits until all copies so far are done."""
+        """Return a function that waits until all copies queued so far are done."""
         ...
 
 
 class CudaCopies:
-    """Copies on the device's current stream, so that later work of the stream sees the data."""
+    """Copies on the device's current stream, so that later work on the stream sees the data."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -58,8 +58,8 @@ class Uploader:
 
         Args:
             device: the device.
-            staging: byte buffers of equal length, from which `stream` copies.
-            stream: the copies to the device.
+            staging: byte buffers of equal length, from which `stream` copies to the device.
+            stream: performs the copies to the device.
         """
         self._device = device
         self._staging = staging
@@ -67,12 +67,13 @@ class Uploader:
         self._waits: list[Wait] = [_no_wait] * len(staging)
         self._current = 0
         self._used = 0
-        """Number of bytes of the current buffer that copies may still read."""
+        """Number of bytes in the current staging buffer that pending copies may still read."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy on the device, which later work of the stream may read.
+        """Copy a tensor to the device. Later work on the stream may read the contiguous copy.
 
-        The tensor's bytes are staged when this returns, so the tensor may change or be freed.
+        The tensor's bytes are staged when this method returns, so the tensor may change or be
+        freed.
         """
         placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = as_bytes(tensor.contiguous())
@@ -92,7 +93,7 @@ class Uploader:
         return placed
 
     def _free(self) -> torch.Tensor:
-        """Return the free part of a staging buffer, at least one byte. Wait if none is free."""
+        """Return the free part of a staging buffer. Wait until at least one byte is free."""
         if self._used == len(self._staging[self._current]):
             self._waits[self._current] = self._stream.record()
             self._current = (self._current + 1) % len(self._staging)
@@ -103,7 +104,7 @@ class Uploader:
 
 @contextmanager
 def placing(device: torch.device) -> Iterator[Place]:
-    """Yield a function that copies tensors to a device. On a CPU, the tensors stay in place."""
+    """Yield a function that copies tensors to a device. On a CPU, tensors are not copied."""
     if device.type != "cuda":
         yield lambda tensor: tensor.to(device)
         return
@@ -115,7 +116,7 @@ def placing(device: torch.device) -> Iterator[Place]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor as a flat byte tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,6 +1,7 @@
 """Admission control: compares each request's KV cost with free memory, and admits or refuses.
 
-Samples of one prompt are admitted together or not at all. The module `refusals` has the rules.
+Samples of one prompt are admitted together or not at all. The module `refusals` defines the rules
+for refusals.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,11 @@ from ullage_engine.scheduler.state import SchedulerState
 from ullage_engine.scheduler.stats import WalkLimiter, holder_shares
 
 _QUEUE_BATCHES = 4
-"""Size of the waiting queue in batches. Further requests should queue in the router."""
+"""Maximum size of the waiting queue in batches. Further requests should queue in the router."""
 
 
 class AdmissionControl:
-    """Turns each request into a sequence with reserved blocks, or into a refusal."""
+    """Turns each request into a sequence with reserved blocks, or refuses the request."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self._profile = profile
@@ -55,14 +56,14 @@ class AdmissionControl:
         return None
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        """Refuse the requests if an id among them is in use or occurs twice."""
+        """Refuse all requests if one of their ids is in use or occurs twice."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def can_start(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence may start.
 
-        The sequence must have its reserved memory. It also waits while a running sequence computes
-        more of the same prefix than the waiting sequence already holds.
+        The sequence must have its reserved memory. No running sequence may be computing more of the
+        same prefix than the waiting sequence already holds.
         """
         if sequence.fork.parent or not self._reservations.is_granted(sequence):
             return False
@@ -79,11 +80,11 @@ class AdmissionControl:
         return True
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Return whether a previously admitted request has nothing left to generate."""
+        """Return whether a request that was admitted earlier has nothing left to generate."""
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence with the priority and arrival of a rank, last among equal ranks."""
+        """Create a sequence with the priority and arrival of `rank`, last among equal ranks."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -109,7 +110,7 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """List the expected memory releases, with times and bytes. See `soonest_releases`.
+        """List the expected memory releases with their times and sizes. See `soonest_releases`.
 
         With many sequences the list may be slightly out of date.
         """
@@ -128,7 +129,7 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield each sequence's expected memory release, as seconds from now and bytes."""
+        """Yield for each sequence the seconds until it should release memory, and the bytes."""
         for each in self._sequences:
             blocks = each.num_reserved + self._num_held(each)
             if blocks:
@@ -157,7 +158,7 @@ class AdmissionControl:
         return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
-        """Return the bytes that remain of a session's limit, or None if it has no limit."""
+        """Return the bytes that a session may still use, or None if it has no limit."""
         limit = self._profile.session_kv_bytes if session else 0
         if not limit:
             return None
@@ -166,20 +167,20 @@ class AdmissionControl:
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        """Count a sequence's blocks, where a block shared by n sequences counts as 1/n."""
+        """Count the blocks that a sequence holds. A block that n sequences share counts as 1/n."""
         shares = holder_shares(sequence.blocks.ids, self._cache.ref_count)
         # Window blocks are few, and their counts may rise along the table.
         windows = sequence.windows.ids
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the free slots of the waiting queue. An empty queue accepts any number."""
+        """Return the number of free queue slots. An empty queue accepts any number of requests."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Count the blocks that one sequence of a group needs to generate its first token."""
+        """Count the blocks that a sequence of a group needs to generate its first token."""
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,
@@ -188,7 +189,7 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Create the sequences of one submission. If they share a prefix, the first is parent."""
+        """Create the sequences of one submission, the first as parent if they share a prefix."""
         rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
         parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):

@@ -1,6 +1,6 @@
 """The contents of one scheduler step: its limits, its prompt token budget, and its chunks.
 
-The functions are pure functions of sequences and limits. They allocate no blocks or slots.
+The functions depend only on sequences and limits, and allocate neither blocks nor slots.
 """
 
 import math
@@ -18,14 +18,15 @@ from ullage_engine.scheduler.sequence import Sequence
 MIN_DECODES = 8
 """Number of decodes that a step always computes, regardless of context length.
 
-This few decodes take about as long as a single one, because every step reads all model weights."""
+So few decodes take about as long as a single decode, because every step reads all model weights.
+"""
 
 _last_step_of = operator.attrgetter("last_step")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """The cost of computing prompt tokens, in units of one token at the beginning of a prompt.
+    """The cost of computing prompt tokens, relative to a token at the beginning of a prompt.
 
     A token costs 1, plus 1 for every `even_context` tokens of context that the token attends to.
     """
@@ -33,16 +34,18 @@ class PromptCost:
     even_context: float = math.inf
     """Context length in tokens at which attention costs as much as a token's other computation.
 
-    If infinite, context costs nothing."""
+    If this length is infinite, context costs nothing.
+    """
     step_budget: float = math.inf
-    """Maximum total cost of the prompt tokens in one step. One token is always computed."""
+    """Maximum total cost of the prompt tokens in one step, which always computes at least one
+    token."""
 
     def of(self, start: int, count: int) -> float:
-        """Return the cost of `count` tokens that begin at position `start`."""
+        """Return the cost of `count` prompt tokens that begin at position `start`."""
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many tokens from `start` fit a budget, at most `most`."""
+        """Return how many tokens from position `start` fit into a budget, at most `most`."""
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -58,23 +61,25 @@ class PromptCost:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of one scheduler step and of the worker."""
+    """The limits of a scheduler step, and of the worker that computes the step."""
 
     max_model_len: int
     """Maximum sequence length in tokens."""
     max_sequences: int
     prompt_tokens: int
-    """Maximum number of prompt tokens computed in one step."""
+    """Maximum number of prompt tokens that one step computes."""
     is_chunked: bool
-    """Whether prompts are split over steps. If not, `prompt_tokens` must fit a whole prompt."""
+    """Whether prompts are split across steps. If not, `prompt_tokens` must fit a whole prompt."""
     decode_tokens: int
     """Maximum total context, in tokens, that the decodes of one step read.
 
     `MIN_DECODES` sequences may always decode."""
     replay_tokens: int = 0
-    """Number of tokens to recompute to rebuild a convolution state from zero.
+    """Number of tokens that must be recomputed to rebuild a convolution state from zero.
 
-    Counts all layers of the whole model on all ranks. 0 if the model has no convolutions."""
+    This number covers all layers of the model on all ranks. It is 0 if the model has no
+    convolutions.
+    """
     max_decodes: int = 1 << 30
     """Maximum number of sequences that one step decodes."""
     max_in_flight: int = 1
@@ -82,17 +87,18 @@ class SchedulerLimits:
     num_speculative_tokens: int = 0
     """Maximum number of draft tokens that one step verifies per sequence, or 0 for no drafts.
 
-    Drafts require one plan in flight, and a model without convolution states and sliding windows.
+    Drafts require that only one plan is in flight, and that the model has neither convolution
+    states nor sliding windows.
     """
     prompt_cost: PromptCost = PromptCost()
-    """Cost of prompt tokens by position, and the budget for one step."""
+    """Cost of prompt tokens by position, and the cost budget of one step."""
 
 
 class PromptBudget:
-    """Tracks the prompt tokens that one step may still compute."""
+    """Counts how many prompt tokens one step may still compute."""
 
     def __init__(self, tokens: int, is_chunked: bool, cost: PromptCost) -> None:
-        """Set the maximum to `tokens`. Without chunking, only whole prompts are computed."""
+        """Create a budget of `tokens`. Without chunking, the budget only allows whole prompts."""
         self._tokens = tokens
         self._is_chunked = is_chunked
         self._cost = cost
@@ -100,7 +106,7 @@ class PromptBudget:
         self._is_untouched = True
 
     def share(self, start: int, remaining: int) -> int:
-        """Return how many of a sequence's remaining tokens, starting at `start`, fit the budget."""
+        """Return how many of a sequence's remaining tokens, from `start` on, fit in the budget."""
         if not self._is_chunked:
             return remaining if remaining <= self._tokens else 0
 
@@ -111,30 +117,30 @@ class PromptBudget:
         return max(count, min(most, 1)) if self._is_untouched else count
 
     def take(self, start: int, count: int) -> None:
-        """Deduct tokens that the step computes from the budget."""
+        """Deduct the tokens that the step computes from the budget."""
         self._tokens -= count
         self._left -= self._cost.of(start, count)
         self._is_untouched = False
 
 
 class Transfers(NamedTuple):
-    """Copies to and from KV tiers outside the device. They are reported when they complete."""
+    """Copies to and from KV tiers outside the device, which are reported when they complete."""
 
     stored: tuple[KvSlot, ...] = ()
     read: tuple[KvRead, ...] = ()
 
     def and_those_of(self, other: "Transfers") -> "Transfers":
-        """Return the copies of both transfers combined."""
+        """Combine these copies with the copies of another `Transfers`."""
         return Transfers(self.stored + other.stored, self.read + other.read)
 
 
 class Planned(NamedTuple):
-    """A step plan that is not committed yet."""
+    """A step plan that has not been committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
     """The plan's sequences by request id, each with the chunk that the plan computes."""
     cancelled: list[Sequence]
-    """Sequences of the plan that were dropped after it was made."""
+    """Sequences that were dropped after the plan was made."""
     transfers: Transfers = Transfers()
     """The plan's copies to and from KV tiers outside the device."""
 
@@ -145,7 +151,7 @@ def postponed_decodes(
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """List the decodes that do not fit in a step, which serves the longest-waiting ones first.
+    """List the decodes that do not fit in a step. The longest-waiting sequences run first.
 
     Args:
         ready: sequences that can decode.
@@ -184,7 +190,7 @@ def make_chunk(
     slots: tuple[int | None, int] = (None, 0),
     draft: list[int] | None = None,
 ) -> Chunk:
-    """Make a chunk of `count` tokens from `start`. The sequence must have the blocks for them.
+    """Make a chunk of `count` tokens from `start`. The sequence must already have the blocks.
 
     Args:
         sequence: the sequence to compute.
@@ -222,7 +228,7 @@ def make_chunk(
 def make_decode(sequence: Sequence) -> Chunk:
     """Make a decode chunk for a model without convolution states and sliding windows.
 
-    The result equals that of `make_chunk`, but takes a third of the time to make.
+    The result is the same as that of `make_chunk`, which takes three times as long.
     """
     tokens = sequence.token_ids
     request = sequence.request
@@ -239,6 +245,6 @@ def make_decode(sequence: Sequence) -> Chunk:
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """List the tokens that must not be sampled next: stop tokens before `min_tokens` of output."""
+    """List the tokens that must not be sampled next, which are stop tokens before `min_tokens`."""
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []

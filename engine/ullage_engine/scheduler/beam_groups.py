@@ -4,7 +4,8 @@ A search is admitted like `width` samples of its prompt and begins with one of t
 that, each sequence is one beam for one step. The sequence computes its last token and reports the
 likeliest next tokens. When all beams of a search have reported, the search advances: the next beams
 fork from the beams that they extend, and the old beams end. A beam that waits for memory delays its
-search. Meanwhile each other beam computes at most one extra token, and its report is ignored.
+search. Meanwhile, each other beam computes at most one extra token, and the search ignores that
+token.
 """
 
 from dataclasses import dataclass, field
@@ -24,28 +25,29 @@ from ullage_engine.scheduler.scheduler import Scheduler
 _TOKENS_OF_A_SEQUENCE = 2
 """Number of output tokens of a beam's sequence.
 
-One is the token of its step. The second keeps the sequence alive until other sequences have forked
-from it."""
+The first token is the beam's token of the step. The second token keeps the sequence alive until the
+next beams have forked from it.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """One beam search: its requests, one for each hypothesis with the best first, and its state."""
+    """The state of one beam search, and its requests, one per hypothesis with the best first."""
 
     requests: list[EngineRequest]
     rules: BeamRules
     state: Search = field(default_factory=Search)
     num_steps: int = 0
     members: list[str] = field(default_factory=list)
-    """Request ids of the beams' sequences, in beam order."""
+    """Request ids of the beams' sequences, in the order of the beams."""
     candidates: dict[str, list[Candidate]] = field(default_factory=dict)
-    """Likeliest next tokens reported by the beams computed so far in this step, by sequence."""
+    """Likeliest next tokens that the beams have reported in this step so far, by sequence."""
     is_full: bool = False
     """Whether the beams have reached the engine's maximum sequence length."""
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     open_ids: set[str] = field(default_factory=set)
-    """Ids of requests that are not cancelled."""
+    """Ids of the requests that are not cancelled."""
 
     @property
     def first(self) -> EngineRequest:
@@ -53,15 +55,15 @@ class _BeamGroup:
 
     @property
     def num_top_logprobs(self) -> int:
-        """Number of alternatives to each token that the client requested."""
+        """Number of alternatives per token that the client requested."""
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build one request with the search's prompt for each possible beam."""
+        """Build one request per possible beam, each with the search's prompt."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
-        """Build the request for one beam's next step."""
+        """Build the request that computes the next step of one beam."""
         max_tokens = len(token_ids) + _TOKENS_OF_A_SEQUENCE
         return self._sequence(place, token_ids, min(self.first.max_tokens, max_tokens))
 
@@ -101,7 +103,7 @@ class _BeamGroup:
         self.candidates = {}
 
     def outputs(self) -> list[TokenOutput]:
-        """Return the best hypotheses, one for each request."""
+        """Return the outputs with the best hypotheses, one for each request."""
         assert len(self.state.finished) >= len(self.requests), "fewer hypotheses than requests"
         pairs = zip(self.requests, self.state.finished, strict=False)
         return [self._output(request, hypothesis) for request, hypothesis in pairs]
@@ -128,7 +130,7 @@ class _BeamGroup:
 
 
 class BeamSearches:
-    """All beam searches of one engine, between the scheduler and the consumers of its output."""
+    """All beam searches of an engine. This class filters outputs between scheduler and clients."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -138,10 +140,11 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Start one search for all its requests, or return a refusal that names the first request.
+        """Start a search for all its requests, or return a refusal that names the first request.
 
         Returns:
-            The refusal, or the outputs of requests that end at once because no further token fits.
+            The refusal, or the outputs of requests that end immediately because no further token
+            fits.
         """
         group = _new_group(requests)
         root, *others = group.roots()
@@ -160,7 +163,7 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Consume beams' outputs. Return all other outputs and those of finished searches."""
+        """Consume the outputs of beams. Return finished searches' outputs and all other outputs."""
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
@@ -171,7 +174,7 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request of a search. Return False if no search has the request.
+        """Cancel a request that belongs to a search. Return False if no search has the request.
 
         The search ends when its last request is cancelled.
         """

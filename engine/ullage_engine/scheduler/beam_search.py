@@ -1,9 +1,9 @@
 """Beam search, as a pure function of the beams' likeliest tokens.
 
 The search is that of `transformers.generate(num_beams=width, do_sample=False,
-early_stopping=False)`. In each step, every beam is extended by every token. Among the `width`
-likeliest extensions, those that end are finished hypotheses, ranked by score and kept up to
-`width`. The `width` likeliest extensions that do not end continue. The score of a hypothesis is
+early_stopping=False)`. In each step, every beam is extended by every token. Those of the `width`
+likeliest extensions that end become finished hypotheses, of which the `width` with the best scores
+are kept. The `width` likeliest extensions that do not end continue. The score of a hypothesis is
 
     sum of its tokens' log-probabilities / (number of its tokens ^ length penalty)
 
@@ -34,7 +34,8 @@ class BeamRules:
         """Return the number of next tokens that every beam must report.
 
         A step needs the `width` likeliest extensions, and the `width` likeliest that do not end.
-        Within its beam, such a token ranks behind at most the stop tokens and `width` - 1 others.
+        Within its beam, each of these tokens ranks behind at most the stop tokens and `width` - 1
+        other tokens.
         """
         return self.width + len(self.stop_token_ids)
 
@@ -45,16 +46,16 @@ class Candidate:
 
     token_id: int
     report: TokenLogprobs
-    """Log-probabilities of the token and of the alternatives that a client may see."""
+    """Log-probabilities of the token and its alternatives, which a client may see."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An unfinished text that the search may extend."""
+    """An unfinished hypothesis that the search may extend."""
 
     tokens: tuple[Candidate, ...] = ()
     logprob: float = 0.0
-    """Sum of the log-probabilities of its tokens."""
+    """Sum of the log-probabilities of the beam's tokens."""
     parent: int = 0
     """Index of the beam in the previous step that this beam extends."""
 
@@ -65,7 +66,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished text, including the stop token that ended it."""
+    """A finished hypothesis, including the stop token that ended it."""
 
     tokens: tuple[Candidate, ...]
     score: float
@@ -78,12 +79,12 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """State of a beam search between two steps. A new search has one empty beam."""
+    """The state of a beam search between two steps. A new search has one empty beam."""
 
     beams: tuple[Beam, ...] = (Beam(),)
-    """Beams, likeliest first. None when the search is over."""
+    """Unfinished beams, the likeliest first. There are none when the search is over."""
     finished: tuple[Hypothesis, ...] = ()
-    """Hypotheses, best first, at most `width`."""
+    """At most `width` finished hypotheses, the best first."""
 
     @property
     def is_over(self) -> bool:
@@ -151,7 +152,7 @@ class _Extension(NamedTuple):
 def _extensions(
     beams: Sequence[Beam], candidates: Sequence[Sequence[Candidate]]
 ) -> list[_Extension]:
-    """List every beam extended by every candidate, likeliest first, then in beam order."""
+    """List every beam extended by every candidate, by descending likelihood, then in beam order."""
     extended = [
         _Extension(beam.logprob + token.report.logprob, parent, beam, token)
         for parent, (beam, some) in enumerate(zip(beams, candidates, strict=True))
@@ -161,5 +162,5 @@ def _extensions(
 
 
 def _may_improve(best: _Extension, finished: Sequence[Hypothesis], rules: BeamRules) -> bool:
-    """Return whether a beam would beat the worst finished hypothesis if it ended now."""
+    """Return whether a beam would beat the worst finished hypothesis if the beam ended now."""
     return len(finished) < rules.width or best.score(rules) > finished[-1].score

@@ -1,4 +1,4 @@
-"""Common prefixes of prompts, whose KV the requests can share."""
+"""Finds common prefixes of prompts, whose KV the requests can share."""
 
 from collections.abc import Iterable
 
@@ -6,14 +6,14 @@ from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.sequence import Sequence
 
 _FIRST_COMPARED = 16
-"""Number of tokens in the first slices that are compared."""
+"""Length in tokens of the first slices that are compared."""
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
     """Return the length of the longest common prefix of two token lists.
 
-    The cost is proportional to the prefix length, not to the list lengths. Slices double in size
-    until two of them differ, and a binary search then finds the first difference.
+    The time is proportional to the length of the prefix, not to the lengths of the lists. Slices
+    double in size until two of them differ, and a binary search then finds the first difference.
     """
     low = 0
     end = min(len(one), len(other))
@@ -51,10 +51,10 @@ def shared_tokens(requests: list[EngineRequest]) -> int:
 def prefix_under_way(
     sequence: Sequence, running: Iterable[Sequence], block_tokens: int
 ) -> tuple[Sequence, int] | None:
-    """Find a running sequence that computes more of a waiting sequence's prefix than is held.
+    """Find a running sequence that will compute further blocks of a waiting sequence's prefix.
 
-    Only running sequences more important than the waiting sequence count. Important sequences never
-    wait for less important ones, so no two sequences wait for each other.
+    Only running sequences that are more important than the waiting sequence are considered.
+    Important sequences never wait for less important ones, so no two sequences wait for each other.
 
     Returns:
         The running sequence and the length of the common prefix in tokens, rounded down to whole

@@ -1,7 +1,7 @@
 """Slots for the convolution states of sequences.
 
-A state is immutable: a step reads one slot and writes the next state to another slot. So a failed
-step can be recomputed, and sequences that branch can share a state. A running sequence needs at
+A state is immutable: a step reads one slot and writes the next state to another slot. Therefore a
+failed step can be recomputed, and forked sequences can share a state. A running sequence needs at
 most two slots, and the pool has two slots for each sequence that may run. A waiting sequence keeps
 its state until another sequence needs the slot.
 
@@ -18,7 +18,7 @@ from ullage_engine.scheduler.sequence_table import SequenceTable
 
 
 class ConvStatePool:
-    """Assigns convolution state slots to sequences. There are no slots if `replay_tokens` is 0."""
+    """Assigns convolution state slots to sequences. The pool is empty if `replay_tokens` is 0."""
 
     def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
         self.replay_tokens = replay_tokens
@@ -40,7 +40,7 @@ class ConvStatePool:
         return max(0, sequence.num_computed - self.replay_tokens)
 
     def assign_slots(self, sequence: Sequence) -> tuple[int | None, int]:
-        """Assign the slots of a planned chunk.
+        """Assign the convolution state slots that a planned chunk reads and writes.
 
         Returns:
             The slot of the state that the chunk reads, or None for the zero state, and the slot of
@@ -58,7 +58,7 @@ class ConvStatePool:
         return conv.state.slot if conv.state and is_usable else None, conv.next_slot
 
     def commit(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Set a sequence's current state to the one that its computed chunk wrote."""
+        """Make the state that a computed chunk has written the sequence's current state."""
         slot = sequence.conv.next_slot
         if slot is None:
             return
@@ -73,7 +73,7 @@ class ConvStatePool:
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's state with a child that has the same first `num_computed` tokens.
 
-        A state that covers further tokens is not shared.
+        If the parent's state covers further tokens, it is not shared.
         """
         state = parent.conv.state
         if state and state.num_tokens <= child.num_computed:
@@ -81,18 +81,18 @@ class ConvStatePool:
             child.conv.state = state
 
     def release_next(self, sequence: Sequence) -> None:
-        """Free the slot that the sequence would have written next."""
+        """Free the slot to which the sequence would have written its next state."""
         if sequence.conv.next_slot is not None:
             self._slots.free([sequence.conv.next_slot])
             sequence.conv.next_slot = None
 
     def release(self, sequence: Sequence) -> None:
-        """Free all slots of a sequence that ends."""
+        """Free all convolution state slots of a sequence that ends."""
         self.release_next(sequence)
         self._drop(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free or held, and that no slot is both read and written."""
+        """Assert that every slot is free or in use, and that no slot is both read and written."""
         conv_slots = [each.conv for each in self._sequences]
         states = [each.state.slot for each in conv_slots if each.state]
         written = [each.next_slot for each in conv_slots if each.next_slot is not None]
@@ -104,7 +104,7 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Return whether continuing the state is exact at `num_computed` and saves work.
+        """Return whether continuing from the state is exact at `num_computed` and saves work.
 
         Continuing saves work if it computes no more tokens than a replay from the zero state.
         """
@@ -112,7 +112,7 @@ class ConvStatePool:
         return state.since <= zero <= state.num_tokens <= num_computed
 
     def _free_a_slot(self) -> None:
-        """Drop states of waiting sequences, the least important first, until a slot is free."""
+        """Drop the least important waiting sequences' states until a slot is free."""
         for sequence in reversed(list(self._sequences)):
             if self._slots.num_free:
                 return

@@ -1,36 +1,38 @@
-"""Estimates for scheduling and admission: the length of outputs and the speed of steps."""
+"""Estimates output lengths and step times, for scheduling and admission."""
 
 import bisect
 
 _GROWTH = 1.125
-"""Ratio of adjacent histogram bucket bounds. An estimate is at most one eighth too high."""
+"""Ratio of adjacent histogram bucket bounds. An estimate is too high by at most one eighth."""
 _RESCALE_AT = 1e12
-"""Observation weight at which all weights are rescaled, so that floats do not overflow."""
+"""Weight of an observation at which all weights are rescaled, so that floats do not overflow."""
 
 _SPEED_WEIGHT = 0.2
 """Weight of the newest measurement in the moving average of the decode speed."""
 _DEFAULT_DECODE_SPEED = 20.0
-"""Assumed decode tokens per second of one sequence until measured. Only affects Retry-After."""
+"""Assumed decode speed of a sequence, in tokens per second, until the speed has been measured. This
+value only affects Retry-After."""
 _STEP_WEIGHT = 0.05
 """Weight of the newest step in the average step time for its batch size.
 
 The weight is small because steps with prompts take much longer.
 """
 _PREFILL_HALF_LIFE = 4096
-"""Number of prompt tokens after which a step's weight in the prefill speed is halved."""
+"""Number of prompt tokens after which a step counts half as much in the prefill speed."""
 _LEAST_PROMPT_SHARE = 0.1
 """Minimum share of a mixed step's time that is attributed to its prompt tokens.
 
-Step times vary, and without this minimum a fast step would make prompts look free."""
+Because step times vary, prompts would look free after a fast step without this minimum.
+"""
 
 
 class OutputLengthEstimator:
-    """Estimates output length as a quantile of recent output lengths, with exponential decay.
+    """Estimates the output length as a quantile of recent lengths, with exponential decay.
 
-    A histogram over geometric buckets bounds the memory. Each observation weighs `2 ** (1 /
-    half_life)` times the one before, which is equivalent to decaying all older observations but
-    costs one addition. The initial value is an ordinary observation and decays too, so the estimate
-    falls as readily as it rises.
+    A histogram with geometric buckets limits the memory. Each observation weighs `2 ** (1 /
+    half_life)` times as much as the previous observation. This is equivalent to decaying all older
+    observations, but costs only one addition. The initial value counts as an ordinary observation
+    and decays, too, so the estimate can fall as fast as it can rise.
     """
 
     def __init__(
@@ -85,29 +87,29 @@ def _bucket_bounds(max_tokens: int) -> list[int]:
 
 
 class ThroughputEstimator:
-    """Moving averages of decode and prefill speed in tokens per second. Each is 0 until measured.
+    """Moving averages of decode and prefill speed in tokens per second, 0 until measured.
 
     The prefill speed is a least-squares fit to step times, so a step's weight is the square of its
-    number of prompt tokens. The fit thus reflects large chunks, which contain most prompt tokens. A
-    chunk of a few tokens takes almost as long as a chunk of a few hundred, and does not show how
-    long a long prompt takes. In a step with decodes, the time of the prompt tokens is the step's
-    time minus the time of a step with the same decodes alone.
+    number of prompt tokens. The fit therefore mainly reflects large chunks, which contain most
+    prompt tokens. A chunk of a few tokens takes almost as long as a chunk of a few hundred, so it
+    does not show how long a long prompt takes. In a step with decodes, the time of the prompt
+    tokens is the step's time minus the time of a step with the same decodes alone.
     """
 
     def __init__(self) -> None:
         self.decode_tokens_per_second = 0.0
-        """Decode speed of one running sequence."""
+        """Decode speed of one running sequence, in tokens per second."""
         self.prefill_tokens_per_second = 0.0
         self._steps = _SecondsBySize()
-        """Average over all steps with decodes."""
+        """Average time of steps with decodes, with or without prompts."""
         self._decode_steps = _SecondsBySize()
-        """Average over steps with decodes and without prompts."""
+        """Average time of steps with decodes but without prompts."""
 
         # Decayed sums over the steps with prompts, which give the least-squares speed.
         self._tokens_squared = 0.0
-        """Sum of prompt tokens squared."""
+        """Decayed sum over steps of the squared number of prompt tokens."""
         self._token_seconds = 0.0
-        """Sum of prompt tokens times their seconds."""
+        """Decayed sum over steps of the number of prompt tokens times the seconds spent on them."""
 
     def observe(
         self, seconds: float, *, num_decodes: int, num_prompt_tokens: int, num_accepted: int = 0
@@ -142,10 +144,10 @@ class ThroughputEstimator:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Return the seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on.
+        """Return the average step time in seconds for 1 decode, 2 to 3 decodes, 4 to 7 and so on.
 
         The list ends with the largest batch observed so far, and its values never decrease. A batch
-        size that never ran gets the time of the next larger size that did.
+        size that was not observed gets the time of the next larger observed size.
         """
         return self._steps.all()
 
@@ -167,8 +169,8 @@ class _SecondsBySize:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        """Average seconds, indexed by bit length minus one. 0 if no step of that size was observed.
-        """
+        """Average seconds, indexed by bit length minus one, or 0 for sizes that were not
+        observed."""
 
     def has(self, num_decodes: int) -> bool:
         """Return whether a step with about this many decodes was observed."""
@@ -176,7 +178,7 @@ class _SecondsBySize:
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 
     def observe(self, num_decodes: int, seconds: float) -> None:
-        """Record the measurements of one step."""
+        """Record the duration of one step."""
         bucket = num_decodes.bit_length() - 1
         steps = self._seconds
         steps.extend([0.0] * (bucket + 1 - len(steps)))
@@ -184,7 +186,7 @@ class _SecondsBySize:
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def predict(self, num_decodes: int) -> float:
-        """Return the seconds of a step with this many decodes, or 0 if no step was observed.
+        """Predict the seconds of a step with this many decodes. Return 0 if no step was observed.
 
         A step larger than all observed steps gets the time of the largest observed step.
         """
@@ -195,7 +197,7 @@ class _SecondsBySize:
         """Return the average seconds of all sizes up to the largest observed size.
 
         The values never decrease. A size that was not observed has the value of the next larger
-        size.
+        observed size.
         """
         steps: list[float] = []
         bound = float("inf")

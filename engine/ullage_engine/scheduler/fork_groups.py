@@ -1,4 +1,4 @@
-"""Groups of samples of one prompt, where one sample computes the shared tokens for all."""
+"""Groups of samples of one prompt, in which one sample computes the shared tokens for all."""
 
 from ullage_engine.scheduler.sequence import Sequence
 
@@ -6,8 +6,8 @@ from ullage_engine.scheduler.sequence import Sequence
 class ForkGroups:
     """Groups of samples of one prompt. Children fork from a parent that computes shared tokens.
 
-    A child waits until its parent has computed the shared tokens. If the parent is removed before
-    that, the most important child replaces it.
+    A child waits until its parent has computed the shared tokens. If the parent is removed earlier,
+    the most important child replaces it.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class ForkGroups:
             self._children[parent] = children
 
     def children(self, parent: Sequence) -> list[Sequence]:
-        """Return the sequences that wait for the parent, the most important first."""
+        """Return the sequences that wait for this parent, the most important first."""
         return list(self._children.get(parent, ()))
 
     def take_ready(self, parent: Sequence) -> list[Sequence]:
-        """Release the children that can fork from the parent now.
+        """Release and return the children that can fork from the parent now.
 
         Released children no longer depend on the parent.
         """
@@ -45,7 +45,7 @@ class ForkGroups:
         return ready
 
     def remove(self, sequence: Sequence) -> list[Sequence]:
-        """Remove a sequence.
+        """Remove a sequence from its group.
 
         Returns:
             The children that lose this sequence as their parent. The first child becomes the new

@@ -1,6 +1,6 @@
 """The messages between a worker and its server about KV stored outside the device.
 
-The native scheduler and the vLLM worker plan the copies. Both use this module to exchange offers,
+The native scheduler and the vLLM worker plan the copies, and use this module to exchange offers,
 queries and reports with the server.
 """
 
@@ -24,48 +24,49 @@ from ullage_engine.protocol.messages import (
 from ullage_kv.keys import CHAIN_BYTES
 
 ANSWER_S = 15.0
-"""Maximum time in seconds to wait for the answer to a query.
+"""Maximum time in seconds that a sequence waits for the answer to its query.
 
 A healthy server answers sooner, even if its tiers are slow. The limit guards against server faults.
 """
 _MAX_OFFERED = 4096
-"""Maximum number of blocks in unanswered offers. Further completed blocks are not offered."""
+"""Maximum number of blocks in unanswered offers. If it is reached, new blocks are not offered."""
 _MAX_STORED = 64
-"""Maximum number of blocks that one step copies to the host, which bounds the step's delay."""
+"""Maximum number of blocks that one step copies to the host, which limits the step's delay."""
 
 Place = TypeVar("Place")
-"""Where an offered block is, and the content that the block must still have when copied."""
+"""Location of an offered block, and the content that the block must still have when it is
+copied."""
 
 
 class Granted(NamedTuple, Generic[Place]):
-    """Granted slots, split by whether their blocks are still on the device."""
+    """Slots granted by the server, split by whether the offered block is still on the device."""
 
     stored: list[tuple[KvSlot, Place]]
-    """Slots to copy blocks to, with the places of the blocks."""
+    """Slots that blocks are copied to, with the locations of the blocks."""
     dropped: list[KvSlot]
-    """Slots of blocks that are no longer on the device."""
+    """Slots whose blocks are no longer on the device."""
 
 
 class BlockOffers(Generic[Place]):
-    """Offered blocks that are not copied yet. The server answers offers in order."""
+    """Offered blocks that have not been copied yet. The server answers offers in order."""
 
     def __init__(self) -> None:
         self._new_blocks: dict[bytes, tuple[KvBlock, Place]] = {}
-        """Blocks that the next message offers, by key."""
+        """Blocks that the next message will offer, by key."""
         self._unanswered: deque[dict[bytes, Place]] = deque()
-        """Places of the blocks of each offer, by key, the oldest offer first."""
+        """Locations of the blocks in each unanswered offer, by key, the oldest offer first."""
         self._num_offered = 0
-        """Keys of all blocks in the next message or in an unanswered offer."""
+        """Number of blocks in the next message and in unanswered offers."""
         self._granted: deque[tuple[KvSlot, Place]] = deque()
-        """Blocks that have a slot and wait to be copied."""
+        """Granted slots whose blocks have not been copied yet, with the locations of the blocks."""
 
     @property
     def has_granted(self) -> bool:
-        """Whether any blocks wait to be copied to their granted slots."""
+        """Whether any offered blocks have granted slots but have not been copied yet."""
         return bool(self._granted)
 
     def add(self, block: KvBlock, place: Place) -> bool:
-        """Offer a block with the next message. Return False if too many offers are unanswered."""
+        """Add a block to the next offer. Return False if too many offers are unanswered."""
         if self._num_offered >= _MAX_OFFERED:
             return False
         if block.key not in self._new_blocks:
@@ -74,14 +75,14 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Remove the blocks of these chains from the next message. None removes all blocks."""
+        """Remove the blocks of these chains from the next offer. None removes all blocks."""
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
         self._num_offered -= len(keys)
 
     def take_message(self) -> KvOffer | None:
-        """Return the offer of the blocks added since the last call, or None if there are none."""
+        """Return an offer of the blocks added since the last call, or None without such blocks."""
         if not self._new_blocks:
             return None
 
@@ -91,15 +92,15 @@ class BlockOffers(Generic[Place]):
         return message
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the answer to the oldest offer."""
+        """Record which slots the server has granted for the oldest unanswered offer."""
         places = self._unanswered.popleft()
         self._num_offered -= len(places)
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Return the slots of blocks to copy with one step. Each slot is returned once.
+        """Return granted slots for one step to copy blocks to. Return each slot only once.
 
-        `is_there`: returns whether a place still has the offered block.
+        `is_there` returns whether the offered block is still at a location.
         """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
@@ -113,32 +114,32 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query to the server for the KV of a sequence's blocks."""
+    """A query that asks the server for the KV of a sequence's blocks."""
 
     number: int
     first: int
-    """Index of the first wanted block."""
+    """Index of the first requested block."""
     keys: list[bytes]
     answer: KvFound | None = None
 
 
 class KvExchange(Generic[Place]):
-    """The messages between a worker and its server about KV outside the device."""
+    """Exchanges messages about KV outside the device between a worker and its server."""
 
     def __init__(self) -> None:
         self._offers = BlockOffers[Place]()
         self._numbers = itertools.count(1)
         self._queries: dict[int, KvQuery] = {}
-        """Queries that a sequence still waits for, by query number."""
+        """Queries whose sequences still wait, by query number."""
         self._outgoing: list[FromKv] = []
 
     @property
     def has_granted(self) -> bool:
-        """Whether any blocks wait to be copied to their granted slots."""
+        """Whether any offered blocks have granted slots but have not been copied yet."""
         return self._offers.has_granted
 
     def take_messages(self) -> list[FromKv]:
-        """Return the messages to the server since the last call."""
+        """Return the messages to the server that have been queued since the last call."""
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
@@ -149,20 +150,20 @@ class KvExchange(Generic[Place]):
     # from the device -----------------------------------------------------------------------------
 
     def offer(self, block: KvBlock, place: Place) -> bool:
-        """Offer a block. Return False if too many offers are unanswered."""
+        """Offer a block to the server. Return False if too many offers are unanswered."""
         return self._offers.add(block, place)
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the answer to the oldest offer."""
+        """Record which slots the server has granted for the oldest unanswered offer."""
         self._offers.on_granted(slots)
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> list[tuple[KvSlot, Place]]:
-        """Return granted slots and the places of the blocks to copy there, each slot once.
+        """Return granted slots and the locations of the blocks to copy to them, each slot once.
 
         Slots of blocks that are no longer on the device are returned to the server.
 
         Args:
-            is_there: returns whether a place still has the offered block.
+            is_there: returns whether the offered block is still at a location.
         """
         granted = self._offers.take_granted(is_there)
         if granted.dropped:
@@ -170,7 +171,7 @@ class KvExchange(Generic[Place]):
         return granted.stored
 
     def discard(self, chains: list[bytes] | None) -> None:
-        """Discard the stored KV of block chains, which may be corrupt. None means all chains."""
+        """Discard the KV that tiers store for block chains, or for all chains if None."""
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
@@ -182,9 +183,9 @@ class KvExchange(Generic[Place]):
         """Query the server for stored blocks.
 
         Args:
-            request_id: the request that needs them.
-            first: index of the first wanted block.
-            keys: the content keys of all blocks up to the last wanted one.
+            request_id: the request that needs the blocks.
+            first: index of the first requested block.
+            keys: content keys of all blocks up to the last requested block.
             is_rest: whether an earlier answer promised these blocks.
         """
         query = KvQuery(next(self._numbers), first, keys)
@@ -201,7 +202,7 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the answer to a query. Give back the slots if no sequence waits for them."""
+        """Record the answer to a query. Release its slots on the server if no sequence waits."""
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)
@@ -209,25 +210,25 @@ class KvExchange(Generic[Place]):
             query.answer = answer
 
     def drop(self, query: KvQuery) -> None:
-        """End a query without a copy, and give back the slots of its answer."""
+        """End a query without a copy, and release the slots of its answer on the server."""
         self.settle(query)
         if query.answer is not None:
             self.give_back(query.number)
 
     def settle(self, query: KvQuery) -> None:
-        """End a query whose copies are planned. Call `report` when the copies are done."""
+        """End a query whose copies have been planned. Call `report` when the copies are done."""
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:
-        """Give back the slots of the answer with this number without copying them."""
+        """Tell the server to release the slots of an answer, from which nothing was copied."""
         self._outgoing.append(KvRead(number=number, num_blocks=0))
 
     def report(self, stored: Iterable[KvSlot], read: Iterable[KvRead]) -> None:
-        """Report the copies that all ranks have completed.
+        """Report to the server the copies that all ranks have completed.
 
         Args:
-            stored: slots to which blocks were copied.
-            read: answers whose slots were copied to the device.
+            stored: slots to which blocks have been copied.
+            read: answers whose slots have been copied to the device.
         """
         if written := list(stored):
             self._outgoing.append(KvWritten(stored=written))

@@ -1,4 +1,4 @@
-"""The state transitions of a sequence and its resources: start, preemption, fork and removal.
+"""The state transitions of sequences and their resources: start, preemption, fork and removal.
 
 Each transition changes blocks, reservations, slots and tables together. The order of the changes
 matters: copies are planned before the blocks that they read are freed.
@@ -11,7 +11,7 @@ from ullage_engine.scheduler.stats import SchedulerStatistics
 
 
 class Lifecycle:
-    """Starts, preempts, forks and removes sequences."""
+    """Starts, preempts, forks and removes sequences, together with their resources."""
 
     def __init__(
         self, state: SchedulerState, statistics: SchedulerStatistics, events: RequestEvents
@@ -28,7 +28,7 @@ class Lifecycle:
         self._events = events
 
     def start(self, sequence: Sequence) -> None:
-        """Move a waiting sequence into the batch. The sequence must have its reservation."""
+        """Move a waiting sequence into the batch. Its reservation must have been granted."""
         # Cached blocks first, so that their KV is not copied in from the host.
         self._reservations.add_cached(sequence)
 
@@ -47,7 +47,7 @@ class Lifecycle:
         self._sequences.start(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's memory. It waits until all the memory it needs fits at once."""
+        """Free a running sequence's memory. The sequence waits until all that it needs is free."""
         # Before the blocks are freed, because the copy to the host reads them.
         if not (self._tiers and self._tiers.forget(sequence)):
             self._swap.swap_out(sequence)
@@ -68,7 +68,7 @@ class Lifecycle:
             self._reservations.defer(child)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Share the KV of the parent's first `num_tokens` with a waiting child."""
+        """Share the KV of the parent's first `num_tokens` tokens with a waiting child."""
         if self._reservations.fork(parent, child, num_tokens, self._sequences):
             self._conv_states.share(parent, child)
 

@@ -1,4 +1,4 @@
-"""Plans the tokens that the next step computes, and the preemptions that this requires."""
+"""Decides which tokens the next step computes, and which sequences are preempted for them."""
 
 from itertools import compress
 
@@ -34,7 +34,7 @@ class BatchPlanner:
         self._max_read_bytes = state.limits.decode_tokens * self._read_bytes(1)
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
-        """Plan a step of the running sequences. A plan with chunks counts as in flight.
+        """Plan a step for the running sequences. A plan with chunks then counts as in flight.
 
         Args:
             prompt_tokens: maximum number of prompt tokens that the step computes.
@@ -102,7 +102,7 @@ class BatchPlanner:
         return self._present(running), max_decodes
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Leave out sequences whose KV must still be copied to the device."""
+        """Filter out sequences whose KV must still be copied to the device."""
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
 
@@ -117,7 +117,7 @@ class BatchPlanner:
     def _chunk(
         self, sequence: Sequence, start: int, count: int, draft: list[int] | None = None
     ) -> Chunk | None:
-        """Make the chunk of `count` tokens, or None if there are no tokens or no blocks."""
+        """Make a chunk of `count` tokens. Return None if there are no tokens or no free blocks."""
         end = start + count + len(draft or ())
         if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
             return None
@@ -125,14 +125,14 @@ class BatchPlanner:
         return make_chunk(sequence, start, count, slots, draft)
 
     def _decode(self, sequence: Sequence) -> Chunk | None:
-        """Make the chunk of a decode, or None if there is no block for it."""
+        """Make a decode chunk. Return None if there is no free block for the token."""
         start = sequence.num_computed
         if start < sequence.num_writable and self._is_plain:
             return make_decode(sequence)
         return self._chunk(sequence, start, 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Return whether computing one token of the sequence yields its next token.
+        """Return whether the sequence's next token can be sampled after computing only one token.
 
         Replayed tokens count as prompt tokens.
         """
@@ -140,7 +140,7 @@ class BatchPlanner:
         return sequence.is_decoding and start == sequence.num_computed
 
     def _end(self, sequence: Sequence) -> int:
-        """Return the position up to which this step may compute the sequence.
+        """Return the position up to which this step may compute the sequence's tokens.
 
         A parent with a convolution state stops where its children begin, because they can continue
         its state only from there. A sequence whose later KV is being loaded stops before that KV.
@@ -157,9 +157,9 @@ class BatchPlanner:
         """Allocate blocks for the tokens from `start` to `end`, preempting others if necessary.
 
         Returns:
-            False if the sequence itself was the least important and was preempted, or if the least
-            important sequence is in flight. A sequence in flight can be preempted once its plan is
-            committed.
+            Whether the blocks were allocated. If the least important sequence is this sequence, it
+            is preempted instead. If the least important sequence is in flight, it can only be
+            preempted after its plan is committed.
         """
         size = self._cache.block_tokens
         first = sequence.num_computed // size

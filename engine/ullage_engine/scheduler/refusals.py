@@ -1,4 +1,4 @@
-"""Refusals of requests, as pure functions of the requests' cost and the free memory.
+"""Decides which requests to refuse, as pure functions of their cost and the free memory.
 
 Samples of one prompt are admitted together or not at all, and a refusal names the first sample. The
 scheduler and the vLLM worker share these rules.
@@ -16,7 +16,7 @@ _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
 
 _MAX_RELEASES = 32
-"""Maximum number of entries in the list of expected releases."""
+"""Maximum number of expected releases in the list."""
 
 
 def refuse_never_fits(
@@ -28,7 +28,7 @@ def refuse_never_fits(
         requests: samples of one prompt.
         profile: memory of the engine.
         max_model_len: maximum sequence length in tokens.
-        needed_bytes: KV bytes that the requests need in an empty engine.
+        needed_bytes: minimum KV bytes that the requests need in an empty engine.
 
     Returns:
         The refusal, or None if they fit.
@@ -74,8 +74,8 @@ def refuse_now(
         needed_bytes: KV bytes to reserve for the requests.
         available_bytes: KV bytes that no request holds or has reserved.
         session_bytes: KV bytes that the session may still use, or None if the session has no limit.
-        queue_slots: number of requests that may still be admitted to wait for a slot in the batch.
-        releases: (seconds from now, bytes) of expected releases.
+        queue_slots: number of requests that may still be admitted to the waiting queue.
+        releases: expected memory releases, as (seconds from now, bytes).
 
     Returns:
         The refusal, or None if they fit.
@@ -106,7 +106,7 @@ def refuse_now(
 def refuse_duplicates(
     requests: list[EngineRequest], served: Container[str], pool_bytes: int
 ) -> Rejected | None:
-    """Refuse the requests if an id among them is in `served` or occurs twice."""
+    """Refuse the requests if one of their ids is in `served` or occurs twice."""
     ids = [request.request_id for request in requests]
     for request in requests:
         if request.request_id in served or ids.count(request.request_id) > 1:
@@ -137,7 +137,7 @@ def _never(request: EngineRequest, needed: int, available: int, reason: str) -> 
 
 
 def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
-    """Return the seconds until the missing bytes are released.
+    """Return the seconds until enough memory is expected to be released.
 
     If the expected releases do not suffice, return the time of the last release.
     """

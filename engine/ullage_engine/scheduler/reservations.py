@@ -6,13 +6,13 @@ reserved blocks as it grows. At all times, in blocks,
 
     reserved and not yet allocated <= free + reclaimable
 
-so a sequence within its reservation never waits for memory. A sequence that outgrows its
+so that a sequence within its reservation never waits for memory. A sequence that outgrows its
 reservation takes unreserved blocks. If there are none, the reservation of a less important sequence
 is revoked.
 
 A revoked reservation is deferred. Deferred reservations are granted again, the most important
 sequence first, before any new request is admitted. A waiting sequence whose reservation is deferred
-holds nothing. So no sequence waits for memory that another waiting sequence holds.
+holds nothing. Therefore no sequence waits for memory that another waiting sequence holds.
 """
 
 import operator
@@ -26,34 +26,34 @@ from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReservationCost:
-    """The number of blocks that a sequence's reservation needs."""
+    """The cost of a reservation: the blocks to reserve, and the cached blocks to take."""
 
     hits: list[int]
-    """Cached blocks found for the sequence's prefix."""
+    """Cached blocks that match the sequence's prefix."""
     num_reserved: int
-    """Number of blocks that the sequence will allocate."""
+    """Number of blocks that the sequence will allocate from its reservation."""
     num_reclaimable: int
-    """Number of hits that were reclaimable before the sequence took them."""
+    """Number of matching cached blocks that were reclaimable before the sequence took them."""
 
     @property
     def total(self) -> int:
-        """Return the number of blocks that become unavailable to other sequences."""
+        """Return how many blocks the reservation makes unavailable to other sequences."""
         return self.num_reserved + self.num_reclaimable
 
 
 class BlockReservations:
-    """Reserves and allocates the blocks of all admitted sequences."""
+    """Reserves and allocates the KV blocks of all admitted sequences."""
 
     def __init__(self, cache: PrefixCache, profile: MemoryProfile) -> None:
         self._cache = cache
         self._profile = profile
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
-        """Upper bound of the blocks in each deferred reservation, by request id."""
+        """Upper bound of the number of blocks in each deferred reservation, by request id."""
         self.num_deferred = 0
-        """Upper bound of the blocks in all deferred reservations together."""
+        """Upper bound of the number of blocks in all deferred reservations together."""
         self.num_withheld = 0
-        """Number of available blocks that are withheld from new requests."""
+        """Number of available blocks that new requests may not reserve."""
 
     @property
     def num_unreserved(self) -> int:
@@ -66,11 +66,11 @@ class BlockReservations:
         return max(0, self.num_unreserved - self.num_deferred - self.num_withheld)
 
     def is_granted(self, sequence: Sequence) -> bool:
-        """Return whether no part of the sequence's reservation is deferred."""
+        """Return whether the sequence's whole reservation is granted, with no part deferred."""
         return sequence.request_id not in self._deferred
 
     def cost(self, sequence: Sequence) -> ReservationCost:
-        """Compute the reservation that a sequence needs now if it holds no blocks."""
+        """Compute the reservation that a sequence without any blocks needs now."""
         hits = [] if sequence.fork.parent else self._match(sequence)
         windows = self._cache.window_blocks(hits)
         num_reserved = self._blocks_needed(sequence) - len(hits) - len(windows)
@@ -79,7 +79,7 @@ class BlockReservations:
         )
 
     def defer(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks and reservation. `grant_deferred` reserves blocks again."""
+        """Release a sequence's blocks and reservation, and record the reservation as deferred."""
         self.release(sequence)
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
@@ -93,7 +93,7 @@ class BlockReservations:
                 return
 
     def add_cached(self, sequence: Sequence) -> None:
-        """Replace reserved blocks of a starting sequence by blocks cached since its reservation."""
+        """Replace a starting sequence's reserved blocks by blocks cached since its reservation."""
         held = len(sequence.blocks.ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
@@ -111,8 +111,8 @@ class BlockReservations:
         """Share the blocks of the parent's first `num_tokens` tokens with a waiting child.
 
         Returns:
-            Whether the blocks are shared. If not, the child's reservation is deferred, because it
-            does not fit beside the reservations of more important sequences, or because the
+            Whether the blocks are shared. If not, the child's reservation is deferred. Either there
+            is no memory for the child besides the reservations of more important sequences, or the
             parent's sliding windows have moved past the fork point.
         """
         size = self._cache.block_tokens
@@ -143,14 +143,14 @@ class BlockReservations:
     def slide_window(self, sequence: Sequence, position: int) -> None:
         """Free the blocks that a sliding window ending at this position no longer covers.
 
-        The freed blocks are reserved for the blocks that the window needs next.
+        The same number of blocks is reserved for the blocks that the window needs next.
         """
         if self._cache.is_windowed:
             first = self._cache.first_window_block(position)
             self._free_windows(sequence, max(0, first - sequence.windows.first))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Replace the sequence's sliding window blocks by `blocks`, from index `first` on."""
+        """Replace the sequence's sliding window blocks, from index `first` on, by `blocks`."""
         self._free_windows(sequence, len(sequence.windows.ids))
         sequence.windows.first = first
         sequence.windows.ids = blocks
@@ -164,11 +164,11 @@ class BlockReservations:
             self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
-        """Add the complete blocks `first` to `full` - 1 of a sequence to the prefix cache.
+        """Add a sequence's complete blocks, `first` to `full` - 1, to the prefix cache.
 
         Returns:
-            The number of these blocks that the cache already had. The sequence then shares the
-            cached copies.
+            The number of these blocks that were already cached. The sequence then shares the cached
+            copies.
         """
         own = sequence.blocks.ids
         salt = sequence.request.cache_salt
@@ -188,7 +188,7 @@ class BlockReservations:
         return num_merged
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
-        """Allocate `count` blocks, or return None if another sequence must be preempted first."""
+        """Allocate `count` blocks. Return None if another sequence must be preempted first."""
         if count == 0:
             return []
         if count > sequence.num_reserved:
@@ -204,7 +204,7 @@ class BlockReservations:
         return self._cache.allocate(count, after=last)
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks of the sequence and its reservation."""
+        """Release all blocks that the sequence holds, and its reservation."""
         self._reserve(sequence, -sequence.num_reserved)
         self._set_deferred(sequence, 0)
         self._cache.free(sequence.held_blocks)
@@ -216,7 +216,7 @@ class BlockReservations:
         sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert the module's invariant, and that the counts match `sequences`."""
+        """Assert the module's invariant, and that the totals match the given sequences."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
@@ -246,10 +246,10 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Count the blocks of the whole sequence that are not shared with another sequence.
+        """Count the blocks that the whole sequence needs and does not share with another sequence.
 
-        The shared blocks are those that the sequence's parent will compute. Without a parent, they
-        are the blocks of the first `num_shared` tokens.
+        The shared blocks are the blocks that the sequence's parent will compute. Without a parent,
+        the shared blocks are those of the first `num_shared` tokens.
         """
         if sequence.fork.parent:
             num_shared = sequence.fork.num_shared_tokens
@@ -260,7 +260,7 @@ class BlockReservations:
         return min(self._cache.num_blocks, blocks)
 
     def _grant(self, sequence: Sequence) -> bool:
-        """Grant a deferred reservation if it fits, and return whether it was granted."""
+        """Grant a deferred reservation if the pool has room, and return whether it was granted."""
         if sequence.is_running:
             num_deferred = self._deferred[sequence.request_id]
             if num_deferred > self.num_unreserved:
@@ -283,7 +283,7 @@ class BlockReservations:
         return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        """Share a prefix's cached blocks with a sequence, which may hold the first blocks."""
+        """Add a prefix's cached blocks to a sequence, which may already hold the first blocks."""
         windows = self._cache.window_blocks(hits)
         self._cache.share(hits[len(sequence.blocks.ids) :] + windows)
         sequence.blocks.ids = hits
@@ -302,7 +302,7 @@ class BlockReservations:
             self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
-        """Reserve up to `count` blocks for a sequence, revoking those of less important ones."""
+        """Raise a sequence's reservation to `count` blocks, revoking less important ones."""
         beyond = count - sequence.num_reserved
 
         # The least important first. None as important as the sequence is a victim, so no two
@@ -320,8 +320,8 @@ class BlockReservations:
     def _revoke(self, victim: Sequence, count: int) -> None:
         """Revoke up to `count` reserved blocks of a less important sequence.
 
-        A waiting sequence loses all its blocks. It could not start with the remaining blocks, and
-        they would keep other sequences from starting.
+        A waiting sequence loses all its blocks, because it could not start with the remaining
+        blocks, and they would keep other sequences from starting.
         """
         if not victim.is_running:
             self.defer(victim)

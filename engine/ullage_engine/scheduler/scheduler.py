@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which sequences are computed next, and which are preempted.
+"""The scheduler: decides which tokens to compute next, and which sequences to preempt.
 
 The scheduler works on counts of blocks and tokens. It depends on neither a device nor a model.
 """
@@ -35,13 +35,13 @@ class Scheduler:
     """Continuous batching over the blocks of a prefix cache.
 
     Call `submit`, `submit_group`, `fork` and `cancel` at any time between steps. For each step,
-    call `schedule`, do the plan's moves, compute the plan, and call `commit`. No request is lost:
-    an admitted request ends only with a token that has a finish reason, with `cancel`, `discard` or
-    `fail_newest`.
+    call `schedule`, perform the plan's moves, compute the plan, and call `commit`. No request is
+    lost: an admitted request ends only with a token that has a finish reason, with `cancel`,
+    `discard` or `fail_newest`.
 
     Up to `SchedulerLimits.max_in_flight` plans may be scheduled before the first is committed.
-    Plans in flight have no sequence in common, and their moves and steps must be done in order. So
-    the blocks of a cancelled sequence may be reused by a later plan at once.
+    Plans in flight have no sequence in common, and their moves and steps must be performed in
+    order. Therefore a later plan may immediately reuse the blocks of a cancelled sequence.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Scheduler:
         self._max_running = limits.max_sequences
 
         self.tiers = state.tiers
-        """KV outside the device, or None if there is none."""
+        """Transfers of KV to and from tiers outside the device, or None without tiers."""
         self.speculation = state.speculation
         self.events = RequestEvents()
         self._statistics = SchedulerStatistics(profile, state)
@@ -94,7 +94,7 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of committed steps that computed anything."""
+        """Return the number of committed steps in which something was computed."""
         return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
@@ -102,11 +102,11 @@ class Scheduler:
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
-        """List the predicted memory releases, soonest first. The last entry sums up the rest."""
+        """List the expected memory releases, soonest first. The last entry sums up all others."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
-        """Assert that no block or slot is lost and that every reservation is covered."""
+        """Assert that no block or slot is lost, and that the pool covers every reservation."""
         self._state.check_integrity()
 
     # requests in and out -------------------------------------------------------------------------
@@ -117,7 +117,8 @@ class Scheduler:
         """Admit a request and reserve its memory, or refuse it without changing any state.
 
         Args:
-            request: the request. A request that has output from another engine may be refused, too.
+            request: the request. A request that already has output from another engine may also be
+                refused.
             resumed: whether an earlier worker of this engine had admitted the request. A resumed
                 request may have to wait for memory but is not refused for lack of memory.
 
@@ -132,7 +133,7 @@ class Scheduler:
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit samples of one prompt together, or refuse them all with a refusal of the first.
+        """Admit samples of one prompt together, or refuse them all. The refusal names the first.
 
         The samples share the KV of their common prefix and reserve it once.
 
@@ -157,9 +158,9 @@ class Scheduler:
         ]
 
     def fork(self, parent_id: str, child_request: EngineRequest) -> None:
-        """Admit a request that shares the KV of the prefix that it has in common with a parent.
+        """Admit a request that shares the KV of its common prefix with a parent.
 
-        Beam searches branch with this method. The child ranks directly behind its parent and is
+        Beam searches use this method to branch. The child ranks directly behind its parent and is
         never refused. If memory is short, the child waits like a preempted sequence. The parent
         continues unchanged. A caller that no longer needs the parent should `cancel` it before
         others fork, so that the forked sequences can use the parent's blocks. If the parent has
@@ -186,8 +187,8 @@ class Scheduler:
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Drop a request and free its memory. An unknown id is not an error.
 
-        `is_answered`: whether a stop string ended the answer, so that its length counts for
-        estimates.
+        `is_answered`: whether a stop string ended the answer. If so, the output length estimate
+        uses its length.
         """
         if sequence := self._sequences.get(request_id):
             if is_answered:
@@ -195,7 +196,7 @@ class Scheduler:
             self._lifecycle.remove(sequence)
 
     def discard(self, request_id: str) -> None:
-        """Drop a request whose KV may be corrupt, and the cached blocks of its text.
+        """Drop a request whose KV may be corrupt, and drop the cached blocks of its text.
 
         All cached texts that begin with the same block are dropped, too. Other sequences keep the
         blocks that they hold, but these blocks are no longer found in the cache. An unknown id is
@@ -223,7 +224,7 @@ class Scheduler:
         return victim.request_id if victim else None
 
     def preempt_newest(self) -> bool:
-        """Preempt the least important running sequence. Return False if none runs."""
+        """Preempt the least important running sequence. Return False if no sequence is running."""
         if victim := self._sequences.newest_running:
             self._lifecycle.preempt(victim)
         return victim is not None
@@ -231,7 +232,7 @@ class Scheduler:
     # limits from outside -------------------------------------------------------------------------
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a share of `max_sequences`, 0 to 1, and to at least one sequence.
+        """Limit the batch to a share (0 to 1) of `max_sequences`, but to no less than one sequence.
 
         Running sequences continue. No sequence starts until fewer sequences run than the limit.
         """
@@ -240,16 +241,16 @@ class Scheduler:
     def withhold(self, num_bytes: int) -> None:
         """Withhold available KV memory from new requests. Admitted requests keep their KV.
 
-        `num_bytes`: KV bytes to withhold, which replaces the previous amount.
+        `num_bytes`: number of KV bytes to withhold, which replaces the previous number.
         """
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
     def end_idle_sessions(self) -> None:
-        """End sessions that have been idle for longer than their idle time."""
+        """End sessions that have been idle for longer than the configured time."""
         self._cache.sessions.end_idle()
 
     def evict_all(self) -> None:
-        """Evict all KV that no sequence holds, including KV in tiers outside the device."""
+        """Evict all KV that no sequence holds, including the KV in tiers outside the device."""
         if self.tiers:
             self.tiers.discard(None, [])
         self._cache.evict_all()
@@ -257,7 +258,7 @@ class Scheduler:
     # a step --------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step: running sequences first, then waiting ones as memory allows.
+        """Plan the next step: running sequences first, then waiting sequences as memory allows.
 
         A plan with chunks is in flight from this call until `commit`.
         """
@@ -276,27 +277,27 @@ class Scheduler:
     def replan(self, prompt_tokens: int) -> StepPlan:
         """Plan the same step again with smaller prompt chunks. No waiting sequence starts.
 
-        The moves of the previous plan are already done. The new plan has only the moves requested
-        since then.
+        The moves of the previous plan are already done. The new plan contains only moves that have
+        been requested since then.
         """
         done = self._in_flight.pop().transfers if self._in_flight else Transfers()
         chunks = self._planner.plan(prompt_tokens, is_chunked=True)
         return self._with_moves(chunks, done)
 
     def abandon(self) -> None:
-        """Abandon the only plan in flight, whose moves are done but which was not computed."""
+        """Abandon the only plan in flight. Its moves are done, but its chunks were not computed."""
         planned = self._in_flight.pop()
         if self.tiers:
             self.tiers.keep(planned.transfers)
 
     def is_awaited(self, request_id: str) -> bool:
-        """Return whether the oldest plan in flight computes the request, which is not cancelled."""
+        """Return whether the oldest plan in flight computes a request that is not cancelled."""
         return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Advance the sequences of the oldest plan in flight by their sampled tokens.
 
-        A token that ends its sequence is part of the output, stop tokens included. Tokens of
+        A token that ends its sequence is part of the output, even if it is a stop token. Tokens of
         sequences that were cancelled in the meantime are dropped.
         """
         oldest = self._in_flight.popleft() if self._in_flight else Planned({}, [])
@@ -325,7 +326,7 @@ class Scheduler:
         ]
 
     def _start_waiting(self) -> None:
-        """Start waiting sequences, the most important first, while the batch has slots."""
+        """Start waiting sequences, the most important first, while the batch has free slots."""
         # Revoked reservations first, by importance. Only memory that remains may start others.
         self._reservations.grant_deferred(self._sequences)
         num_slots = self._max_running - self._sequences.num_running
@@ -340,7 +341,7 @@ class Scheduler:
                 num_slots -= 1
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Make the plan of these chunks. It reports the `done` transfers together with its own."""
+        """Make a plan from these chunks. It reports the `done` transfers together with its own."""
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
         if self.tiers:
@@ -355,7 +356,7 @@ class Scheduler:
     # results -------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Mark a chunk's tokens as computed, and cache the blocks that they complete."""
+        """Mark a chunk's tokens as computed, and cache the blocks that these tokens complete."""
         num_computed = chunk.start + len(chunk.token_ids)
         if sequence.is_decoding and chunk.sampling:
             sequence.num_computed = num_computed
@@ -388,7 +389,7 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Append a token to its sequence. The accepted tokens `before` were already appended."""
+        """Append a sampled token, after the accepted tokens `before` that are already appended."""
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id
@@ -424,7 +425,7 @@ class Scheduler:
 
 
 def _logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a sampled token and of the accepted tokens before it."""
+    """Return the log-probabilities of a sampled token and of accepted draft tokens before it."""
     return [
         TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)
         for each in [*(before or []), sampled]

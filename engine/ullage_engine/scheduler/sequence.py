@@ -1,4 +1,4 @@
-"""A sequence: the scheduling state of one admitted request, with its blocks and slots."""
+"""A sequence: the scheduling state of one admitted request, including its blocks and slots."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,41 +8,42 @@ from ullage_engine.protocol.requests import EngineRequest
 
 
 class Rank(NamedTuple):
-    """Sort key by importance, most important first: higher priority, then earlier arrival."""
+    """Sort key by importance, the most important first: by priority, then by arrival."""
 
     negative_priority: int
     arrival: int
-    """Number of the submission."""
+    """Number of the submission, counted by the scheduler in order of arrival."""
     serial: int
-    """Order within one submission, such as the samples of a prompt or the beams of a search."""
+    """Order within one submission, such as of a prompt's samples or a search's beams."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Blocks that a sequence holds for one kind of attention layer, in sequence order."""
+    """Blocks that a sequence holds for one kind of attention layer, in the order of its tokens."""
 
     ids: list[int] = field(default_factory=list)
-    """Block ids. Changing an entry creates a new list. Appending entries extends the same list."""
+    """Block ids. Appending extends the same list, while changing an entry creates a new list."""
     first: int = 0
     """Index in the sequence of the table's first block, or 0 without sliding windows.
 
-    Earlier blocks were freed because every sliding window has moved past them."""
+    Earlier blocks have been freed, because every sliding window has moved past them.
+    """
 
     @property
     def end(self) -> int:
-        """Return the index in the sequence after the table's last block."""
+        """Return the index, within the sequence, after the table's last block."""
         return self.first + len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvState:
-    """A sequence's convolution state: a function of its tokens from `since` to `num_tokens`."""
+    """A sequence's convolution state, which is a function of its tokens `since` to `num_tokens`."""
 
     slot: int
     num_tokens: int
     """Number of tokens that the state covers, which is the position of the next token."""
     since: int
-    """Position at which the state was zero."""
+    """Position at which the state began as zero."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,14 +51,15 @@ class ConvSlots:
     """Slots of the convolution states that a sequence holds."""
 
     state: ConvState | None = None
-    """Current state. A waiting sequence keeps the state until another sequence needs its slot."""
+    """The current state. A waiting sequence keeps its state until another sequence needs the
+    slot."""
     next_slot: int | None = None
-    """Slot that the planned step writes the next state to."""
+    """Slot to which the planned step writes the next state."""
 
 
 @dataclass(slots=True, eq=False)
 class Fork:
-    """A sequence's place in a fork group. See `ForkGroups`."""
+    """A sequence's role in a fork group. See `ForkGroups`."""
 
     parent: "Sequence | None" = None
     """Sample of the same prompt that computes the shared tokens for this sequence."""
@@ -68,31 +70,32 @@ class Fork:
 
 @dataclass(slots=True, eq=False)
 class PrefixLookup:
-    """What is known about a sequence's leading blocks outside its block table."""
+    """The known facts about a sequence's leading blocks, apart from its block table."""
 
     content_keys: list[bytes] = field(default_factory=list)
-    """Content keys of the first blocks, computed as far as needed so far."""
+    """Content keys of the leading blocks, as far as they have been needed."""
     cached_path: Path = field(default_factory=list)
-    """Cached blocks that the last lookup in the prefix cache found."""
+    """Cached blocks that the last prefix cache lookup has found."""
     num_stored_blocks: int = 0
     """Number of leading blocks that came from KV tiers outside the device."""
     awaited: "tuple[Sequence, int] | None" = None
-    """A running sequence that computes the same prefix, and the length of that prefix in tokens."""
+    """A running sequence that computes the same prefix, and the prefix length in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """KV of a preempted sequence that was copied to host memory."""
+    """A preempted sequence's KV that was copied to host memory."""
 
     first_block: int
-    """Index of the first copied block. Other sequences also use the blocks before it."""
+    """Index of the first copied block. Earlier blocks were not copied, because other sequences use
+    them."""
     slots: list[int]
-    """Host slot of each block, starting at `first_block`."""
+    """Host slot of each copied block, starting with `first_block`."""
     first_window_block: int
     window_slots: list[int]
-    """Host slots of the blocks of layers with sliding windows."""
+    """Host slots of the sliding window blocks."""
     num_tokens: int
-    """Number of tokens whose KV was stored."""
+    """Number of tokens whose KV the sequence had when it was preempted."""
 
     @property
     def all_slots(self) -> list[int]:
@@ -101,18 +104,18 @@ class Swapped:
 
 @dataclass(slots=True)
 class Backlog:
-    """Number of tokens that sequences must compute before they decode."""
+    """Counts the tokens that sequences must compute before they decode."""
 
     num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, blocks and reservation of one request. Only the scheduler changes it.
+    """The tokens, blocks and reservation of one request. Only the scheduler changes a sequence.
 
     A running sequence holds the blocks of its computed tokens. A waiting sequence either has a
-    reservation and holds the cached blocks of its prefix, or its reservation is deferred and it
-    holds nothing.
+    reservation and holds the cached blocks of its prefix, or holds nothing because its reservation
+    is deferred.
     """
 
     request: EngineRequest
@@ -120,28 +123,30 @@ class Sequence:
     limit: int
     """Maximum length in tokens that the engine allows for the sequence."""
     expected_output: int
-    """Output length in tokens that blocks are reserved for."""
+    """Expected output length in tokens, for which blocks are reserved."""
 
     token_ids: list[int] = field(default_factory=list)
     """Token ids of the prompt and the output so far."""
     num_computed: int = 0
     """Number of tokens whose KV is stored in `blocks`. See `set_computed`."""
     is_decoding: bool = False
-    """Whether only the last token is not computed, so that computing it yields the next token."""
+    """Whether all tokens but the last are computed, so that computing the last yields the next
+    token."""
 
     blocks: BlockTable = field(default_factory=BlockTable)
     """Block table of the layers with full attention."""
     windows: BlockTable = field(default_factory=BlockTable)
     """Block table of the layers with sliding windows, if they have separate blocks."""
     num_cached_blocks: int = 0
-    """Number of leading blocks of `blocks` that are in the prefix cache."""
+    """Number of leading entries of `blocks` that are in the prefix cache."""
     num_writable: int = 0
-    """Length in tokens up to which steps may write without another check, or 0 if unknown.
+    """Length in tokens up to which steps may write without a further check, or 0 if unknown.
 
     The sequence has blocks up to this length, and no other sequence holds its blocks from
-    `num_computed` on."""
+    `num_computed` on.
+    """
     num_reserved: int = 0
-    """Number of blocks that are reserved and not yet allocated."""
+    """Number of blocks that are reserved but not allocated yet."""
 
     fork: Fork = field(default_factory=Fork)
     conv: ConvSlots = field(default_factory=ConvSlots)
@@ -156,10 +161,11 @@ class Sequence:
     """Number of prompt tokens found in the prefix cache, or None before the sequence first starts.
     """
     backlog: Backlog | None = None
-    """Backlog counter of the sequence table that contains the sequence."""
+    """Backlog counter of the sequence table to which the sequence belongs."""
     request_id: str = field(init=False)
     max_length: int = field(init=False, default=0)
-    """Length in tokens at which the sequence ends, set when it is added to a sequence table."""
+    """Length in tokens at which the sequence ends. A sequence table sets this when it adds the
+    sequence."""
 
     def __post_init__(self) -> None:
         # Read for every sequence of every step, so not through the request.
@@ -193,10 +199,10 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """Return all blocks that the sequence holds, from both tables."""
+        """Return all blocks that the sequence holds in both of its tables."""
         return self.blocks.ids + self.windows.ids
 
     @property
     def expected_remaining(self) -> int:
-        """Return the number of output tokens still expected, at least one."""
+        """Return the number of output tokens that are still expected, at least one."""
         return max(1, min(self.request.max_tokens, self.expected_output) - self.num_output)

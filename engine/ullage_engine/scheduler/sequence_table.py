@@ -1,4 +1,4 @@
-"""Table of all admitted sequences, ordered by importance."""
+"""A table of all admitted sequences, ordered by importance."""
 
 import bisect
 import operator
@@ -10,10 +10,10 @@ _rank_of = operator.attrgetter("rank")
 
 
 class SequenceTable:
-    """All admitted sequences, running and waiting, by id. Iterates by importance, highest first.
+    """All admitted sequences by id. Iteration yields them by importance, the most important first.
 
-    The table keeps running totals of the figures that every step and report reads, so that reading
-    them costs the same however many sequences wait.
+    The table keeps running totals that every step and report reads. Reading a total therefore takes
+    the same time regardless of how many sequences wait.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class SequenceTable:
         return self._by_id[request_id]
 
     def get(self, request_id: str) -> Sequence | None:
-        """Return the sequence of a request, or None if there is none."""
+        """Return a request's sequence, or None if the request has no sequence."""
         return self._by_id.get(request_id)
 
     @property
     def running(self) -> list[Sequence]:
-        """Return the sequences in the batch, most important first."""
+        """Return the running sequences, the most important first."""
         return list(self._running)
 
     @property
@@ -62,7 +62,7 @@ class SequenceTable:
         return self._backlog.num_tokens
 
     def add(self, sequence: Sequence) -> None:
-        """Add a waiting sequence."""
+        """Add a waiting sequence to the table."""
         most = sequence.request.num_prompt_tokens + sequence.request.max_tokens
         sequence.max_length = min(sequence.limit, most)
 
@@ -73,18 +73,18 @@ class SequenceTable:
         self._backlog.num_tokens += sequence.num_prefill
 
     def start(self, sequence: Sequence) -> None:
-        """Move a waiting sequence into the batch."""
+        """Move a waiting sequence into the running batch."""
         sequence.is_running = True
         bisect.insort(self._running, sequence, key=_rank_of)
 
     def stop(self, sequence: Sequence) -> None:
-        """Remove a sequence from the batch, if the batch contains it."""
+        """Remove a sequence from the running batch, if it is in the batch."""
         if sequence.is_running:
             sequence.is_running = False
             self._running.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, running or waiting."""
+        """Remove a running or waiting sequence from the table."""
         self.stop(sequence)
         del self._by_id[sequence.request_id]
         self._by_rank.remove(sequence)
@@ -92,7 +92,7 @@ class SequenceTable:
         sequence.backlog = None
 
     def check_integrity(self) -> None:
-        """Assert that the orders, the batch and the backlog agree with the sequences."""
+        """Assert that the order, the batch and the backlog agree with the sequences."""
         assert len(self._by_rank) == len(self._by_id), "sequences lost or doubled"
         running = [sequence for sequence in self._by_rank if sequence.is_running]
         assert running == self._running, "running sequences lost or doubled"

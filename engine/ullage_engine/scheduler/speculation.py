@@ -1,11 +1,11 @@
 """Speculative decoding by prompt lookup: a step verifies draft tokens from the text itself.
 
-If few sequences decode, a step with a few rows takes about as long as a step with one row. So the
-scheduler searches a sequence's text for an earlier occurrence of its last tokens. The tokens that
-followed that occurrence are the draft. The step computes the draft as one chunk and samples after
-each draft token. Sampled tokens are accepted as long as all draft tokens before them were right.
-The sampling noise is a function of the seed and the position, so the answer is the same as without
-drafts, whether greedy or sampled.
+If few sequences decode, a step with a few rows takes about as long as a step with one row. The
+scheduler therefore searches a sequence's text for an earlier occurrence of its last tokens. The
+tokens that followed that occurrence are the draft. The step computes the draft as one chunk and
+samples after each draft token. A sampled token is accepted if all draft tokens before it were
+right. The sampling noise is a function of the seed and the position, so drafts change neither
+greedy nor sampled answers.
 
 The KV of rejected tokens lies after `num_computed` and is overwritten later. Requests with a
 grammar, with penalties or with beam search have no drafts, because their next token depends on more
@@ -22,36 +22,37 @@ from ullage_engine.scheduler.batch_plan import SchedulerLimits
 from ullage_engine.scheduler.sequence import Sequence
 
 MAX_SPECULATING = 4
-"""Maximum number of decoding sequences in a step with drafts. With more, extra rows are not cheap.
-"""
+"""Maximum number of decoding sequences in a step with drafts. Extra rows are cheap only up to this
+number."""
 
 NGRAM = 3
-"""Number of tokens at the end of a text that are looked up."""
+"""Number of tokens at the end of a text that are looked up as an n-gram."""
 LOOKUP_TOKENS = 4096
 """Number of most recent tokens of a text that are searched.
 
-The index of this many tokens takes about a millisecond and half a megabyte."""
+An index of this many tokens takes about a millisecond to build and half a megabyte of memory.
+"""
 
 MIN_ACCEPTANCE = 0.25
-"""Recent share of accepted draft tokens below which a sequence pauses drafting."""
+"""Share of recently accepted draft tokens below which a sequence pauses drafting."""
 PAUSE_TOKENS = 64
-"""Number of tokens that a paused sequence computes one by one before it has drafts again."""
+"""Number of tokens for which a sequence with rejected drafts decodes without drafts."""
 _WEIGHT = 0.2
-"""Weight of the last draft in the moving average of the share of accepted tokens."""
+"""Weight of the latest draft in the moving average of the share of accepted tokens."""
 
 
 class PromptLookup:
     """Drafts the tokens that followed the previous occurrence of a text's last n-gram.
 
-    Every token is indexed once, so a draft takes as long in a long text as in a short one.
+    Every token is indexed only once, so the time for a draft does not depend on the text's length.
     """
 
     def __init__(self, token_ids: list[int], lookup_tokens: int = LOOKUP_TOKENS) -> None:
-        """Index `token_ids`, which may grow at its end between calls."""
+        """Prepare to index `token_ids`, which may grow at its end between calls."""
         self._token_ids = token_ids
         self._lookup_tokens = lookup_tokens
         self._followed: dict[tuple[int, ...], int] = {}
-        """Position after the last occurrence of each n-gram that is followed by a token."""
+        """Position after the last occurrence of each n-gram that has a following token."""
 
         # The index has the positions `_first` to `_next` - 1.
         self._first = NGRAM
@@ -63,7 +64,7 @@ class PromptLookup:
         return len(self._followed)
 
     def draft(self, count: int) -> list[int]:
-        """Return the `count` tokens predicted to come next, or an empty draft."""
+        """Return the `count` predicted next tokens, or an empty draft if there is no prediction."""
         tokens = self._token_ids
         self._index(len(tokens))
         start = self._followed.get(tuple(tokens[-NGRAM:]))
@@ -78,7 +79,7 @@ class PromptLookup:
         return draft
 
     def _index(self, length: int) -> None:
-        """Add the positions before `length` to the index, and drop those too far back."""
+        """Add the positions before `length` to the index, and drop positions that are too old."""
         tokens = self._token_ids
         followed = self._followed
 
@@ -101,16 +102,16 @@ class PromptLookup:
 
 
 class _Drafts:
-    """The drafts for one sequence, and the share of recent draft tokens that were accepted."""
+    """One sequence's drafts, and the share of its recent draft tokens that were accepted."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.lookup = PromptLookup(token_ids)
         self.acceptance = 1.0
         self.paused_until = 0
-        """Length in tokens at which the sequence has drafts again."""
+        """Length in tokens from which the sequence has drafts again."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """Record a verified draft of a sequence that now has `num_tokens` tokens."""
+        """Record which share of a draft was accepted. The sequence now has `num_tokens` tokens."""
         share = num_accepted / num_draft_tokens
         self.acceptance += _WEIGHT * (share - self.acceptance)
         if self.acceptance < MIN_ACCEPTANCE:
@@ -119,26 +120,26 @@ class _Drafts:
 
 
 class Speculation:
-    """Drafts tokens for the sequences of a step, and accepts the tokens that sampling confirms."""
+    """Drafts tokens for the sequences of a step, and accepts the drafts that sampling confirms."""
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         assert limits.max_in_flight == 1, "a draft follows a token that is known"
         self.num_draft_tokens = 0
-        """Number of draft tokens verified so far."""
+        """Number of draft tokens that have been verified so far."""
         self.num_accepted_tokens = 0
         self._num_tokens = limits.num_speculative_tokens
         self._max_rows = limits.max_sequences
-        """Maximum number of rows in a step. Drafts use the rows that no sequence needs."""
+        """Maximum number of rows in a step. Drafts use the rows that the sequences leave free."""
         self._cache = cache
         self._drafts: dict[Sequence, _Drafts] = {}
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of sequences that have a lookup index."""
+        """Return the number of sequences that have a draft index."""
         return len(self._drafts)
 
     def draft(self, decoding: list[Sequence], num_running: int) -> dict[Sequence, list[int]]:
-        """Return a draft for each decoding sequence that has one.
+        """Return the drafts of decoding sequences, by sequence. Some sequences have no draft.
 
         Args:
             decoding: sequences that the step decodes.
@@ -164,7 +165,7 @@ class Speculation:
         return drafted
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the index of a sequence that ends."""
+        """Drop the draft index of a sequence that ends."""
         self._drafts.pop(sequence, None)
 
     def verify(
@@ -177,11 +178,12 @@ class Speculation:
 
         Args:
             planned: the plan's entries, which are changed.
-            sampled: the sampled tokens. A chunk with a draft has one after each of its tokens.
+            sampled: the sampled tokens. A chunk with a draft has one sampled token after each of
+                its tokens.
 
         Returns:
-            The last token of each sequence, which is not appended, and the accepted tokens before
-            that token for each sequence that has any.
+            The last token of each sequence, which is not appended yet, and the accepted tokens
+            before that token for each sequence with accepted tokens.
         """
         drawn: dict[str, list[SampledToken]] = {}
         for token in sampled:
@@ -206,7 +208,7 @@ class Speculation:
         return last, {name: tokens[:-1] for name, tokens in drawn.items() if len(tokens) > 1}
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the maximum number of tokens that a draft may have.
+        """Return the maximum number of draft tokens for a sequence.
 
         The draft leaves room for the answer's last token. A draft only uses blocks that the
         sequence holds or has reserved, so that no sequence is preempted for a draft.
@@ -228,7 +230,7 @@ def may_speculate(sequence: Sequence) -> bool:
 
 
 def accepted(sequence: Sequence, chunk: Chunk, drawn: Tokens[SampledToken]) -> list[SampledToken]:
-    """Return the tokens sampled after correct draft tokens, up to one that ends the answer.
+    """Return the tokens sampled after correct draft tokens, up to a token that ends the answer.
 
     `drawn`: the tokens sampled after the token before the draft, and after each draft token.
     """

@@ -1,4 +1,4 @@
-"""The state shared by admission, planning and commits: all sequences and what they hold."""
+"""The state shared by admission, planning and commits: all sequences and their resources."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ullage_engine.scheduler.tiers import TierTransfers
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Every admitted sequence and every block, slot and reservation that it holds."""
+    """All admitted sequences, and all blocks, slots and reservations that they hold."""
 
     profile: MemoryProfile
     limits: SchedulerLimits
@@ -30,28 +30,28 @@ class SchedulerState:
     swap: SwapManager
     conv_states: ConvStatePool
     tiers: TierTransfers | None
-    """KV outside the device, or None if there is none."""
+    """Transfers of KV to and from tiers outside the device, or None without tiers."""
     speculation: Speculation | None
-    """Speculative decoding, or None if it is off."""
+    """Drafts tokens for speculative decoding, or None if speculative decoding is off."""
     throughput: ThroughputEstimator
     output_lengths: OutputLengthEstimator
     clock: Callable[[], float]
-    """Returns the time in seconds, from any monotonic clock."""
+    """Function that returns the time in seconds, from any monotonic clock."""
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
     in_flight: deque[Planned] = field(default_factory=deque)
-    """Plans that are not committed yet, oldest first."""
+    """Plans that have not been committed yet, the oldest first."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sequence holds only the blocks of a single table."""
+        """Whether sequences have neither window blocks nor convolution states."""
         return not (self.limits.replay_tokens or self.cache.is_windowed)
 
     def sequences_in_flight(self) -> set[Sequence]:
-        """Collect the sequences of all plans that are not committed yet."""
+        """Return the sequences in all plans that have not been committed yet."""
         return {sequence for planned in self.in_flight for sequence, _ in planned.entries.values()}
 
     def check_integrity(self) -> None:
-        """Assert that no block or slot is lost and that every reservation is covered."""
+        """Assert that no block or slot is lost, and that the pool covers every reservation."""
         self.reservations.check_integrity(self.sequences)
         self.swap.check_integrity(list(self.sequences))
         self.sequences.check_integrity()
@@ -77,7 +77,7 @@ class SchedulerState:
         policy: KvPolicy,
         clock: Callable[[], float],
     ) -> "SchedulerState":
-        """Create the state of an engine without requests. `clock` is in seconds."""
+        """Create the state of an engine without requests. `clock` returns monotonic seconds."""
         num_blocks = profile.kv_pool_bytes // profile.block_bytes
         window = profile.window_tokens
         cache = PrefixCache(num_blocks, profile.block_tokens, policy, clock, window)

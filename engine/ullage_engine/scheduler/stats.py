@@ -1,7 +1,7 @@
 """The scheduler's statistics: counts of its work and of the memory in use.
 
-Some statistics require a pass over all sequences. A `WalkLimiter` bounds the time that these passes
-take.
+Some statistics require a pass over all sequences. A `WalkLimiter` limits the time spent on these
+passes.
 """
 
 import bisect
@@ -15,26 +15,27 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SchedulerState
 
 _FREELY_WALKED = 64
-"""Number of sequences up to which each report may iterate over all of them."""
+"""Maximum number of sequences over which every report may iterate."""
 _WALKED_PER_S = 1000
-"""Sequences visited for reports per second if there are more. Takes about 1 % of the time."""
+"""Number of sequences visited per second for reports if there are more than `_FREELY_WALKED`. The
+visits take about 1 % of the time."""
 
 
 class WalkLimiter:
-    """Decides when a statistic without a counter may be recomputed from all sequences."""
+    """Decides when a report may iterate over all sequences to compute a statistic again."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` in seconds."""
+        """Create a limiter. `clock` returns the time in seconds."""
         self._clock = clock
         self._walked_at = -math.inf
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since the last pass over all sequences."""
+        """Return the number of seconds since the last pass over all sequences."""
         return self._clock() - self._walked_at
 
     def is_due(self, num_sequences: int) -> bool:
-        """Return whether to iterate over this many sequences now. If so, record the pass."""
+        """Return whether to iterate over this many sequences now. If so, record this pass."""
         now = self._clock()
         interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
         if now - self._walked_at < interval_s:
@@ -44,12 +45,12 @@ class WalkLimiter:
 
 
 class SchedulerStatistics:
-    """Counts the scheduler's work, and reports the counts together with the memory in use."""
+    """Counts the scheduler's work, and reports the counts and the memory in use."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self.figures = Figures()
         self.num_steps = 0
-        """Number of committed steps that computed anything."""
+        """Number of committed steps in which something was computed."""
         self.num_preemptions = 0
         self.prefix_lookup_tokens = 0
         self.prefix_hit_tokens = 0
@@ -59,7 +60,7 @@ class SchedulerStatistics:
         self._state = state
         self._walks = WalkLimiter(state.clock)
         self._num_tail_tokens = 0
-        """Number of tokens in blocks outside the prefix cache, as of the last count."""
+        """Number of tokens in blocks outside the prefix cache at the last count."""
 
     def collect(self) -> SchedulerStats:
         """Collect the statistics.
@@ -113,7 +114,7 @@ def stored_tokens(
     is_cached: Callable[[int], bool],
     is_private: Callable[[int], bool],
 ) -> int:
-    """Count the tokens in blocks outside the prefix cache. A shared block counts once.
+    """Count the tokens in blocks outside the prefix cache. Each shared block is counted once.
 
     Args:
         sequences: the sequences whose blocks are counted.
@@ -147,10 +148,10 @@ def stored_tokens(
 
 
 def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> float:
-    """Count a sequence's blocks, where a block shared by n sequences counts as 1/n.
+    """Count the blocks that a sequence holds. A block that n sequences share counts as 1/n.
 
     A sequence that holds a block also holds all blocks before it, so reference counts never
-    increase along a table. Binary searches find the few runs of equal counts.
+    increase along a table. Therefore binary searches can find the few runs of equal counts.
     """
     shares = 0.0
     start = 0

@@ -1,7 +1,8 @@
-"""Swapping of preempted sequences' KV to host memory.
+"""Swaps the KV of preempted sequences to host memory.
 
 The KV of a preempted sequence is copied to host memory or computed again, whichever is cheaper.
-Host memory is counted in slots of one block each. The copies themselves are moves of a `StepPlan`.
+Host memory is counted in slots of one block each. The copies themselves are the moves in a
+`StepPlan`.
 """
 
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -13,7 +14,7 @@ from ullage_engine.scheduler.sequence import Sequence, Swapped
 
 
 def is_swap_cheaper(num_bytes: int, recompute_s: float, bytes_per_second: float) -> bool:
-    """Return whether copying KV out and back takes less time than recomputing it."""
+    """Return whether copying KV to the host and back takes less time than recomputing the KV."""
     return 2 * num_bytes / bytes_per_second < recompute_s
 
 
@@ -21,13 +22,13 @@ class SwapManager:
     """Collects the block copies of the next plan and owns the host slots.
 
     A plan does all `swap_out` moves, then all `swap_in` moves, then all `copy` moves, regardless of
-    the order in which they were requested. So no move may read a block or slot that a later request
-    overwrites.
+    the order in which they were requested. Therefore no move may read a block or slot that a later
+    request overwrites.
 
-    If the step before the one that needs the KV computes anything else, the KV is copied in during
-    that earlier step. Until then the sequence is called arriving. The slots that a `swap_in` reads
-    are therefore not reused before the plan is drained, and a sequence preempted before that stays
-    swapped.
+    If the step before the step that needs the KV computes anything else, the KV is copied to the
+    device during that earlier step. Until the copy is done, the sequence is called arriving. The
+    slots that a `swap_in` reads are therefore not reused before the plan is drained, and a sequence
+    preempted before that stays swapped.
     """
 
     def __init__(
@@ -39,9 +40,9 @@ class SwapManager:
     ) -> None:
         self.num_swaps = 0
         self.num_blocks_out = 0
-        """Number of blocks copied to host memory so far."""
+        """Number of blocks that have been copied to host memory so far."""
         self.num_blocks_in = 0
-        """Number of blocks copied back to the device so far."""
+        """Number of blocks that have been copied back to the device so far."""
 
         self._bytes_per_second = policy.swap_bytes_per_second
         self._cache = cache
@@ -55,7 +56,7 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Copy a shared block of a table to `block` on the device, and return the new table."""
+        """Copy a table's shared block to `block` on the device, and return the new table."""
         shared = table[index]
         self._copies.append((shared, block))
         self._cache.free([shared])
@@ -64,7 +65,8 @@ class SwapManager:
     def swap_out(self, sequence: Sequence) -> None:
         """Copy a running sequence's KV to host memory if possible and cheaper than recomputing.
 
-        The sequence's blocks may be freed at once, because any writes to them come after the copy.
+        The sequence's blocks may be freed immediately, because the plan writes to them only after
+        the copy.
         """
         if sequence in self._swapping_in:
             # Its KV is still on the host. Cancel the copy in rather than copy it out again.
@@ -95,7 +97,7 @@ class SwapManager:
         self.num_swaps += 1
 
     def swap_in(self, sequence: Sequence, reservations: BlockReservations) -> None:
-        """Copy back a starting sequence's KV that is in host memory and not in its blocks."""
+        """Copy a starting sequence's KV from host memory, except KV that its blocks still hold."""
         swapped = sequence.swapped
         if swapped is None:
             return
@@ -117,7 +119,7 @@ class SwapManager:
         sequence.set_computed(swapped.num_tokens)
 
     def free_slots(self, sequence: Sequence) -> None:
-        """Free the host slots of a sequence."""
+        """Free the host slots that hold a sequence's KV."""
         if sequence.swapped is None:
             return
         slots = set(sequence.swapped.all_slots)
@@ -136,7 +138,7 @@ class SwapManager:
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Return the moves of the plan that computes these chunks, each move once."""
+        """Return the moves for the plan that computes these chunks. Return each move only once."""
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
 

@@ -4,13 +4,14 @@ A block is offered to the host tier as soon as it is in the prefix cache, so tha
 of the block costs nothing. The answer grants slots. Blocks that are still cached when the answer
 arrives are copied before the next step.
 
-A starting sequence asks for the blocks that tiers have beyond the prefix cache. The sequence waits
-for the answer while other sequences are computed, and continues after the loaded blocks. If the
-last blocks are still being loaded, the sequence computes the blocks before them in the meantime. It
-then waits for the late blocks only for a small share of the time that computing them would take.
+For a starting sequence, the worker queries the blocks that tiers have beyond the prefix cache. The
+sequence waits for the answer while other sequences are computed, and continues after the loaded
+blocks. If the last blocks are still being loaded, the sequence computes the blocks before them in
+the meantime. After that, it waits for the late blocks only for a small share of the time that
+computing them would take.
 
 The tiers themselves belong to the server. `kv_exchange.py` has the messages between worker and
-server. This module decides which messages to send and plans the copies between slots and blocks.
+server. This module decides which messages to send, and plans the copies between slots and blocks.
 Slots of the host tier are numbered after the slots of swapped sequences.
 """
 
@@ -36,14 +37,14 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
 _WAIT_SHARE = 0.04
-"""Maximum wait for late loads, as a share of the time to compute all requested blocks."""
+"""Maximum time to wait for late loads, as a share of the time to compute all requested blocks."""
 _LEAST_WAIT_S = 0.02
-"""Minimum time in seconds that a sequence waits for late loads."""
+"""Minimum time in seconds for which a sequence waits for late loads."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A sequence's wait for the answer to its query, and for device blocks to load the answer into.
+    """A sequence that waits for the answer to its query, and for device blocks to load the KV into.
 
     The blocks before the first requested block are computed during the wait.
     """
@@ -51,19 +52,17 @@ class _Wait:
     query: KvQuery
     sequence: Sequence
     longest_s: float
-    """Seconds that the sequence waits after it has computed the blocks before the requested ones.
-    """
+    """Maximum seconds to wait once all blocks before the requested blocks have been computed."""
     rest_s: float
-    """Seconds that the sequence then waits for blocks that are still being loaded."""
+    """Maximum seconds that the sequence then waits for blocks that are still being loaded."""
     since: float | None = None
     is_late: bool = False
-    """Whether the sequence stopped waiting. A late answer is still used for blocks not computed
-    yet.
-    """
+    """Whether the sequence has stopped waiting. A late answer can still supply blocks that are not
+    computed yet."""
 
 
 class _Place(NamedTuple):
-    """Where an offered block is in the prefix cache."""
+    """The location of an offered block in the prefix cache."""
 
     block: int
     content_key: bytes
@@ -71,7 +70,7 @@ class _Place(NamedTuple):
 
 
 class TierTransfers:
-    """Exchanges queries and answers about KV outside the device, and plans the block copies."""
+    """Exchanges messages about KV outside the device with the server, and plans block copies."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class TierTransfers:
         throughput: ThroughputEstimator,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` in seconds."""
+        """Create the transfers without any copies. `clock` returns the time in seconds."""
         self._cache = cache
         self._reservations = reservations
         self._space = policy.kv_space
@@ -93,25 +92,25 @@ class TierTransfers:
         self._exchange = KvExchange[_Place]()
         self._waiting: dict[Sequence, _Wait] = {}
         self._ins: list[tuple[int, int]] = []
-        """Pairs (host slot, block) that the next plan copies in."""
+        """Pairs (host slot, block) that the next plan copies to the device."""
         self._arriving: dict[Sequence, KvRead] = {}
-        """Sequences that these copies are for, each with the report to send afterwards."""
+        """Sequences whose KV these copies load, each with the report to send afterwards."""
         self._kept = Transfers()
-        """Copies of plans without chunks, to report with a later plan."""
+        """Copies of plans without chunks, which are reported with a later plan."""
 
     @property
     def has_moves(self) -> bool:
-        """Return whether a plan without chunks would still copy or report anything."""
+        """Return whether a plan without chunks would still have copies to make or to report."""
         return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
-        """Return the messages to the server since the last call."""
+        """Return the messages to the server that have been queued since the last call."""
         return self._exchange.take_messages()
 
     # to the host tier ----------------------------------------------------------------------------
 
     def offer(self, sequence: Sequence, first: int, end: int) -> None:
-        """Offer the blocks `first` to `end` - 1 of a sequence, which have just been cached."""
+        """Offer a sequence's newly cached blocks, `first` to `end` - 1, to the server."""
         keys = self._keys(sequence, end)
         is_kept = bool(sequence.request.session_id)
         for index in range(first, end):
@@ -133,11 +132,11 @@ class TierTransfers:
                 self._exchange.offer(part, _Place(window_block, key, is_window=True))
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the answer to the oldest offer."""
+        """Record which slots the server has granted for the oldest unanswered offer."""
         self._exchange.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
-        """Discard the stored KV of all texts that begin with a sequence's first block.
+        """Discard the KV that tiers store for all texts that begin with a sequence's first block.
 
         Args:
             sequence: the sequence, or None to discard the KV of all texts.
@@ -154,7 +153,7 @@ class TierTransfers:
     # from all tiers ------------------------------------------------------------------------------
 
     def ask(self, sequence: Sequence) -> None:
-        """Query the blocks that a starting sequence can begin with, if tiers likely have any."""
+        """Query the server for a starting sequence's first blocks, if tiers likely have any."""
         size = self._cache.block_tokens
         held = len(sequence.blocks.ids)
         # Without the last token, which is computed because its logits are needed.
@@ -186,11 +185,11 @@ class TierTransfers:
         self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the answer to a query. Return its slots to the server if no sequence waits."""
+        """Record the answer to a query. Release its slots on the server if no sequence waits."""
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
-        """Return whether the sequence is not computed because it still waits for an answer."""
+        """Return whether a sequence must not be computed yet, because it waits for an answer."""
         wait = self._waiting.get(sequence)
         if wait is None or wait.is_late or sequence.num_computed < self._position(wait.query):
             return False
@@ -204,19 +203,19 @@ class TierTransfers:
     def end(self, sequence: Sequence) -> int:
         """Return the position up to which steps may compute the sequence.
 
-        The position is the beginning of KV that is being loaded, or else the end of the sequence's
-        tokens.
+        If KV is being loaded, this is where the loaded KV begins. Otherwise it is the end of the
+        sequence's tokens.
         """
         wait = self._waiting.get(sequence)
         end = len(sequence.token_ids)
         return end if wait is None or wait.is_late else min(end, self._position(wait.query))
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Whether the sequence's KV is still to be copied in."""
+        """Return whether the sequence's KV must still be copied to the device."""
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Allocate blocks for sequences that are not in flight and whose answers have arrived."""
+        """Allocate blocks for sequences whose answers have arrived, except sequences in flight."""
         for wait in list(self._waiting.values()):
             query = wait.query
             answer = query.answer
@@ -240,7 +239,8 @@ class TierTransfers:
         """Drop the query and the copies of a sequence that is preempted or ends.
 
         Returns:
-            Whether the sequence's last blocks lack their KV, because it had not been copied in yet.
+            Whether the sequence's last blocks lack their KV, because the KV has not been copied to
+            the device yet.
         """
         wait = self._waiting.pop(sequence, None)
         if wait is not None:
@@ -256,7 +256,7 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Return the copies of the plan that computes these chunks, each copy once.
+        """Return the copies for the plan that computes these chunks. Return each copy only once.
 
         Returns:
             The moves, and the transfers to report once the plan is computed.
@@ -284,13 +284,13 @@ class TierTransfers:
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
-        """Return the kept copies, for the next plan with chunks."""
+        """Remove and return the kept copies, which the next plan with chunks reports."""
         kept = self._kept
         self._kept = Transfers()
         return kept
 
     def finish(self, transfers: Transfers) -> None:
-        """Report the copies that all ranks have completed."""
+        """Report to the server the copies that all ranks have completed."""
         self._exchange.report(transfers.stored, transfers.read)
 
     def _is_there(self, place: _Place) -> bool:
@@ -331,7 +331,7 @@ class TierTransfers:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Return the sequence's content keys, for at least its first `end` blocks."""
+        """Return the content keys of at least the sequence's first `end` blocks."""
         keys = sequence.prefix.content_keys
         if len(keys) < end:
             size = self._cache.block_tokens

@@ -1,4 +1,4 @@
-"""The device of a rank: how it is chosen, its memory budget, and its memory in use."""
+"""The device of a rank: its selection, its memory budget, and its memory in use."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ _MIB = 1 << 20
 
 # The start.
 _IDLE_BYTES = 2048 * _MIB
-"""Maximum bytes in use, including the driver's, with which a GPU counts as idle at startup."""
+"""Maximum bytes in use, including the driver's, for a GPU to count as idle at startup."""
 
 # The probe: an allocation by which a process finds itself in the driver's list. The size is one of
 # several, so that two engines that start together seldom choose the same.
@@ -48,38 +48,38 @@ _PROBE_SIZES = 64
 
 # The workspace while serving.
 _HOST_PROBE_BYTES = 8 << 20
-"""Bytes to allocate as a test of whether a step that ran out of host memory may be retried."""
+"""Bytes to allocate as a test of whether a step may be retried after host memory ran out."""
 _SMALL_SEGMENTS = 16 * _MIB
-"""Bytes of the workspace that are not taken back as one segment.
+"""Bytes of the workspace that the allocator does not take back as one large segment.
 
-The allocator has segments of 2 MiB for small tensors.
+The allocator uses segments of 2 MiB for small tensors.
 """
 _FREE_FOR_LIBRARIES = 16 * _MIB
-"""Bytes that must be free for libraries to load kernels, outside torch's allocator."""
+"""Bytes that must stay free outside torch's allocator, so that libraries can load kernels."""
 _RECENT_S = 1.0
-"""Seconds between measurements of a GPU's memory while serving."""
+"""Seconds between measurements of a GPU's memory while the worker serves."""
 
 
 class HostTier(NamedTuple):
-    """Memory of the host tier, as given on a command line. See `ullage_kv.Arena.attach`."""
+    """The host tier's memory, as specified on a command line. See `ullage_kv.Arena.attach`."""
 
     path: str
     num_bytes: int
 
 
 class GpuAtStart(NamedTuple):
-    """The driver's memory figures of a GPU before this process allocated memory on the GPU."""
+    """The driver's report of a GPU's memory, from before this process used the GPU's memory."""
 
     gpu: Gpu
     free_bytes: int
-    """Bytes that were free once ended processes had freed their memory."""
+    """Number of bytes that were free once ended processes had released their memory."""
     total_bytes: int
 
 
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
-    """Return the driver's figures of a rank's GPU, or None on a CPU or if there are no figures.
+    """Return the driver's memory report for a rank's GPU, or None on a CPU or without a report.
 
-    Call this before anything uses the GPU, because a CUDA context also takes memory of the GPU.
+    Call this before anything uses the GPU, because a CUDA context also takes GPU memory.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -89,7 +89,7 @@ def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
 
 
 def visible_gpus(num_gpus: int) -> list[Gpu]:
-    """Return the first `num_gpus` GPUs that CUDA sees, or fewer if the driver shows fewer."""
+    """Return the first `num_gpus` GPUs that CUDA sees, or fewer if the driver lists fewer."""
     try:
         return Nvml().gpus(os.environ, num_gpus)
     # AttributeError comes from other bindings of NVML.
@@ -99,10 +99,10 @@ def visible_gpus(num_gpus: int) -> list[Gpu]:
 
 
 def at_start(gpu: Gpu) -> GpuAtStart | None:
-    """Return a GPU's memory figures, once ended processes have freed their memory.
+    """Wait until ended processes have freed a GPU's memory, and return the driver's memory report.
 
     Returns:
-        The figures, or None if the driver does not show the GPU's memory.
+        The report, or None if the driver does not report the GPU's memory.
     """
     memory = gpu.free_and_total_bytes()
     if memory is None:
@@ -119,20 +119,20 @@ def at_start(gpu: Gpu) -> GpuAtStart | None:
 
 
 def free_of(gpu: Gpu) -> int:
-    """Return a GPU's free bytes without creating a CUDA context, or 0 if the driver fails."""
+    """Return a GPU's free bytes without creating a CUDA context, or 0 if the query fails."""
     memory = gpu.free_and_total_bytes()
     return memory[0] if memory else 0
 
 
 def names_of(sizes: Mapping[int, int]) -> str:
-    """Return text that lists processes with their bytes, the largest first, for a message."""
+    """Return a list of processes and their memory, the largest first, as text for a message."""
     largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
     listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
     return ", ".join(listed) or "other processes"
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
-    """Set up a rank's device, with its threads and libraries, and return the device.
+    """Set up a rank's device, including threads and libraries, and return the device.
 
     Raises:
         WorkerStartError: the configured device does not exist.
@@ -176,7 +176,7 @@ def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
 def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) -> Ledger:
     """Open the ledger of this rank's device: a GPU, or the rank's share of the host's memory.
 
-    `host_tier` is the number of bytes of host memory that the KV host tier has taken.
+    `host_tier` is the number of bytes that the KV host tier takes of the host's memory.
     """
     memory = config.memory
     if device.type == "cpu":
@@ -191,7 +191,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with rank 0's CPU memory budget, or unchanged if that is None."""
+    """Return the configuration with this CPU memory budget from rank 0, or unchanged for None."""
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -199,7 +199,7 @@ def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
 
 
 def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
-    """Return one worker process's budget: the configured bytes, or a share of usable memory.
+    """Return one worker process's memory budget: the configured bytes, or a share of usable memory.
 
     `host_tier` is the size of the host tier in bytes, which the budget does not include.
     """
@@ -221,7 +221,7 @@ def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
 
 
 class MemoryMeter:
-    """A meter of this process's memory: resident memory, or its memory on a CUDA device."""
+    """Measures this process's memory: resident memory, or its memory on a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
         """Create a meter for a device whose `driver` was opened before the device was prepared."""
@@ -229,17 +229,18 @@ class MemoryMeter:
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
         self.shared_bytes = 0
-        """Resident bytes that are not counted, because they belong to another process."""
+        """Resident bytes that are not counted, because they count for another process."""
 
         self._driver = driver if driver is not None and self._is_shown_by(driver) else None
         self._pid = self._probe(self._driver) if self._driver is not None else None
-        """Id by which the driver lists this process, or None if this process is not listed."""
+        """Process id under which the driver lists this process, or None if the driver does not list
+        it."""
         if device.type == "cuda":
             log.info("source of the GPU's own bytes: %s", self.source, extra={"pid": self._pid})
 
     @property
     def source(self) -> str:
-        """Source of the memory figures: resident, nvml, difference or device."""
+        """Source of the memory measurements: `resident`, `nvml`, `difference` or `device`."""
         if self._device.type != "cuda":
             return "resident"
         if self._driver is None:
@@ -255,7 +256,7 @@ class MemoryMeter:
         return int(self._process.memory_info().rss) - self.shared_bytes
 
     def recent_bytes(self) -> int:
-        """Return `used_bytes`, on a GPU at most a second old, because the driver is slow."""
+        """Return `used_bytes`, on a GPU up to a second old, because driver queries are slow."""
         if self._device.type != "cuda":
             return self.used_bytes()
 
@@ -267,26 +268,26 @@ class MemoryMeter:
         return measured
 
     def reserved_bytes(self) -> int:
-        """Return the device bytes that torch's allocator uses or caches, or 0 on a CPU."""
+        """Return the device bytes that torch's allocator has reserved, or 0 on a CPU."""
         if self._device.type != "cuda":
             return 0
         return torch.cuda.memory_reserved(self._device)
 
     def others(self) -> str:
-        """Return text that lists the device's other processes with their bytes, for a message."""
+        """Return a list of the device's other processes and their memory, as text for a message."""
         if self._driver is None or self._pid is None:
             return names_of({})
         listed = self._driver.gpu.process_bytes()
         return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device. On a CPU, these are the container's free bytes."""
+        """Return the device's free bytes, which on a CPU are the container's free bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
 
     def wait_for_free(self, enough: int) -> int:
-        """Wait until ended processes have freed their memory. See `wait_for_memory`."""
+        """Wait until ended processes have released their memory. See `wait_for_memory`."""
         if self._device.type != "cuda":
             return self.free_bytes()
         return wait_for_memory(self.free_bytes, enough)
@@ -297,7 +298,7 @@ class MemoryMeter:
         return self._driver.gpu.process_bytes().get(self._pid)
 
     def _is_shown_by(self, driver: GpuAtStart) -> bool:
-        """Return whether CUDA uses the GPU that the driver shows, and warn if not.
+        """Return whether CUDA uses the GPU that the driver reports, and warn if it does not.
 
         CUDA numbers GPUs of different models by speed, but the driver numbers them by PCI bus.
         """
@@ -315,7 +316,7 @@ class MemoryMeter:
         return False
 
     def _probe(self, driver: GpuAtStart) -> int | None:
-        """Allocate probes, and return the process id under which the driver lists this process."""
+        """Allocate probes to find the process id under which the driver lists this process."""
         torch.cuda.empty_cache()
         reserved = self.reserved_bytes()
         before = driver.gpu.process_bytes()
@@ -341,14 +342,14 @@ def reserve_for_others(
     safety_reserve: int,
     longest_kv: int,
 ) -> None:
-    """Reserve the part of a GPU's budget that other processes hold, so that no request uses it.
+    """Reserve the part of a GPU's budget that other processes use, so that no request gets it.
 
     Args:
         ledger: the ledger of the GPU.
         device: the device. Only GPUs are shared with other processes.
         meter: memory meter of the device.
         safety_reserve: bytes of the safety reserve.
-        longest_kv: KV bytes of the longest sequence. See `bytes_of_others`.
+        longest_kv: KV bytes of the longest possible sequence. See `bytes_of_others`.
     """
     if device.type != "cuda":
         return
@@ -368,9 +369,9 @@ def reserve_for_others(
 
 
 def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> None:
-    """Compare a GPU's final ledger with the driver and torch, and limit torch to the ledger.
+    """Check a GPU's final ledger against the driver and torch, and limit torch to the ledger.
 
-    If memory runs short, torch then raises an error before other processes or the driver lack
+    If memory runs short, torch then raises an error before other processes or the driver run out of
     memory.
     """
     if device.type != "cuda":
@@ -400,19 +401,19 @@ class Workspace:
     """The memory that torch's allocator keeps for the temporary tensors of steps.
 
     Before the allocator reports an out-of-memory error, it frees all of this memory, and another
-    process may take it. The workspace must therefore be allocated again at once.
+    process may then take the memory. Therefore the workspace must be allocated again immediately.
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter) -> None:
-        """Record how much memory the allocator holds now. Call this at the end of startup."""
+        """Record how much memory the allocator holds. Call this at the end of startup."""
         self._device = device
         self._meter = meter
         self._reserved = meter.reserved_bytes()
 
     def restore(self) -> bool:
-        """Take back the freed memory, and return False if other processes have taken it.
+        """Allocate the freed memory again. Return False if other processes have taken it.
 
-        Call this outside the error's handler, whose stack frames keep the step's tensors alive.
+        Call this outside the error handler, whose stack frames keep the step's tensors alive.
         """
         if self._device.type != "cuda":
             return _has_host_memory()
@@ -429,7 +430,7 @@ class Workspace:
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Make the allocator hold as much memory as at startup. Return False if this fails."""
+        """Make the allocator reserve as much memory as at startup. Return False if this fails."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:
@@ -440,7 +441,7 @@ class Workspace:
 
 
 def _has_host_memory() -> bool:
-    """Return whether the allocator can get host memory, or has freed memory to reuse."""
+    """Return whether the allocator can get host memory, or can reuse freed memory."""
     try:
         torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
     except RuntimeError:
@@ -449,10 +450,10 @@ def _has_host_memory() -> bool:
 
 
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
-    """Check that the host has the memory that one rank pins for swapped KV.
+    """Check that the host has enough memory for what one rank pins for swapped KV.
 
     Raises:
-        WorkerStartError: the host has too little memory, so the kernel would kill the pod.
+        WorkerStartError: the host has too little memory, so that the kernel would kill the pod.
     """
     if num_bytes > free_host_bytes:
         raise WorkerStartError(
@@ -463,7 +464,7 @@ def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
 
 
 def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Make memory-mapped weights resident now, so that no request waits for the disk."""
+    """Load memory-mapped weights into memory now, so that no request waits for the disk."""
     if device.type != "cpu":
         return
     for tensor in tensors:
@@ -471,7 +472,7 @@ def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the kernel, so that memory freed by loading is not counted as used."""
+    """Return freed memory to the kernel, so that memory freed by loading does not count as used."""
     trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -76,31 +76,32 @@ from ullage_engine.worker.grammar import (
 log = logging.getLogger("ullage.engine.worker")
 
 SUSPICIOUS_STEPS = 1000
-"""Steps after NaN or infinite logits within which a second occurrence evicts the whole cache.
+"""Number of steps after NaN or infinite logits in which a second occurrence evicts all cached KV.
 
-In this case, not only the first request's KV may be damaged.
+A second occurrence suggests that more than one request's KV is damaged.
 """
 
 _RETRY_S = 0.25
 """Seconds between attempts to compute a step while other processes hold the needed memory."""
 _SHORTAGE_S = 5.0
-"""Seconds of failed attempts after which a new worker with a smaller KV pool must take over."""
+"""Seconds of failed attempts after which a new worker with a smaller KV pool takes over."""
 
 
 class Runner(Protocol):
     """Executes step plans on one device or on several ranks."""
 
     def move(self, moves: Moves) -> None:
-        """Copy whole KV blocks: all of swap_out, then all of swap_in, then all of copy.
+        """Copy whole KV blocks: all of `swap_out`, then all of `swap_in`, then all of `copy`.
 
-        Nothing is allocated. Within each kind of copy, no read sees a write of the same kind.
+        The copies allocate no memory. Copies of the same kind behave as if all of them read before
+        any of them writes.
         """
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step, and return one token for each chunk with `sampling`, in the plan's order.
+        """Compute a step. Return a token for each chunk with `sampling`, in the order of the plan.
 
-        If a plan is recomputed after an error, the tokens are the same.
+        If a plan is computed again after an error, its tokens are the same.
         """
         ...
 
@@ -113,16 +114,16 @@ class PipelinedRunner(Runner, Protocol):
     """A runner whose pipeline stages compute different plans at the same time."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Start computing a step. Moves and steps are executed in the order of their calls."""
+        """Start to compute a step. Moves and steps are executed in the order of the calls."""
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the oldest uncollected step, and return its tokens like `execute`."""
+        """Wait for the oldest uncollected step, and return its tokens as `execute` does."""
         ...
 
 
 class _Timed(NamedTuple):
-    """The duration of a computed step, recorded when the step is committed."""
+    """The duration and size of a computed step, recorded when the step is committed."""
 
     seconds: float
     num_decodes: int
@@ -133,10 +134,10 @@ class EngineCore:
     """The loop that schedules, executes and commits steps with one runner.
 
     A step that runs out of memory is retried with half the prompt tokens, and then without the
-    newest sequence. A request fails only if its sequence does not fit alone. This holds while this
-    process still has the whole workspace. If other processes have taken memory from the workspace,
-    no request is to blame. All requests then wait, and if the shortage lasts, a new worker resumes
-    them.
+    newest sequence. A request fails only if its sequence does not fit alone. These rules apply
+    while this process holds its whole workspace. If other processes have taken memory from the
+    workspace, no request is to blame. All requests then wait, and if the shortage lasts, a new
+    worker resumes them.
 
     A step that fails for another reason is retried chunk by chunk. A request fails only if its own
     chunk fails, or if its logits are NaN or infinite.
@@ -156,10 +157,10 @@ class EngineCore:
         Args:
             scheduler: decides what each step computes.
             runner: computes the steps.
-            throughput: throughput estimate, updated with the duration of each step.
-            grammars: grammars of requests. None for an engine without a vocabulary.
-            restore_workspace: takes back the memory of the steps' temporary tensors after a step
-                ran out of memory. Returns False if other processes hold the memory.
+            throughput: throughput estimate, which is updated with the duration of each step.
+            grammars: grammars of requests, or None for an engine without a vocabulary.
+            restore_workspace: allocates the memory for temporary tensors again after a step has run
+                out of memory. Returns False if other processes hold the memory.
             clock: returns monotonic time in seconds.
         """
         self.scheduler = scheduler
@@ -178,20 +179,21 @@ class EngineCore:
         """Number of steps that started while another step was being computed."""
 
         self._damaged_at = -SUSPICIOUS_STEPS
-        """Index of the latest step whose logits were NaN or infinite."""
+        """Number of the latest step whose logits were NaN or infinite."""
         self._faults: list[int] = []
-        """Injected faults: counts of committed steps at which the next step runs out of memory."""
+        """Injected faults, as counts of committed steps at which the next step runs out of
+        memory."""
 
         self._restore_workspace = restore_workspace
         self._clock = clock
         self._short_since: float | None = None
-        """Time at which the current memory shortage began. None without a shortage."""
+        """Time at which the current memory shortage began, or None without a shortage."""
         self._retry_at = 0.0
-        """Time of the next attempt to compute a step during a shortage."""
+        """Time of the next attempt to compute a step, during a memory shortage."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have something to compute."""
+        """Whether the next step has anything to compute."""
         return self.scheduler.has_work
 
     @property
@@ -211,7 +213,7 @@ class EngineCore:
 
     @property
     def tiers(self) -> TierTransfers | None:
-        """Transfers of KV to and from tiers outside the device. None without tiers."""
+        """Transfers of KV to and from tiers outside the device, or None without tiers."""
         return self.scheduler.tiers
 
     @property
@@ -230,7 +232,7 @@ class EngineCore:
     def submit(
         self, request: EngineRequest, *, resumed: bool = False
     ) -> Rejected | TokenOutput | None:
-        """Admit or refuse a request. See `Scheduler.submit`."""
+        """Admit a request or refuse it. See `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
     def submit_group(
@@ -238,7 +240,7 @@ class EngineCore:
     ) -> Rejected | list[TokenOutput]:
         """Admit all samples of one prompt, which may form a beam search, or refuse all of them.
 
-        The call blocks until the grammar of the samples is compiled. See `Grammars.compile`.
+        The call blocks until the samples' grammar is compiled. See `Grammars.compile`.
         """
         if requests[0].beam:
             return self._beams.start(requests, resumed=resumed)
@@ -253,14 +255,14 @@ class EngineCore:
             self.scheduler.cancel(request_id, is_answered=is_answered)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Make one step run out of memory after `after_steps` more steps."""
+        """Inject a fault: a step runs out of memory after `after_steps` more steps."""
         self._faults.append(self.scheduler.stats().num_steps + after_steps)
 
     def step(self) -> list[TokenOutput]:
         """Compute one step and return its outputs.
 
         Raises:
-            MemoryShortError: for too long, other processes have held memory that the step needs.
+            MemoryShortError: the step needs memory that other processes have held for too long.
         """
         if self._short_since is not None and self._clock() < self._retry_at:
             return []
@@ -286,7 +288,7 @@ class EngineCore:
         return self._beams.filter_outputs(outputs)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests that have failed since the last call."""
+        """Return the requests that have failed since the last call, with their errors."""
         failed = self._failed
         self._failed = []
         for each in failed:
@@ -317,7 +319,7 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with grammar masks added, and fail requests whose grammars fail."""
+        """Return the plan with grammar masks, and fail the requests whose grammars fail."""
         plan, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
@@ -325,7 +327,7 @@ class EngineCore:
         return plan
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a plan, or smaller plans instead while memory is short."""
+        """Compute a plan. While memory is short, compute smaller plans instead."""
         prompt_tokens = 0
         is_retried = False
         self._move(plan)
@@ -364,7 +366,7 @@ class EngineCore:
         return []
 
     def _move(self, plan: StepPlan) -> None:
-        """Make a plan's block copies once, before the first attempt to compute the plan."""
+        """Perform a plan's block copies once, before the first attempt to compute the plan."""
         if plan.moves:
             began = time.perf_counter()
             log.debug("KV is copied between device and host")
@@ -373,13 +375,13 @@ class EngineCore:
             log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
-        """Report the block copies of plans that compute nothing, if no plan is in flight."""
+        """Report the block copies of plans without chunks, if no plan is in flight."""
         if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
             self._runner.sync()
             self.tiers.finish(kept)
 
     def _measured(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a plan, and record how long this took."""
+        """Compute a plan, and record the duration of the step."""
         self._raise_fault()
         started = time.perf_counter()
         output = self._runner.execute(plan)
@@ -391,7 +393,7 @@ class EngineCore:
 
         Args:
             seconds: time from the start of the first plan to its end.
-            plans: plans that were being computed in that time. Only the first is finished.
+            plans: plans that were being computed in that time, of which only the first is finished.
         """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
@@ -404,10 +406,10 @@ class EngineCore:
         self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
-        """Compute each chunk of a failed plan alone, and fail the requests whose chunks fail again.
+        """Compute each chunk of a failed plan alone, and fail requests whose chunks fail again.
 
         Raises:
-            Exception: `cause`. Either every chunk fails, so that no request is to blame, or a chunk
+            Exception: `cause`, if every chunk fails, so that no request is to blame, or if a chunk
                 fails with an error from which only a new process can recover.
         """
         sampled: list[SampledToken] = []
@@ -428,13 +430,13 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens, and fail requests that have none.
+        """Return the step's tokens, and fail the requests that got no token.
 
         Call this before the step is committed.
 
-        If a request has NaN logits, its KV may be damaged too. Its cached blocks are therefore
-        evicted. If NaN logits occur again soon, all cached blocks are evicted. The same happens
-        for requests that were cancelled in the meantime, except that they get no error.
+        If a request has NaN logits, its KV may also be damaged, so its cached blocks are evicted.
+        If NaN logits occur again soon, all cached blocks are evicted. Requests that were cancelled
+        in the meantime are treated in the same way, but get no error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
@@ -463,7 +465,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens, and fail requests whose constraints allow no token."""
+        """Return the step's tokens, and fail requests whose constraints do not allow any token."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
@@ -485,7 +487,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _drop_newest(self, reason: str) -> None:
-        """Preempt the newest sequence, or fail its request if no other sequence runs."""
+        """Preempt the newest sequence, or fail its request if it is the only running sequence."""
         if self.scheduler.stats().num_running > 1:
             self.scheduler.preempt_newest()
             return
@@ -496,7 +498,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _wait_for_memory(self, reason: str) -> None:
-        """Postpone the step, because other processes hold memory that the step needs.
+        """Postpone the step while other processes hold memory that the step needs.
 
         Raises:
             MemoryShortError: the shortage has lasted too long.
@@ -528,7 +530,7 @@ class EngineCore:
 
 
 class _InFlight(NamedTuple):
-    """A submitted plan whose result has not been collected yet."""
+    """A submitted plan whose result has not been collected."""
 
     plan: StepPlan
     submitted_at: float
@@ -539,8 +541,8 @@ class PipelinedEngine(EngineCore):
     """The step loop for a group of pipeline stages, each of which computes a different plan.
 
     Up to `SchedulerLimits.max_in_flight` plans of different sequences are submitted before the
-    first result is collected. Results are collected in the order of submission. A step that fails
-    on a rank ends the group and all plans in flight, whose requests another worker resumes.
+    first result is collected. Results are collected in the order of submission. If a step fails on
+    a rank, the group and all plans in flight end. Another worker then resumes their requests.
     """
 
     def __init__(
@@ -560,11 +562,11 @@ class PipelinedEngine(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are steps to compute or results to collect, even of cancelled requests."""
+        """Whether there are steps to compute or results to collect, even for cancelled requests."""
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
-        """Submit as many plans as may be in flight, then collect and commit the oldest plan."""
+        """Submit plans until the maximum is in flight, then collect and commit the oldest plan."""
         # A step with an injected fault is computed alone, so that it can be computed again.
         if self._faults and not self._in_flight:
             return super().step()
@@ -576,7 +578,7 @@ class PipelinedEngine(EngineCore):
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submit the next plan. Return False if there is nothing more to compute now."""
+        """Submit the next plan. Return False if there is nothing more to compute at the moment."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)
@@ -594,7 +596,7 @@ class PipelinedEngine(EngineCore):
         return True
 
     def _collect_oldest(self) -> list[TokenOutput]:
-        """Wait for the result of the oldest plan in flight, and commit the result."""
+        """Wait for the result of the oldest plan in flight, and commit it."""
         oldest = self._in_flight[0]
         sampled = self._stages.collect() if oldest.plan.chunks else []
 

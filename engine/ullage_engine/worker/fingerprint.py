@@ -1,4 +1,4 @@
-"""Fingerprints of processor and builds, on which the exact bits of answers depend."""
+"""Fingerprints of the processor and the builds, which determine the exact bits of answers."""
 
 import hashlib
 import json
@@ -16,10 +16,10 @@ _COMPUTING = ("kernels", "layers", "runner")
 """Packages whose code computes tokens with torch and Triton or calls the C++ library."""
 
 _DIGITS = 16
-"""Number of hexadecimal digits in a digest."""
+"""Number of hexadecimal digits of a digest in a fingerprint."""
 
 _ORDER = "16 sums, 1"
-"""Name of the C++ library's summation order, the same with AVX2 and AVX-512 (decision 52).
+"""Name of the C++ library's summation order, which is equal for AVX2 and AVX-512 (decision 52).
 
 Change the name whenever the order or a polynomial approximation changes.
 """
@@ -31,11 +31,11 @@ _CPU_FLAGS = {
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 }
-"""CPU instruction set extensions by which libraries choose their kernels."""
+"""CPU instruction set extensions that determine which kernels libraries choose."""
 
 
 def canonical_order() -> str:
-    """Return the name of the order in which the C++ library evaluates sums and polynomials.
+    """Return a name for the order in which the C++ library evaluates sums and polynomials.
 
     With the same build of the library, processors with the same order name compute the same bits.
     The name is empty if the library is absent.
@@ -60,18 +60,18 @@ def _library_bytes() -> bytes:
 
 
 def digest_of(model_config: ModelConfig) -> str:
-    """Return a digest of a model's dimensions and constants."""
+    """Return a digest of a model configuration's dimensions and constants."""
     return digest_of_json(msgspec.to_builtins(model_config))
 
 
 def digest_of_json(value: object) -> str:
-    """Return a digest of a JSON value, independent of the order of its keys."""
+    """Return a digest of a JSON value, which does not depend on the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the kind of processor, on which the choice of kernels and the order of sums depend."""
+    """Return the kind of processor, on which the kernels and the order of sums depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_kind(cpuinfo)
@@ -94,5 +94,5 @@ def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def yes_or_no(value: bool) -> str:
-    """Return "yes" or "no", the form of a boolean in a fingerprint."""
+    """Return "yes" or "no", which represent booleans in a fingerprint."""
     return "yes" if value else "no"

@@ -1,8 +1,8 @@
 """Grammars (structured output): masks of the tokens that may come next in an answer.
 
-A grammar is compiled in a background thread, and matched on the CPU of the rank that schedules. The
-mask depends only on the grammar and the output so far. A request that was preempted, or that
-another worker resumes, therefore continues unchanged.
+A grammar is compiled in a background thread. The rank that schedules matches answers against the
+grammar on its CPU. The mask depends only on the grammar and the output so far. Therefore a
+preempted or resumed request continues with the same masks.
 """
 
 import logging
@@ -29,18 +29,18 @@ _MAX_COMPILED = 8
 
 
 class GrammarError(Exception):
-    """The grammar cannot be followed. The message is one line for the client."""
+    """An error for a grammar that cannot be enforced. The message is one line for the client."""
 
 
 class VocabularyError(GrammarError):
-    """The model's vocabulary cannot be loaded, so no grammar can be followed."""
+    """An error for a vocabulary that cannot be loaded, so that no grammar can be enforced."""
 
 
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
-    """Build the model's vocabulary for grammars, which takes about 0.5 s for 50,000 tokens.
+    """Build the vocabulary for a model's grammars, which takes about 0.5 s for 50,000 tokens.
 
     Raises:
-        GrammarError: no grammar can be used with this model.
+        GrammarError: the model does not support grammars.
     """
     if not tokenizer.eos_token_ids:
         raise GrammarError("the model has no end-of-sequence token, which ends an answer")
@@ -54,16 +54,16 @@ def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
 
 
 class _Progress:
-    """The state of one answer's matcher."""
+    """The progress of one answer through its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._num_taken = 0
 
     def allowed(self, chunk: Chunk) -> bytes:
-        """Return the mask of the tokens that may follow the chunk.
+        """Return a mask of the tokens that may follow a chunk.
 
-        The chunk's output must begin with the output in the previous call.
+        The answer in this chunk must begin with the answer in the previous call.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -80,13 +80,13 @@ class _Progress:
 
 
 class Grammars:
-    """The grammars of all requests of the engine. Not thread-safe."""
+    """The grammars of all requests of the engine. This class is not thread-safe."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """Prepare to compile grammars.
 
         `load` returns the vocabulary. The compiling thread calls `load` for the first grammar.
-        `load` raises GrammarError if the model cannot follow grammars. Any other error fails the
+        `load` raises GrammarError if the model does not support grammars. Any other error fails the
         requests with that grammar, except a shortage of memory, for which no request is to blame.
         """
         self._load = load
@@ -105,7 +105,7 @@ class Grammars:
         """Start compiling a grammar, unless the grammar is already compiled.
 
         Returns:
-            A future that raises GrammarError, or MemoryError if the host has too little memory.
+            A future that may raise GrammarError, or MemoryError if the host has too little memory.
         """
         compilation = self._compiled.get(grammar)
         if compilation is None:
@@ -117,18 +117,19 @@ class Grammars:
         return compilation
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
-        """Start to constrain a request's answer to its grammar, until `close` is called."""
+        """Start to constrain a request's answer by its grammar, until `close` is called."""
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop a request's grammar state. Ignore requests without a grammar."""
+        """Drop the state of a request's grammar. Ignore requests without a grammar."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
         """Add grammar masks to a step's plan.
 
         Returns:
-            The plan without chunks whose grammar fails, and the reasons for failures by request.
+            The plan without the chunks whose grammars fail, and the reason of each failure by
+            request id.
         """
         if not self._open:
             return plan, {}
@@ -178,7 +179,7 @@ def no_vocabulary() -> LLTokenizer:
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Return the mask without banned tokens, or unchanged if it allows only banned tokens."""
+    """Return the mask without the banned tokens, or unchanged if no allowed token would remain."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

@@ -1,4 +1,4 @@
-"""Transfer of token histories to the rank that samples, so that each token is sent once.
+"""Transfers token histories to the rank that samples, and sends each token only once.
 
 Penalties read the whole history of a request in each of its steps, and a history only grows. Rank 0
 therefore sends only new tokens, and the rank that samples keeps the earlier tokens. Both ranks keep
@@ -17,23 +17,23 @@ from ullage_engine.protocol.step_plan import Chunk
 T = TypeVar("T")
 
 KEPT_PLANS = 64
-"""Number of successive plans without a request after which its history is dropped.
+"""Number of successive plans without a request, after which the request's history is dropped.
 
 A running request is in every plan, or in one of N successive plans if N plans are in flight.
 """
 
 
 class _Recent(Generic[T]):
-    """Values for the requests in the latest plans, by id. Both ranks keep the same requests."""
+    """Values of the requests in the latest plans, by id. Both ranks keep the same requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_plans = 0
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        """Value and latest plan number of each request, the most recently used request last."""
+        """Value and last plan number of each request, with the most recently used request last."""
 
     def begin_plan(self) -> None:
-        """Count a new plan, and drop the requests that none of the latest plans has used."""
+        """Count a new plan, and drop the requests that have not been used in the latest plans."""
         self._num_plans += 1
         while self._kept and next(iter(self._kept.values()))[1] <= self._num_plans - KEPT_PLANS:
             self._kept.popitem(last=False)
@@ -43,27 +43,28 @@ class _Recent(Generic[T]):
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:
-        """Keep a value as the most recently used. If full, drop the least recently used value."""
+        """Store a value as the most recently used. If full, drop the least recently used value."""
         self._kept[request_id] = (value, self._num_plans)
         if len(self._kept) > self._max_requests:
             self._kept.popitem(last=False)
 
 
 class SentHistories:
-    """The record of the history tokens that rank 0 has sent."""
+    """The record of which history tokens rank 0 has sent."""
 
     def __init__(self, max_requests: int) -> None:
         self._recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)
-        """History of each request, and the number of its tokens that have been sent."""
+        """The history of each request, and how many of its tokens have been sent."""
 
     def begin_plan(self) -> None:
-        """Drop requests of old plans. Call this once per plan, before the plan's chunks."""
+        """Drop requests of old plans. Call this once per plan, before its first chunk."""
         self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
         """Return a chunk with only the new tokens of its history.
 
-        If the history is not the same list as in the request's last chunk, all of it is new.
+        If the history is not the same list as in the request's last chunk, the whole history is
+        new.
         """
         history, start = self._recent.pop(chunk.request_id, ([], 0))
         if history is not chunk.history:
@@ -79,14 +80,14 @@ class ReceivedHistories:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Drop the requests that the sender drops. Call this once per plan, before its chunks."""
+        """Drop the same requests as the sender. Call this once per plan, before its first chunk."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
-        """Return a chunk with its whole history. The list is the same in all steps of a request.
+        """Return a chunk with its whole history, in the same list for all steps of a request.
 
         Raises:
-            RuntimeError: earlier tokens of the history are missing here.
+            RuntimeError: earlier tokens of the history have not been received.
         """
         history = self._recent.pop(chunk.request_id, [])
         if chunk.history_start == 0:

@@ -3,7 +3,7 @@
 A worker connects to the server's socket, loads the model, sends Ready, and computes steps while it
 has work. The worker ends after Shutdown, or is killed by the kernel when the server has ended.
 
-exit status: 0 after Shutdown or when the server has ended, 1 an unforeseen error, 2 wrong
+exit status: 0 after Shutdown or when the server has ended, 1 an unexpected error, 2 wrong
 configuration or model, 3 another rank has ended, 5 other processes hold memory that steps need, 6 a
 step or a rank ran out of memory, 7 the start computes other results than a verified start, 8 the
 host had no memory for this process or a rank
@@ -157,10 +157,10 @@ class KvTransfers(Protocol):
     """The loop's interface to transfers of KV to and from tiers outside the device."""
 
     def take_messages(self) -> list[FromKv]:
-        """Return the messages for the server since the last call."""
+        """Return the messages to the server that have been queued since the last call."""
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the server's answer to the oldest offer of KV blocks."""
+        """Process the server's answer to the oldest unanswered offer of KV blocks."""
 
     def on_found(self, answer: KvFound) -> None:
         """Process the server's answer to a query for KV blocks."""
@@ -183,15 +183,15 @@ class LoraAdapters(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """The loop's interface to an engine."""
+    """The loop's interface to an engine that computes requests."""
 
     @property
     def tiers(self) -> KvTransfers | None:
-        """Transfers of KV to and from tiers outside the device. None without tiers."""
+        """Transfers of KV to and from tiers outside the device, or None without tiers."""
 
     @property
     def adapters(self) -> LoraAdapters | None:
-        """LoRA adapters. None if the engine serves no adapters."""
+        """LoRA adapters, or None if the engine serves no adapters."""
 
     @property
     def events(self) -> RequestEvents:
@@ -225,7 +225,7 @@ class WorkerEngine(Protocol):
         """Drop a request. Ignore unknown ids."""
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Make one step run out of memory after `after_steps` more steps."""
+        """Inject a fault: a step runs out of memory after `after_steps` more steps."""
 
     def step(self) -> Sequence[TokenOutput | Embedding]:
         """Compute one step and return its outputs."""
@@ -238,7 +238,7 @@ class WorkerEngine(Protocol):
 
 
 class StartedEngine(Protocol):
-    """A loaded engine and its memory."""
+    """The loop's interface to a loaded engine and its memory."""
 
     @property
     def engine(self) -> WorkerEngine:
@@ -265,11 +265,11 @@ Report = Callable[[Loading], None]
 """Function that reports the progress of a start to the server."""
 
 Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
-"""Function that loads a configuration's model. It also receives the command-line options."""
+"""Function that loads a configuration's model, and also receives the command-line options."""
 
 
 class Worker:
-    """The worker's loop, which serves one server until Shutdown."""
+    """The worker's main loop, which serves one server until Shutdown."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class Worker:
         self._is_changed = False
         self._reported_at = time.monotonic()
         self._log_at = self._reported_at
-        """Time from which prefix cache hits may be logged again."""
+        """Time after which prefix cache hits may be logged again."""
 
     def run(self) -> None:
         """Send Ready, and serve until Shutdown or until the server's process has ended."""
@@ -388,10 +388,11 @@ class Worker:
     def _take_messages(self) -> None:
         """Receive pending messages for at most `DRAIN_S`. Wait only if there is nothing to compute.
 
-        A lone request starts at once. If two or more requests arrive together, more are likely to
-        follow, and one step for all of them is cheaper than several steps. The loop therefore waits
-        for more requests: at most the prefill window, or the shorter decode window while prompts
-        are computed. Decodes never wait. Requests that arrive during a decode join the next step.
+        A lone request starts immediately. If two or more requests arrive together, more are likely
+        to follow, and one step for all of them is cheaper than several steps. The loop therefore
+        waits for more requests: at most the prefill window, or the shorter decode window while
+        prompts are computed. Decodes never wait. Requests that arrive during a decode join the next
+        step.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
@@ -490,7 +491,7 @@ class Worker:
         self._send_failed()
 
     def _until_report(self) -> float:
-        """Return the seconds until the next report of the worker's state is due."""
+        """Return the number of seconds until the next report of the worker's state is due."""
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
         return max(0.0, self._reported_at + interval - time.monotonic())
 
@@ -504,7 +505,7 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Log periodically how large a share of new prompts the prefix cache supplied."""
+        """Log periodically what share of prompt tokens the prefix cache has supplied."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return
@@ -516,7 +517,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the current state with its pressure level, which also sets the batch size."""
+        """Return the current state with its pressure level, and set the batch size accordingly."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -532,7 +533,7 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Return the message without a cancelled request, or no message if no request remains."""
+    """Return the message without a cancelled request, or an empty list if no request remains."""
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
 
@@ -548,7 +549,7 @@ def run(
     Args:
         parser: parser with this kind of worker's options. The function adds the common options.
         start: loads the model.
-        arguments: the command line. None for the command line of this process.
+        arguments: the command line, or None for the command line of this process.
         import_libraries: imports the libraries that `start` needs, so that a standby worker has
             already imported them.
     """

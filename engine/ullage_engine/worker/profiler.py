@@ -25,7 +25,7 @@ from ullage_engine.protocol.worker_state import WorkerState
 log = logging.getLogger("ullage.engine.worker.profiler")
 
 MAX_GROWTH_BYTES = 64 << 20
-"""Growth of the process's memory at which a recording ends: about 300,000 events.
+"""Memory growth of the process, in bytes, at which a recording ends: about 300,000 events.
 
 Events take ten times as much memory until they are written. A step of 30 layers has about 4,000
 events.
@@ -33,24 +33,24 @@ events.
 
 
 class _Recorder(Protocol):
-    """A recorder of steps, which starts recording when it is created."""
+    """The interface of recorders, which start to record steps when they are created."""
 
     @property
     def is_full(self) -> bool:
         """Whether the recording must end, because its events have reached the memory limit."""
 
     def on_state(self, state: WorkerState) -> None:
-        """Record a report of memory and load."""
+        """Record a report of the worker's memory and load."""
 
     def stop(self) -> None:
         """End the recording."""
 
     def write(self, path: Path) -> None:
-        """Write the recording to a file. May be called in any thread."""
+        """Write the recording to a file. Any thread may call this method."""
 
 
 class _Operations:
-    """A recorder of torch's operations, on the CPU and on the worker's device.
+    """Records torch's operations on the CPU and on the worker's device.
 
     Shapes and stacks are not recorded, because they would cause most of the cost.
     """
@@ -95,7 +95,7 @@ class _Operations:
 
 
 class _Batches:
-    """A recorder of batches, which records the requests in each step."""
+    """Records batches: which requests each step computes."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
@@ -130,7 +130,7 @@ class Profile:
         Args:
             start: kind, length and file of the profile.
             events: events of the worker's requests.
-            num_steps: the number of steps that the worker has computed so far.
+            num_steps: number of steps that the worker has computed so far.
         """
         self._start = start
         self._first_step = num_steps
@@ -143,16 +143,16 @@ class Profile:
         )
 
     def on_state(self, state: WorkerState) -> None:
-        """Record a report of memory and load."""
+        """Record a report of the worker's memory and load."""
         if self._writing is None:
             self._recorder.on_state(state)
 
     def stop_soon(self) -> None:
-        """End the recording at the next call of `advance`."""
+        """End the recording the next time that `advance` is called."""
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """End the recording when it is complete, and return the answer once the file is written."""
+        """End the recording if it is complete. Return the answer after the file is written."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:
@@ -169,7 +169,7 @@ class Profile:
         return ProfileDone(num_steps=self._num_steps, error=self._error)
 
     def stop(self) -> None:
-        """End the recording, and start writing the file."""
+        """End the recording, and start writing it to the file."""
         if self._writing is not None:
             return
         self._recorder.stop()

@@ -75,15 +75,15 @@ from ullage_kv import Arena, namespace
 log = logging.getLogger("ullage.engine.worker")
 
 _STAGING_BYTES = 16 << 20
-"""Bytes for messages, token lists and queues, whose sizes vary with the requests."""
+"""Bytes reserved for messages, token lists and queues, whose sizes vary with the requests."""
 
 # How many prompt tokens a step computes.
 _PREFILL_CHUNK_TOKENS = 512
-"""Maximum prompt tokens per step if the configuration sets no limit."""
+"""Maximum number of prompt tokens per step, if the configuration sets no limit."""
 _LEAST_CHUNK_TOKENS = 128
-"""Minimum for the measured limit of prompt tokens. Matmuls with fewer rows are slower."""
+"""Minimum of the measured limit on prompt tokens. Matmuls with fewer rows are less efficient."""
 _CHUNK_UNIT = 64
-"""The measured limit of prompt tokens is a multiple of this number."""
+"""Unit of the measured limit on prompt tokens, which is a multiple of this number."""
 _PREFILL_S = 0.5
 """Seconds that a step with a prompt's first tokens may take while decodes wait for the step.
 
@@ -94,20 +94,20 @@ _DEADLINE_SHARE = 0.25
 
 # How the cost of context is measured.
 _DEEP_TOKENS = 64
-"""Number of prompt tokens that are timed at a prompt's beginning and after a long context."""
+"""Number of prompt tokens whose computation is timed, with and without a long context."""
 _DEEP_CONTEXT = 4096
-"""Number of tokens in the long context, or fewer if the longest sequence is shorter."""
+"""Number of tokens in the long context, unless the longest sequence is shorter."""
 _SHALLOW_CONTEXT = 256
-"""Number of context tokens that take too little time to read to be measured."""
+"""Number of context tokens below which reading them takes too little time to be measured."""
 
 # How much context the decodes of a step read.
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may spend reading KV while a new prompt waits."""
 _ANY_CONTEXT = 1 << 40
-"""Number of context tokens that no step reaches, which means that there is no limit."""
+"""Number of context tokens that no step reaches, which stands for the absence of a limit."""
 
 _TRANSFER_TIMEOUT_S = 60.0
-"""Minimum timeout in seconds of a transfer between ranks. The server notices a failure sooner."""
+"""Minimum timeout in seconds for transfers between ranks. The server notices failures sooner."""
 
 _COMPUTING_ROOMS = (
     "kernels",
@@ -122,9 +122,9 @@ _COMPUTING_ROOMS = (
 
 
 def chunk_tokens(token_s: float, most: int) -> int:
-    """Return how many prompt tokens a step can compute in the time that decodes should wait.
+    """Return how many prompt tokens a step can compute in the time that decodes may wait.
 
-    The number is never so small that matmuls become slower, unless `most` is that small.
+    The number is never so small that matmuls become inefficient, unless `most` is that small.
 
     Args:
         token_s: seconds per token at a prompt's beginning. Later tokens take longer.
@@ -144,9 +144,9 @@ def measured_cost(
         context_s: additional seconds for each context token that a token attends to.
         tokens: number of prompt tokens in a step at a prompt's beginning.
         deadline_s: seconds after which a worker that has not finished its step counts as hung.
-        is_free: whether a step deep in a prompt computes fewer tokens as soon as decodes would wait
-            longer for this step than for a step at the beginning. If false, only the deadline makes
-            a step compute fewer tokens.
+        is_free: whether steps deep in a prompt compute fewer tokens, so that decodes wait no longer
+            for them than for steps at the beginning. If false, only the deadline reduces the number
+            of tokens.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -194,17 +194,17 @@ class RankStartup:
         self._workspace: Workspace | None = None
 
         self.swap_bytes_per_second = 0.0
-        """Bandwidth of all ranks to host memory, measured by this rank. 0 without host KV."""
+        """Bandwidth of all ranks to host memory, as measured by this rank, or 0 without host KV."""
         self.decode_tokens = _ANY_CONTEXT
-        """Context tokens that the decodes of one step may read, as measured by `finalize`."""
+        """Number of context tokens that one step's decodes may read, as measured by `finalize`."""
         self.prompt_tokens = 0
-        """Maximum prompt tokens per step, as measured by `finalize` or as configured."""
+        """Maximum number of prompt tokens per step, as measured by `finalize` or as configured."""
         self.prompt_cost = PromptCost()
-        """Cost of prompt tokens by position, measured by `finalize`."""
+        """Cost of prompt tokens by position, as measured by `finalize`."""
         self.longest_step_s = 0.0
-        """Duration of the longest step in seconds, measured by `finalize`."""
+        """Duration of the longest step in seconds, as measured by `finalize`."""
         self.proof: Proof | None = None
-        """Digests of this rank's tensors and logits, set by `finalize`."""
+        """Digests of this rank's tensors and logits, as computed by `finalize`."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -214,7 +214,7 @@ class RankStartup:
 
     @property
     def weights_key(self) -> str:
-        """The key that identifies the prepared weights, the same for all ranks of a group."""
+        """The key of the prepared weights, which is equal for all ranks of a group."""
         assert self._loaded is not None, "load comes first"
         return self._loaded.key
 
@@ -275,7 +275,7 @@ class RankStartup:
         )
 
     def _decode_batches(self) -> int:
-        """Return how many batches of decodes are in flight at once, at most one per stage."""
+        """Return how many batches of decodes are in flight concurrently, at most one per stage."""
         own = 1 if self.device.type == "cpu" else self.layout.pipeline
         return min(self.config.parallelism.decode_batches or own, self.layout.pipeline)
 
@@ -299,20 +299,20 @@ class RankStartup:
     def window_tokens(self) -> int:
         """Length of the sliding windows whose layers have separate KV blocks, in tokens.
 
-        0 if no sequence is longer than a window and a prompt chunk. No layer then has separate
-        blocks.
+        The length is 0 if no sequence is longer than a window and a prompt chunk. In this case, no
+        layer has separate blocks.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes of one stored element of KV, from which every size of KV is computed."""
+        """Bytes per stored KV element, from which all KV sizes are computed."""
         return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
 
     @cached_property
     def library_refusal(self) -> str:
-        """The reason why the C++ library does not compute whole steps. Empty if it does."""
+        """The reason why the C++ library does not compute whole steps, or empty if it does."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -327,7 +327,7 @@ class RankStartup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block on all ranks together."""
+        """Bytes per KV block, summed over all ranks."""
         per_token = group_kv_bytes(
             self.model_config, self.layout, self.kv_itemsize, windowed=self.window_tokens > 0
         )
@@ -358,7 +358,7 @@ class RankStartup:
         here.
 
         Args:
-            store: file through which the ranks find each other. None for a single rank.
+            store: file through which the ranks find each other, or None for a single rank.
         """
         assert self._loaded is not None, "load comes first"
         pipeline_rank = self._join_group(store)
@@ -449,7 +449,7 @@ class RankStartup:
         self._check_prices(size)
 
     def finalize(self, *, verifies: bool = False) -> None:
-        """Run the largest steps on the whole pool, prove the rank's arithmetic, close the ledger.
+        """Run the largest steps on the KV pool, prove the rank's arithmetic, and close the ledger.
 
         The pool may occupy memory that the first warm-up used for temporary tensors. The steps
         allocate these again, so that the first requests do not wait for the allocation.
@@ -497,7 +497,7 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
-        """Measure the cost of prompt tokens, and decide how many a step computes by position."""
+        """Measure the cost of prompt tokens, and derive how many of them a step may compute."""
         most = self.limits.prompt_tokens
         measured = min(_LEAST_CHUNK_TOKENS, most)
         token_s = self.runner.measure_prompt_seconds(measured) / measured
@@ -558,7 +558,7 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Return the object that cuts this rank's part out of the whole model."""
+        """Return an object that extracts this rank's part of the model."""
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -595,7 +595,7 @@ class RankStartup:
         return pipeline_rank
 
     def _log_decoder(self) -> None:
-        """Log whether the C++ library or torch computes steps on a CPU, and why if it is torch."""
+        """Log whether the C++ library or torch computes steps on a CPU, and why if torch does."""
         if self.rank or self.device.type != "cpu":
             return
 
@@ -610,7 +610,7 @@ class RankStartup:
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
 
     def _fitting_blocks(self) -> int:
-        """Count the KV blocks that fit.
+        """Count the KV blocks that fit into the memory of this rank's device.
 
         A rank whose layers keep no KV does not limit the other ranks.
         """
@@ -644,10 +644,10 @@ class RankStartup:
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
 
     def _host_kv_bytes(self) -> int:
-        """Return the bytes that host KV slots take on the device.
+        """Return how many bytes of the device's memory the host KV slots take.
 
-        On a CPU the device is the host, and the bytes are this rank's share of all slots. On a GPU
-        they are the two staging blocks through which slots are copied.
+        On a CPU, the device is the host, and the bytes are this rank's share of all slots. On a
+        GPU, the bytes are the two staging blocks through which slots are copied.
         """
         if self.device.type == "cpu":
             return self.runner.kv_block_bytes * self.num_host_slots
@@ -655,7 +655,7 @@ class RankStartup:
         return self.runner.kv_block_bytes * 2 * bool(is_staged)
 
     def _shared_slots(self) -> torch.Tensor | None:
-        """Return this rank's part of the host tier's slots [slots, bytes], if there is a host tier.
+        """Return this rank's part of the host tier as [slots, bytes], or None without a host tier.
 
         A slot holds the parts of all ranks, one after the other.
         """
@@ -676,14 +676,14 @@ class RankStartup:
         return slots[:, start : start + self._part_bytes(self.rank)]
 
     def _part_bytes(self, rank: int) -> int:
-        """Return the bytes of one rank's part of a KV block."""
+        """Return the size of one rank's part of a KV block, in bytes."""
         limits = self.step_limits
         own = rank_model_config(self.model_config, self.layout, rank)
         return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Everything on which the exact answers depend, the same after every restart."""
+        """Everything that determines the exact answers, which is the same after every restart."""
         assert self._loaded is not None, "load comes first"
         layout = self.layout
         encodings = self._loaded.encodings.values()
@@ -722,7 +722,8 @@ class RankStartup:
     def kv_space(self) -> bytes:
         """Namespace of this group's KV outside the device.
 
-        Empty without a host tier, without a prefix cache, or if the host tier holds no block.
+        The namespace is empty if there is no host tier or no prefix cache, or if the host tier has
+        no room for a block.
         """
         if self._host_tier is None or self._host_tier.num_bytes < self.block_bytes:
             return b""
@@ -743,7 +744,7 @@ class RankStartup:
     def proof_tolerance(self) -> float:
         """Maximum difference of logits between two starts, as a fraction of the logits' spread.
 
-        0 if the logits must be equal.
+        The tolerance is 0 if the logits must be equal.
         """
         is_deterministic = not self.library_refusal or self.step_limits.deterministic
         is_exact = is_deterministic and self.device.type == "cpu"
@@ -751,7 +752,7 @@ class RankStartup:
 
     @cached_property
     def proof_file(self) -> ProofFile:
-        """The file with the proofs of all ranks, known once the KV pool is allocated.
+        """The file with the proofs of all ranks, which is known after the KV pool is allocated.
 
         The file depends on all facts that may change the bits of a proof.
         """
@@ -780,7 +781,7 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Check the allocated bytes against the formulas that admission and the router use."""
+        """Check the allocated bytes against the cost formulas of admission and the router."""
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
             # Parts of a mapped file count with their own bytes, not with those of the whole file.
@@ -800,7 +801,7 @@ class RankStartup:
             raise WorkerStartError(error)
 
     def _settle_workspace(self) -> None:
-        """Record the number of bytes that the workspace finally holds.
+        """Record the final size of the workspace in bytes.
 
         The KV pool may have taken freed parts of the workspace. Bytes beyond the workspace, for
         example the pool's bookkeeping, count as staging.
@@ -827,7 +828,7 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
 
     Args:
         ledger: the ledger of the device.
-        limit: maximum bytes of the blocks. None for the remaining bytes of the ledger.
+        limit: maximum bytes of the blocks, or None for the remaining bytes of the ledger.
         block_bytes: bytes per block on this device.
         chunk_blocks: number of blocks of the largest prompt chunk.
 
@@ -871,5 +872,5 @@ def read_layout(config: EngineConfig) -> RankLayout:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of tensors, each rounded up to whole pages as in the prepared file."""
+    """Return the total bytes of tensors, with each tensor rounded up to whole pages."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

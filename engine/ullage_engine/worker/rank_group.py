@@ -1,14 +1,15 @@
 """Rank 0's side of a group of ranks: the processes, the messages, and a runner for the group.
 
-Messages are msgpack over one ZeroMQ pair per rank. At startup, ranks answer each of the commands
-`Join`, `WarmUp`, `Allocate` and `Finalize` with `Done` or `Failed`. Rank 0 sends a command only
-after all ranks have answered the previous command. Ranks also answer once when they have loaded.
-Ranks wait for each other's part of a computation only in `WarmUp` and `Finalize`, so every other
-failure occurs in `Join` or `Allocate`. While serving, the rank that samples answers `Execute`, and
-all ranks answer `Sync`. A rank that fails while serving ends, and so does the group. `Loading` may
-arrive at any time.
+Messages are encoded as msgpack and sent over one ZeroMQ pair per rank. At startup, ranks answer
+each of the commands `Join`, `WarmUp`, `Allocate` and `Finalize` with `Done` or `Failed`. Rank 0
+sends a command only after all ranks have answered the previous command. Ranks also answer once when
+they have loaded. Ranks wait for each other's part of a computation only in `WarmUp` and `Finalize`,
+so every other failure occurs in `Join` or `Allocate`. While serving, the rank that samples answers
+`Execute`, and all ranks answer `Sync`. A rank that fails while serving ends, and so does the group.
+`Loading` may arrive at any time.
 
-If one process of the group ends, all end. A thread per process waits for the process to end.
+If one process of the group ends, all other processes end, too. One thread per process waits for
+this.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ log = logging.getLogger("ullage.engine.group")
 CANNOT_SERVE = 2
 """Exit status of a rank that has reported why it cannot serve."""
 START_FAILED = 4
-"""Exit status of a rank that has reported an unforeseen error during its start."""
+"""Exit status of a rank that has reported an unexpected error during its start."""
 
 _POLL_MS = 100
 """Milliseconds between checks of whether a silent rank is alive."""
@@ -57,10 +58,10 @@ _STOP_GRACE_S = 3.0
 """Seconds within which ranks must end after `Stop`."""
 
 RankCommandLine = Callable[[int, str], Sequence[str]]
-"""Function that returns the command line of a rank's process, given the rank and an endpoint."""
+"""Function that returns the command line for a rank's process, given the rank and an endpoint."""
 
 Report = Callable[[Loading], None]
-"""Callback for every stage of a rank's loading."""
+"""Callback that receives the progress of a rank's loading."""
 
 
 class GroupMessage(msgspec.Struct, frozen=True, tag=True):
@@ -71,24 +72,24 @@ class GroupMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(GroupMessage, frozen=True):
-    """Command: join the other ranks, and allocate the arenas and other memory for the warm-up."""
+    """Command to join the other ranks, and to allocate arenas and the memory for the warm-up."""
 
     store: str
     """Path of the file through which ranks find each other. The file does not exist yet."""
 
 
 class WarmUp(GroupMessage, frozen=True):
-    """Command: run the largest steps together, and report how many KV blocks still fit."""
+    """Command to run the largest steps together, and to report how many KV blocks still fit."""
 
 
 class Allocate(GroupMessage, frozen=True):
-    """Command: allocate the KV pool, with as many blocks as fit on every rank."""
+    """Command to allocate the KV pool, with as many blocks as fit on every rank."""
 
     num_blocks: int
 
 
 class Finalize(GroupMessage, frozen=True):
-    """Command: run the largest steps on the KV pool, and prove the rank's arithmetic.
+    """Command to run the largest steps on the KV pool, and to prove the rank's arithmetic.
 
     The answer contains the proof and the ledger.
     """
@@ -98,30 +99,30 @@ class Finalize(GroupMessage, frozen=True):
 
 
 class Execute(GroupMessage, frozen=True):
-    """Command: compute a step."""
+    """Command to compute a step."""
 
     plan: StepPlan
 
 
 class Move(GroupMessage, frozen=True):
-    """Command: copy blocks."""
+    """Command to copy KV blocks."""
 
     moves: Moves
 
 
 class Sync(GroupMessage, frozen=True):
-    """Command: answer once all earlier commands are done."""
+    """Command to answer once all earlier commands are done."""
 
 
 class Stop(GroupMessage, frozen=True):
-    """Command: exit with status 0."""
+    """Command to exit with status 0."""
 
 
 # others → rank 0 ---------------------------------------------------------------------------------
 
 
 class Done(GroupMessage, frozen=True, kw_only=True):
-    """Answer: the rank has executed the command."""
+    """Answer that the rank has executed the command."""
 
     weights_key: str = ""
     """Key of the prepared weights, after loading."""
@@ -136,18 +137,18 @@ class Done(GroupMessage, frozen=True, kw_only=True):
 
 
 class Failed(GroupMessage, frozen=True):
-    """Answer: the rank cannot serve."""
+    """Answer that the rank cannot serve."""
 
     error: str
-    """Error message of one line, which names the configuration field or the file."""
+    """One-line error message that names the configuration field or the file."""
     may_retry: bool = False
-    """Whether another start may succeed, because the error was unforeseen."""
+    """Whether another start may succeed, because the error was unexpected."""
     is_unproven: bool = False
     """Whether the rank's results differ from those of an earlier start."""
 
 
 class Sampled(GroupMessage, frozen=True):
-    """Answer: the sampled tokens of a step."""
+    """Answer with the sampled tokens of a step."""
 
     tokens: list[SampledToken]
 
@@ -165,7 +166,7 @@ def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
 
     Args:
         plan: plan of rank 0.
-        sent: histories that the rank already has. None if the rank does not sample.
+        sent: histories that the rank already has, or None if the rank does not sample.
     """
     if sent is not None:
         sent.begin_plan()
@@ -179,15 +180,16 @@ def _as_read(chunk: Chunk, sent: SentHistories | None) -> Chunk:
 
 
 def reads_history(chunk: Chunk) -> bool:
-    """Return whether the chunk's next token depends on its history."""
+    """Return whether the chunk's next token depends on the history of its request."""
     return chunk.sampling is not None and chunk.sampling.is_penalised
 
 
 class RankProcesses:
     """The processes of ranks 1 to n - 1.
 
-    When one of these processes dies, this process ends at once. Otherwise a collective operation
-    would wait for the dead rank until a timeout. The supervisor restarts the whole group anyway.
+    When one of these processes dies, this process ends immediately. Otherwise a collective
+    operation would wait for the dead rank until a timeout. The supervisor restarts the whole group
+    anyway.
     """
 
     def __init__(
@@ -200,9 +202,9 @@ class RankProcesses:
 
         Args:
             world: number of ranks.
-            endpoint_base: path of the sockets, without the rank at the end.
-            command: returns the command line of each rank.
-            report: called with the loading progress of ranks while waiting for their answers.
+            endpoint_base: path prefix of the sockets, to which each rank's number is appended.
+            command: returns the command line for a rank.
+            report: called with the ranks' loading progress while waiting for their answers.
         """
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -250,7 +252,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report in time, or None. Drop all other answers."""
+        """Return the error that ranks report before the timeout, or None. Drop other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
 
@@ -280,7 +282,7 @@ class RankProcesses:
         return answer
 
     def resident_bytes(self) -> int:
-        """Return the resident memory of all these processes, in bytes."""
+        """Return the resident memory of all ranks' processes except rank 0, in bytes."""
         total = 0
         for process in self._popens.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -288,7 +290,7 @@ class RankProcesses:
         return total
 
     def stop(self) -> None:
-        """Ask the processes to end, and kill those that still run after a grace period."""
+        """Ask the processes to end, and kill processes that still run after a grace period."""
         self._is_stopping.set()
         encoded = self._encoder.encode(Stop())
         for link in self._links.values():
@@ -304,7 +306,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes at once, because a rank that is still loading receives no commands."""
+        """Kill the processes immediately, because ranks that are still loading read no commands."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()
@@ -354,8 +356,8 @@ class RankProcesses:
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
     """Combine the errors that ranks have reported into one error.
 
-    If another start would not fix an error, that error has caused the unforeseen errors. Therefore
-    only that error is returned.
+    An error that another start would not fix is taken as the cause of all unexpected errors. In
+    that case, only this error is returned.
     """
     for rank, each in failed.items():
         if not each.may_retry:

@@ -2,10 +2,10 @@
 
 The rank loads its part of the model, answers each startup command, and then computes its part of
 every step. The rank ends when rank 0 ends, and is killed by the kernel if necessary. An error while
-serving ends the rank, and thereby the group.
+serving ends the rank, and so the whole group.
 
 exit status: 0 after Stop, 2 the rank has reported to rank 0 why it cannot serve, 4 the rank has
-reported an unforeseen error during its start, 6 the rank ran out of memory while serving, 8 the
+reported an unexpected error during its start, 6 the rank ran out of memory while serving, 8 the
 host had no memory for the rank apart from the memory that is set aside for steps
 """
 
@@ -90,12 +90,12 @@ class Rank0Link:
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
-        """Close the socket, after which the last messages are still sent."""
+        """Close the socket. The last messages are still sent after this."""
         self._socket.close()
 
 
 class Reporter:
-    """Reports this rank's loading to rank 0: at each stage, at its end, and once a second."""
+    """Reports this rank's loading to rank 0: when a stage begins or ends, and once a second."""
 
     def __init__(self, rank: int, link: Rank0Link) -> None:
         self._rank = rank
@@ -114,7 +114,7 @@ class Reporter:
 
 
 def prepare(rank: RankStartup, link: Rank0Link) -> None:
-    """Load this rank's part, and execute the startup commands until `Finalize`.
+    """Load this rank's part of the model, and execute the startup commands until `Finalize`.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: the rank cannot serve.
@@ -144,7 +144,7 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
 
 
 def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: int) -> None:
-    """Compute this rank's part of every step until `Stop`."""
+    """Compute this rank's part of every step until `Stop` arrives."""
     received = ReceivedHistories(max_sequences)
 
     while True:

@@ -50,7 +50,7 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.worker")
 
 _FAILURE_GRACE_S = 2.0
-"""Seconds to wait after an error on rank 0 for another rank to report the cause."""
+"""Seconds to wait for another rank to report the cause, after an error on rank 0."""
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
 """Function that returns a rank's command line, given its number, endpoint and CPU budget."""
@@ -64,14 +64,15 @@ class Started:
     ledger: Ledger
     """Memory reservations of all ranks together."""
     used_bytes: Callable[[], int]
-    """Function that returns the bytes of memory in use, at most a second old.
+    """Function that returns the number of bytes in use, as measured at most a second ago.
 
     These are the resident bytes of all ranks, or the bytes of rank 0 on its CUDA device.
     """
     swap_seconds: Callable[[], float]
-    """Function that returns rank 0's seconds spent on copies of KV to host memory and back."""
+    """Function that returns how many seconds rank 0 has spent on KV copies to and from host
+    memory."""
     swap_bytes_per_second: float
-    """Bandwidth to host memory, measured at startup. 0 without host memory for KV."""
+    """Bandwidth to host memory, measured at startup, or 0 without host memory for KV."""
     free_memory: FreeMemoryMonitor
     """Monitor of the memory that other processes take on rank 0's device."""
     stop_ranks: Callable[[], None]
@@ -87,7 +88,7 @@ class Started:
     fingerprint: Fingerprint
     """Fingerprint of everything on which the exact bits of the engine's answers depend."""
     kv_space: bytes
-    """Namespace of KV blocks in tiers outside the device. Empty without tiers."""
+    """Namespace of KV blocks in tiers outside the device, or empty without tiers."""
     longest_step_s: float
     """Duration of the longest step in seconds, measured at startup."""
 
@@ -161,7 +162,7 @@ def start(
         report: called with the progress of the start.
         group_path: prefix of the paths of the other ranks' sockets.
         rank_command: returns the command lines of the other ranks.
-        host_tier: memory of the host tier. None without a host tier.
+        host_tier: memory of the host tier, or None without a host tier.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
@@ -216,7 +217,7 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Start all ranks phase by phase. All ranks finish a phase before any begins the next."""
+    """Start all ranks phase by phase. All ranks finish a phase before any rank begins the next."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
         # The source may have changed meanwhile. The next start maps one file for all ranks.
@@ -355,7 +356,7 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Return the sums of all ranks' reservations by name. Every rank is within its own budget."""
+    """Return the total of all ranks' reservations by name. Every rank stays within its budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
