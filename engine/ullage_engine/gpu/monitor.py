@@ -1,4 +1,4 @@
-"""Monitors the engine's GPUs, for metrics and for a smaller batch while GPUs are throttled.
+"""Monitors the engine's GPUs to export metrics and to reduce the batch during throttling.
 
 A thread queries the driver about once per second. No other thread waits for this thread. If a call
 does not return, the event loop continues, logs the hang, and exports no stale gauges.
@@ -26,13 +26,13 @@ class MonitorTimes:
 
     interval_s: float = 1.0
     links_every_s: float = 10.0
-    """Interval of samples with NVLinks. Their counters take one call per link and kind."""
+    """Interval of samples that include NVLink counters, which take one call per link and kind."""
     silent_s: float = 10.0
     """Seconds without a response after which the driver is considered hung."""
 
 
 class GpuMonitor:
-    """The monitor of one engine's GPUs on one node. Use it in the event loop that started it.
+    """The monitor of one engine's GPUs on one node, used in the event loop that started it.
 
     Args:
         num_gpus: number of GPUs that the engine uses on this node.
@@ -56,24 +56,24 @@ class GpuMonitor:
         self._sampled_at = time.monotonic()
         self._silence: asyncio.TimerHandle | None = None
         self.is_silent = False
-        """Whether the driver hangs."""
+        """Whether the driver hangs, because it has not responded for `silent_s` seconds."""
         self._failures: set[tuple[str, str]] = set()
-        """Failures that have been logged, by GPU index and error."""
+        """Failures that have already been logged, as pairs of GPU index and error."""
         self._stopping = threading.Event()
         self.samples: Sequence[GpuSample] = ()
         """The latest samples. Empty before the first samples and while the driver hangs."""
         self.xid_errors: Counter[tuple[str, str, int]] = Counter()
-        """Xid errors since the start, by GPU index, GPU UUID and error code."""
+        """Number of Xid errors since startup, by GPU index, GPU UUID and error code."""
 
     def start(self) -> None:
-        """Start to query the driver."""
+        """Start the thread that queries the driver."""
         self._loop = asyncio.get_running_loop()
         self._await_answer()
         # A daemon thread, since the process may end while a call hangs.
         threading.Thread(target=self._ask_driver, name="nvml", daemon=True).start()
 
     def close(self) -> None:
-        """Let the thread end, without waiting for it."""
+        """Tell the thread to end, without waiting for it."""
         self._stopping.set()
         if self._silence is not None:
             self._silence.cancel()
@@ -115,7 +115,7 @@ class GpuMonitor:
         """Receive Xid errors until the next sample is due.
 
         Returns:
-            The stream, or None if the stream has ended.
+            The stream of Xid errors, or None if it has ended.
         """
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:
@@ -183,7 +183,7 @@ class GpuMonitor:
             self._judge(samples, elapsed_s)
 
     def _log_failures(self, samples: Iterable[GpuSample]) -> None:
-        """Log each kind of failure of a GPU once."""
+        """Log each kind of failure once per GPU."""
         for sample in samples:
             for error in sample.failed_calls:
                 if (sample.index, error) not in self._failures:

@@ -1,9 +1,9 @@
 """GPU metrics from NVIDIA's driver, through NVML (the package nvidia-ml-py).
 
-Every call may fail separately. A metric is None if the GPU, the MIG instance, the driver or the
-container does not provide it. After any other failure, the metric is also None, and the failure is
-counted. A call to a hung driver does not return, so make all calls from one thread that no other
-thread waits for.
+Any call may fail independently of other calls. A metric is None if the GPU, the MIG instance, the
+driver or the container does not provide it. After any other failure, the metric is also None, and
+the failure is counted. A call to a hung driver does not return, so make all calls from one thread
+that no other thread waits for.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 
 
 class NvmlUnavailableError(Exception):
-    """There is no driver, or no GPU that this engine may use. The message is one line."""
+    """The driver is missing, or no GPU is available to this engine. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class GpuSample:
     memory_utilization_ratio: float | None
     """Share of the last sample period in which memory was read or written, 0 to 1."""
     throttle_reasons: frozenset[str] | None
-    """The active reasons of `THROTTLE_REASONS`."""
+    """Throttle reasons that are active, with the names from `THROTTLE_REASONS`."""
     ecc_uncorrected_errors: float | None
-    """Errors since the driver was loaded."""
+    """Number of uncorrected ECC errors since the driver was loaded."""
     remapped_rows: Mapping[str, int]
     """Number of remapped memory rows, by cause: corrected or uncorrected errors."""
     row_remap_pending: float | None
@@ -67,14 +67,14 @@ class GpuSample:
     """Number of errors on all links together, by kind."""
     pcie_replays: float | None
     failed_calls: Mapping[str, int]
-    """Number of failed calls so far, by error."""
+    """Number of failed NVML calls so far, by error."""
 
 
 class Nvml:
-    """The opened library.
+    """The initialised NVML library.
 
     Raises:
-        NvmlUnavailableError: there is no driver, or no bindings.
+        NvmlUnavailableError: the driver or its Python bindings are missing.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,8 @@ class Nvml:
         """Return the result of the first function that exists, or None if the function fails.
 
         Args:
-            errors: counter of failures. Metrics that are not provided are not counted.
+            errors: counter of failures. A metric that the driver does not provide is not counted as
+                a failure.
             names: a function's name, and its names in older bindings or drivers.
             arguments: arguments of the function.
         """
@@ -123,8 +124,8 @@ class Nvml:
     def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
         """Return the first `limit` GPUs that CUDA sees in an environment.
 
-        By default CUDA numbers GPUs by speed, and NVML by their bus. Both orders are the same on
-        nodes of equal GPUs.
+        By default, CUDA numbers GPUs by speed, and NVML numbers them by bus. If all GPUs of a node
+        are of the same model, both orders are the same.
 
         Raises:
             NvmlUnavailableError: there is no such GPU.
@@ -175,7 +176,7 @@ class Gpu:
     """One GPU or MIG instance. All metrics except memory are those of the whole GPU."""
 
     def __init__(self, nvml: Nvml, handle: Any, number: int) -> None:
-        """Query the identity of a GPU. Its index is `number` if the driver provides no index."""
+        """Query the GPU's index and UUID. If the driver provides no index, use `number`."""
         self._nvml = nvml
         self._handle = handle
         self._failed: Counter[str] = Counter()
@@ -191,7 +192,7 @@ class Gpu:
 
     @property
     def address(self) -> int | None:
-        """The driver's identity of the whole GPU, which events also carry."""
+        """The driver's identifier of the whole GPU, which Xid events also contain."""
         return _address(self._whole)
 
     def sample(self, *, with_links: bool) -> GpuSample:
@@ -338,7 +339,7 @@ class XidEvents:
         """Wait for the next Xid error. Return None after a timeout.
 
         Raises:
-            NvmlUnavailableError: no more errors will come.
+            NvmlUnavailableError: the driver reports no more errors.
         """
         module = self._module
         try:

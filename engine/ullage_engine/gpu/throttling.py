@@ -1,4 +1,4 @@
-"""Boost off: pure functions that choose a smaller batch while GPUs are throttled.
+"""Pure functions that reduce the batch while GPUs are throttled (boost off).
 
 The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
 power, so that the clocks recover.
@@ -10,32 +10,33 @@ from dataclasses import dataclass, replace
 from ullage_common.config.engine import ThrottlingSection
 
 MAX_GAP_S = 2.0
-"""Maximum seconds that count between two samples, because the state between samples is unknown."""
+"""Maximum number of seconds that are counted between two samples, because the state of a GPU
+between samples is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostState:
-    """The decisions so far."""
+    """The current batch share, and the measurements for its next change."""
 
     batch_share: float = 1.0
-    """Share of the largest batch that may run. If it is below 1, boost is off."""
+    """Fraction of the largest batch that may run. Boost is off if this fraction is below 1."""
     reasons: frozenset[str] = frozenset()
     """Reasons why the share has been reduced since it was 1."""
     throttled_s: float = 0.0
-    """Seconds with throttling minus seconds without throttling since the last step, at least 0."""
+    """Seconds with throttling minus seconds without, at least 0, since the share last changed."""
     clear_s: float = 0.0
-    """Seconds without throttling until now, since the last step."""
+    """Seconds since GPUs were last throttled or the share last changed."""
 
     @property
     def is_off(self) -> bool:
-        """Whether boost is off."""
+        """Whether boost is off, so that only a fraction of the largest batch may run."""
         return self.batch_share < 1.0
 
 
 def counted_reasons(
     section: ThrottlingSection, gpus: Iterable[frozenset[str] | None]
 ) -> frozenset[str] | None:
-    """Return the throttle reasons of all GPUs together, because the slowest GPU sets the pace.
+    """Return the union of the GPUs' throttle reasons, because the slowest GPU sets the pace.
 
     Return None if the driver provides no reasons.
     """
@@ -54,12 +55,13 @@ def advance(
 ) -> BoostState:
     """Return the state after a sample.
 
-    Intermittent throttling adds up while it lasts more than half of the time. The batch grows again
-    after a time without throttling. The state stays as it is while the reasons are unknown.
+    Intermittent throttling adds up if GPUs are throttled for more than half of the time. The batch
+    grows again after a time without throttling. The state stays as it is while the reasons are
+    unknown.
 
     Args:
         section: the configured rules.
-        state: the state before.
+        state: the state before the sample.
         reasons: the current reasons, from `counted_reasons`.
         elapsed_s: seconds since the last sample.
     """

@@ -1,13 +1,13 @@
-"""The sizes of a step's buffers, as pure arithmetic: shape buckets and the layout of the arena.
+"""Computes the buffer sizes of a step: shape buckets and the memory layout of the arena.
 
 oneDNN prepares a kernel for every new shape of a matrix product. That takes about a millisecond and
-0.6 MB, and oneDNN caches the latest hundred (`ullage_engine.server.worker_env`). Sizes are rounded
-up to buckets, so that this cache seldom misses.
+0.6 MB, and oneDNN caches only the 100 most recent kernels (`ullage_engine.server.worker_env`).
+Sizes are rounded up to buckets, so that this cache seldom misses.
 
 The ledger reserves the arena's bytes and the runner allocates them, so both follow one layout.
 Buffers that are never in use at the same time share memory: the buffers of attention, of the MLP
-and of the experts overlap. Two other kinds of buffers have bounded sizes. A mixture-of-experts
-layer processes a long step in slices. Decode attention divides the context into splits (split-KV).
+and of the experts overlap. Two rules bound the sizes of other buffers: a mixture-of-experts layer
+processes a long step in slices, and decode attention divides the context into splits (split-KV).
 The partial result of a split is one float32 vector per head and the logarithm of the softmax sum.
 """
 
@@ -21,7 +21,7 @@ from ullage_engine.quantization.formats import TILE_GROUPS
 MAX_TILE_ROWS = 128
 """Maximum number of prompt tokens whose scores are computed at once.
 
-Of the values from 32 to 256, this one was the fastest."""
+Of the values from 32 to 256, this value was the fastest."""
 
 MIN_TILE_ROWS = 32
 
@@ -31,14 +31,15 @@ SCORE_TOKENS = 1 << 19
 MIN_BLOCKS = 8
 
 MAX_ROW_WASTE = 0.25
-"""Largest fraction of padding rows that is accepted to save one decode group."""
+"""Maximum fraction of padding rows that is accepted in order to avoid one more decode group."""
 
 
 UNIT_ROWS = 8
 """Number of rows in the smallest matrix product (matmul) of a deterministic step.
 
-Every product has a multiple of this number of rows. MKL and oneDNN compute a row to the same bits
-in every product of at least 4 rows. With 8 rows, two threads compute 4 rows each."""
+The number of rows in every matmul is a multiple of this value. In any matmul of at least 4 rows,
+MKL and oneDNN compute the same bits for a given row. With 8 rows, two threads compute 4 rows
+each."""
 
 SERIAL_ELEMENTS = 32_767
 """Maximum number of elements that torch computes on one thread (ATen/Parallel.h, GRAIN_SIZE).
@@ -67,7 +68,7 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round the longest sequence's block count up to the number to gather per sequence."""
+    """Round the longest sequence's block count up to the number of blocks gathered per sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
@@ -90,12 +91,12 @@ def tile_rows(blocks: int, block_tokens: int) -> int:
 
 
 def tile_bucket(rows: int) -> int:
-    """Round a prefill tile's number of rows up to the tile's padded size."""
+    """Round a prefill tile's number of rows up to the number of rows after padding."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
 def _round_up(size: int, smallest: int) -> int:
-    """Round up to the next of smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
+    """Round up to the next value of smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
     bucket = smallest
     while bucket < size:
         half_steps = bucket + bucket // 2
@@ -142,17 +143,17 @@ def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
 def padding_rows(pairs: int) -> int:
     """Return the maximum number of padding rows that the last expert's matmul may write.
 
-    The padding rows follow `pairs` real rows. Matmuls have rounded sizes, see
-    `ullage_engine.layers.moe.LoopedExperts`.
+    The padding rows follow `pairs` real rows, because the row counts of matmuls are rounded up
+    (`ullage_engine.layers.moe.LoopedExperts`).
     """
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
 
 
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the size in elements of each expert buffer of the activations' dtype, by name.
+    """Return the number of elements in each activation buffer of the experts, by buffer name.
 
-    The buffers are large enough for slices of up to `tokens` rows. A pair is a token and one of its
-    experts. The result is empty for a model without experts.
+    The buffers are large enough for slices of up to `tokens` rows. Most of them need a row for each
+    pair of a token and one of its experts. The result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -169,7 +170,7 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the size in four-byte words of each buffer for routing tokens to experts, by name.
+    """Return the size in four-byte words of each buffer for expert routing, by buffer name.
 
     The buffers are large enough for slices of up to `tokens` rows. An int64 index takes two words.
     The result is empty for a model without experts.
@@ -190,17 +191,17 @@ def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 TARGET_PROGRAMS = 1024
-"""Number of programs that keep a large GPU busy: an H200 has 132 SMs with 4 to 8 programs each."""
+"""Number of Triton programs that keep a large GPU busy: an H200 runs 4 to 8 on each of 132 SMs."""
 
 MAX_SPLITS = 64
-"""Maximum number of splits of one head's context. Their results are merged in registers."""
+"""Maximum number of splits per context. The results of all splits are merged in registers."""
 
 SPLIT_TOKENS = 128
-"""Context length in tokens below which a split costs more time than it saves."""
+"""Number of context tokens per split below which a split costs more time than it saves."""
 
 
 def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
-    """Return the number of splits of each context in decode attention, a power of two.
+    """Return the number of splits per context in decode attention, which is a power of two.
 
     The number of splits depends on shapes alone, never on lengths, so a captured CUDA graph stays
     valid.
@@ -215,7 +216,7 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
 
 
 def partial_elements(model_config: ModelConfig) -> int:
-    """Return the maximum number of float32 elements that the results of a step's splits need.
+    """Return the maximum number of float32 elements in the partial results of a step's splits.
 
     A step with splits has at most TARGET_PROGRAMS programs, each for `group_size` query heads.
     Without splits, decode attention writes its result directly.
@@ -249,7 +250,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that the buffers must hold, and the features that change their layout."""
+    """The largest step that the arena must hold, and the features that change its layout."""
 
     max_tokens: int
     """Maximum number of tokens in a step, prompts and decodes together."""
@@ -278,7 +279,7 @@ class StepLimits:
     """Maximum number of tokens whose experts are computed in one slice, see `SLICE_TOKENS`."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the number of rows in the layers' matmuls for this many tokens, with padding."""
+        """Return the number of rows, with padding, in the layers' matmuls for this many tokens."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
@@ -391,7 +392,7 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 ROWS_TOGETHER = 64
-"""Maximum number of queries in consecutive rows that the C++ library attends together."""
+"""Maximum number of consecutive query rows whose attention the C++ library computes together."""
 
 MAX_PARTIALS = 4 << 20
 """Maximum number of float32 elements for the C++ library's partial attention results.
@@ -537,7 +538,7 @@ def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _query_elements(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Return the number of query elements in a padded decode group or in a tile, as the maximum."""
+    """Return the maximum number of query elements in a padded decode group or in a prefill tile."""
     decodes = 2 * limits.max_rows * _decode_heads(model_config, limits)
     return max(decodes, MAX_TILE_ROWS * model_config.num_heads) * model_config.head_dim
 

@@ -40,7 +40,7 @@ class Workspace:
         return shaped(self.gathered, 2 * self.model_config.num_kv_heads, num_blocks, width)
 
     def gather(self, cache: LayerCache, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy blocks of one layer into `out`, a `gather_view`."""
+        """Copy KV blocks of one layer into `out`, which is a view from `gather_view`."""
         gather(cache, slice(None), block_ids, self.codes, out)
 
     def mask_view(self, rows: int, context: int) -> torch.Tensor:

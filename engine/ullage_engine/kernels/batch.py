@@ -1,8 +1,8 @@
-"""Converts a step plan to index arrays: one flat batch of tokens, decodes first.
+"""Converts a step plan to the index arrays of one flat batch of tokens, decodes first.
 
-This is pure arithmetic over whole arrays. Some attention code reads KV pages in place. Other
-attention code gathers the KV of groups of decodes and tiles of prompts. This module also divides a
-batch into these groups and tiles.
+The module only does arithmetic on whole arrays. It also divides a batch into groups of decodes and
+tiles of prompts, because some attention code gathers KV by group or tile instead of reading KV
+pages in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,8 @@ A group has a fixed cost of about 60 µs per layer. In that time, about this man
 could be gathered and scored."""
 
 NO_SLOT = -1
-"""Placeholder for no slot: a read gives zeros, and a write does nothing."""
+"""Slot id that stands for no slot. Reading this slot gives zeros, and writing to it does
+nothing."""
 
 Longs = npt.NDArray[np.int64]
 """Indices for `index_copy_`, for which torch accepts only int64."""
@@ -42,7 +43,7 @@ Bucket = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Runs of consecutive prompt tokens. Every array has one entry for each run."""
+    """Runs of consecutive prompt tokens. Every array has one entry per run."""
 
     first_rows: Ints
     """Row of each run's first token in the flat batch."""
@@ -81,11 +82,11 @@ class PagedRows:
 
     Decodes are the first rows of the batch, sorted from longest to shortest."""
     decode_tables: Ints
-    """Block ids [decodes, width]. A shorter table is padded with its last block."""
+    """Block ids [decodes, width]. Shorter tables are padded by repeating their last block."""
     prompts: Spans
     """The prompts' chunks, one run per chunk."""
     tiles: Spans
-    """The same tokens in runs of at most MAX_TILE_ROWS."""
+    """The tokens of `prompts` again, in runs of at most MAX_TILE_ROWS."""
     prompt_tables: Ints
     """Block ids [prompts, width], padded like `decode_tables`."""
 
@@ -149,7 +150,7 @@ PADDING = Chunk(
     num_prompt_tokens=0,
     next_state_slot=NO_SLOT,
 )
-"""A decode for padding a step. It stores no KV and attends to no token."""
+"""A decode that pads a step. This decode stores no KV and attends to no token."""
 
 
 def build_batch(
@@ -331,7 +332,10 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
     num_rows = len(layout.owners)
 
     def index(chunk: Ints, place: Ints) -> Ints:
-        """Return the source indices of columns of a chunk. Column 0 is the first of its state."""
+        """Return the source indices of a chunk's columns.
+
+        Column 0 is the first column of the state before the chunk.
+        """
         in_state = num_rows + chunk * columns + place
         in_rows = layout.first_rows[chunk] + place - columns
         source: Ints = np.where(place < columns, in_state, in_rows)
@@ -361,7 +365,8 @@ class DecodeGroup:
     block_ids: Ints
     """Block tables [padded_rows, num_blocks]. Padding rows repeat the last row's table."""
     lengths: Ints
-    """Context length of each row, including the row's own token. Padding rows are included."""
+    """Context length of each row, including the row's own token. Padding rows also have an
+    entry."""
 
 
 @dataclass(frozen=True, slots=True)

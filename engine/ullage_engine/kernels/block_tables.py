@@ -21,14 +21,15 @@ class _Row:
     index: int
     block_ids: list[int]
     length: int = 0
-    """Number of block ids that are written to the row."""
+    """Number of block ids in the row."""
 
 
 class BlockTables:
     """A row of block ids for each sequence, so that a step writes only the new ids.
 
-    A row is reused if the sequence's next chunk has the same list object. Such a list only grows,
-    and its entries never change (`Chunk.block_ids`). Otherwise the row is written from its start.
+    A row is reused if the sequence's next chunk has the same list object of block ids. Such a list
+    only grows, and its entries never change (`Chunk.block_ids`). If the list is another object, the
+    whole row is rewritten.
     """
 
     def __init__(self, num_kept: int) -> None:

@@ -1,9 +1,9 @@
 """Batch-invariant matrix products and attention: a row's result does not depend on other rows.
 
 Libraries choose the summation order by the shape of the whole product, and rounding depends on this
-order. The reference is therefore a product of `UNIT_ROWS` rows. A larger product is used if a check
-on this machine has shown that it gives the same bits with these shapes and threads. Otherwise the
-product is computed in parts.
+order. The reference is therefore a product of `UNIT_ROWS` rows. A larger product is computed in one
+call if a check on this machine has shown that the call gives the same bits with these shapes and
+threads. Otherwise the product is computed in parts.
 
 Attention divides the context into spans of `SPAN_TOKENS`, counted from the sequence's first token.
 The scores, the softmax and the weighted sum of a span have the same shape in every step. Spans are
@@ -30,7 +30,7 @@ _Shape = tuple[int, ...]
 
 
 class RowProducts:
-    """Batch-invariant products of x [rows, in] and weights [in, out], alone and in batches.
+    """Computes batch-invariant matmuls of x [rows, in] and weights [in, out], single or batched.
 
     The number of rows is a multiple of `UNIT_ROWS`.
     """
@@ -75,7 +75,7 @@ class RowProducts:
     def verify_batched(self, x: _Shape, y: torch.Tensor) -> bool:
         """Check whether a batched product of these shapes gives the same bits as separate products.
 
-        If it does, `multiply_each` computes such batches at once from now on.
+        If the bits are the same, `multiply_each` computes each batch in one call from now on.
 
         Args:
             x: shape of the first operand, [batch, rows, in].
@@ -92,7 +92,7 @@ class RowProducts:
         return True
 
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
-        """Return whether a product of `size` rows gives the same bits as one of `UNIT_ROWS` rows.
+        """Return whether products with `size` and with `UNIT_ROWS` rows give the same bits.
 
         Each row is at different positions in the two products.
         """
@@ -281,7 +281,10 @@ class SplitAttention:
         self._folded.copy_(self._merged)
 
     def _sum_span(self, cache: LayerCache, span: int) -> None:
-        """Write the span's weighted sum of values in place of the queries, no longer needed."""
+        """Overwrite the queries with the span's weighted sum of values.
+
+        The queries are no longer needed at this point.
+        """
         gather(cache, self._of_values, self._spans[span], self._codes, self._gathered)
         self._products.multiply_each(self.scores[span], self._span, self._folded)
 

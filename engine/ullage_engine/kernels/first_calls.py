@@ -1,8 +1,8 @@
-"""Calls torch's vector functions once in a process on a single thread, before steps use them.
+"""Calls each of torch's vector functions once per process, on one thread, before steps use them.
 
 Torch is built with a vector library. Each function of that library initialises itself in its first
-call, which is not thread-safe. When two threads made the first call together, half of a tensor was
-right and the other half was wrong by 1.5e-4.
+call, and this initialisation is not thread-safe. In a case where two threads made the first call
+together, half of the tensor was wrong by 1.5e-4.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 _NUMBERS = 4096
-"""Number of elements that runs every vector loop. One more element also runs the remainder."""
+"""Tensor size that runs every vector loop. One more element also runs the remainder loop."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -32,17 +32,18 @@ and scale."""
 LAYOUT_VERSION = 1
 """Version of the layout and the content of a stored block.
 
-Raise it if either changes, so that KV stored by an older version is not reused."""
+Increment this version if the layout or the content changes, so that KV stored by an older version
+is not reused."""
 
 
 class _Bits(NamedTuple):
-    """Where the bits of E4M3 go in a wider floating-point type."""
+    """The position of E4M3's bits in a wider floating-point type."""
 
     integers: torch.dtype
     shift: int
     mask: int
     bias: int
-    """Difference of the exponents' biases: the moved bits represent the value times 2^-bias."""
+    """Difference between the exponent biases: the moved bits represent the value times 2^-bias."""
 
 
 _BITS = {
@@ -115,7 +116,7 @@ def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor)
 class LayerCache(NamedTuple):
     """The keys and values of one layer, with views of their memory as blocks and as slots.
 
-    Slot = block id * block tokens + position within the block.
+    A token's slot is its block id times the tokens per block, plus its position in the block.
     """
 
     blocks: torch.Tensor  # [2 * kv_heads, num_blocks, block_tokens * head_dim], keys first
@@ -148,7 +149,7 @@ def kv_block_bytes(
 
 
 class KVPool:
-    """The KV of all sequences on the device, in one allocation with all pages touched.
+    """The device's KV cache for all sequences, in one allocation whose pages are all touched.
 
     Heads are the first dimension, so that gathering the blocks of one head gives a matrix. A model
     with convolutions has one block more than `num_blocks`. That block is written but never read.
@@ -230,7 +231,7 @@ def _layer_cache(
 
 
 class StatePool:
-    """The convolution states of all sequences, in one allocation with all pages touched.
+    """The convolution states of all sequences, in one allocation whose pages are all touched.
 
     A state is the last kernel - 1 input columns of each convolution, oldest first.
     """
@@ -250,11 +251,12 @@ class StatePool:
 
 
 class HostPool:
-    """Slots in host memory, each for one block of all layers. All pages of this memory are touched.
+    """Slots in host memory. Each slot can hold one KV block of all layers.
 
-    For a GPU the memory is pinned as long as the pool lives. Torch copies only contiguous memory
-    between devices without a temporary, so a block is copied through a staging block on the device.
-    Prefetched blocks are copied through a second staging block, on a separate stream.
+    All pages of the memory are touched. For a GPU, the memory is pinned as long as the pool exists.
+    Torch copies only contiguous memory between devices without a temporary, so a block is copied
+    through a staging block on the device. Prefetched blocks are copied through a second staging
+    block, on a separate stream.
     """
 
     def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
@@ -324,9 +326,9 @@ class HostPool:
         self._is_prefetching = False
 
     def measure(self) -> float:
-        """Return the seconds to copy one block in either direction, the minimum of many copies.
+        """Return how many seconds it takes to copy one block to the host or back.
 
-        The blocks keep their content.
+        The result is the minimum of many copies. The copies do not change the blocks.
         """
         count = max(1, min(self.num_slots, self._pool.num_blocks))
         timers = [CopyTimer(self._pool.blocks.device) for _ in range(_MEASUREMENTS)]
@@ -357,7 +359,7 @@ _MEASUREMENTS = 64
 
 
 class CopyTimer:
-    """Sums the duration of copies, measured by CUDA events on a GPU and by the clock on a CPU."""
+    """Sums the durations of copies, measured by CUDA events on a GPU and by the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from ullage_engine.model_config.model_config import ExpertsSpec
 
 BIAS_ROWS = 512
-"""Number of rows to which biases are added at once. This bounds the temporary tensor."""
+"""Number of rows to which biases are added at once. This limit bounds the size of the temporary
+tensor."""
 
 SIGMOID_EPS = 1e-6
 """Value that LFM2 adds to the sum of a token's expert weights before it divides the weights by this

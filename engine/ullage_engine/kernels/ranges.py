@@ -1,8 +1,8 @@
 """Named ranges of a step for profilers: NVTX ranges for Nsight, or ranges of torch's profiler.
 
 The names are prefill, decode, sample, transfer (KV between device and host, activations between
-pipeline stages) and collective. Without a profiler, which is the default, every range is one shared
-object that does nothing.
+pipeline stages) and collective. By default there is no profiler, and every range is the same
+object, which does nothing.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _Make = Callable[[str], AbstractContextManager[object]]
 
 
 class Ranges:
-    """Opens the profiling ranges of this process, from the one thread that computes."""
+    """Opens the profiling ranges of this process. Only the computing thread may use this object."""
 
     def __init__(self) -> None:
         self._off: AbstractContextManager[object] = nullcontext()
@@ -32,13 +32,13 @@ class Ranges:
         self._usual = self._make = torch.cuda.nvtx.range
 
     def to_profiler(self) -> None:
-        """Open ranges of torch's profiler until `restore`."""
+        """Open ranges of torch's profiler until `restore` is called."""
         from torch.profiler import record_function
 
         self._make = record_function
 
     def restore(self) -> None:
-        """Open the same kind of ranges again as before `to_profiler`."""
+        """Restore the kind of ranges that was in use before `to_profiler`."""
         self._make = self._usual
 
 

@@ -32,7 +32,8 @@ _TYPES = {
 def upload(arrays: HostArrays, device: torch.device) -> dict[str, torch.Tensor]:
     """Copy arrays to the device asynchronously. Return views of one buffer, by array name.
 
-    The host memory is pinned for a GPU. Torch reuses it only after the copy has read it.
+    The host memory is pinned for a GPU. Torch reuses this memory only after the copy has finished
+    reading.
     """
     if not arrays:
         return {}
@@ -64,14 +65,14 @@ def _view(memory: torch.Tensor, start: int, array: Array) -> torch.Tensor:
 
 
 class CopyEvent(Protocol):
-    """A point in the queued work of a stream, as of `torch.cuda.Event`."""
+    """A point in a stream's queued work, with the interface of `torch.cuda.Event`."""
 
     def record(self) -> None:
         """Mark the end of the work that is queued on the current stream."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the stream has passed the mark, or return at once without a mark."""
+        """Wait until the stream has passed the mark. Return at once if there is no mark."""
         ...
 
 
@@ -100,7 +101,7 @@ class Staging:
     """
 
     def __init__(self, place: torch.Tensor) -> None:
-        """Pack arrays into `place`, a uint8 tensor on the device."""
+        """Create a packer that writes arrays to `place`, a uint8 tensor on the device."""
         device = place.device
         self._place = place
         self._hosts = [_host_memory(place.numel(), device) for _ in range(2)]

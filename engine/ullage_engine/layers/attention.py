@@ -9,10 +9,10 @@ The convolution runs over a flat batch of sequences:
 
     B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-k+1+j};  hidden += out(y)
 
-A sequence's state is the last k - 1 rows of B·u. One matrix holds all rows that the taps of a step
-read: first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
+A sequence's state is the last k - 1 rows of B·u. One matrix holds all rows that a step's taps read:
+first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
 
-`ForwardContext` holds a step's rows and hands out views of the arena's buffers.
+`ForwardContext` holds a step's rows and provides views of the arena's buffers.
 """
 
 from collections.abc import Sequence
@@ -71,15 +71,15 @@ from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import ModelConfig
 
 NORMALISED_AT_ONCE = 4 << 20
-"""Number of elements normalised at once. This bounds the temporary tensor. Usual steps take one
-launch."""
+"""Number of elements normalised at once. This limit bounds the size of the temporary tensor. A
+usual step needs only one launch."""
 
 HeadNorms = tuple[torch.Tensor, torch.Tensor]
 """Weights [head_dim] of the query norm and of the key norm."""
 
 
 class Attention(Protocol):
-    """Attention of some rows of a step."""
+    """Computes attention for some of a step's rows."""
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Compute one layer's attention, after the KV of the rows' own tokens is in the cache.
@@ -93,10 +93,10 @@ class Attention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """The operations that compute a model's layers."""
+    """Interface of a backend, which creates linear layers and prepares a step's attention."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
-        """Create an unquantised linear layer from `rows` [out, in], as in checkpoints."""
+        """Create an unquantised linear layer from `rows` [out, in], the layout of checkpoints."""
         ...
 
     def attentions(
@@ -120,7 +120,7 @@ class AttentionBackend(Protocol):
             head: the layer that multiplies only sampled rows.
 
         Returns:
-            The violation, or None if there is none.
+            A description of the violation, or None if there is no violation.
         """
         ...
 
@@ -253,7 +253,10 @@ class PagedBackend:
     """The backend with Triton kernels, which read KV pages in place."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
-        """Use the buffer `partials`, float32 [`ullage_engine.kernels.arena.partial_elements`]."""
+        """Create a backend that writes the partial results of splits to `partials`.
+
+        The buffer is float32 [`ullage_engine.kernels.arena.partial_elements`].
+        """
         self._workspace = PagedWorkspace(model_config, partials)
 
     def linear(self, rows: torch.Tensor) -> Linear:
@@ -353,7 +356,7 @@ class RotaryTables:
     """Tables of cosine and sine for every position."""
 
     def __init__(self, model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Fill tables of [positions, head_dim]."""
+        """Fill both tables, each of shape [positions, head_dim]."""
         fill_tables(model_config, cos, sin)
         self.cos = cos
         self.sin = sin
@@ -453,7 +456,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """Prepare a step. With `fused`, Triton kernels are used, which need no rotated keys."""
+        """Prepare a step. If `fused`, use Triton kernels, which need no buffer for rotated keys."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -479,19 +482,19 @@ class AttentionStep:
     ) -> None:
         """Prepare `qkv` for attention, and write the keys and values of every token to the cache.
 
-        `window` is the layer's.
+        `window` is the size of the layer's sliding window.
         """
         self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
-        """Compute the attention of a layer with this window size into `attended`."""
+        """Write the attention of a layer with this window size to `attended`."""
         for attention in self._attentions[window]:
             attention.run(cache, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """hidden += out(softmax(rotate(q) rotate(k)ᵀ / √d) v).
+    """Attention layer: hidden += out(softmax(rotate(q) rotate(k)ᵀ / √d) v).
 
     Some model families add head norms, biases, sinks or a window.
     """
@@ -530,7 +533,7 @@ class ConvStep:
     def __init__(
         self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
     ) -> None:
-        """Prepare a step. With `fused`, one Triton kernel is used, which needs no other buffers."""
+        """Prepare a step. If `fused`, use one Triton kernel, which needs no other buffers."""
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)

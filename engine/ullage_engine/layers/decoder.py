@@ -68,7 +68,7 @@ class MlpStep:
 
 @dataclass(frozen=True, slots=True)
 class MlpLayer:
-    """hidden += down(silu(gate x) · up x)."""
+    """Feed-forward layer: hidden += down(silu(gate x) · up x)."""
 
     gate_up: Linear
     down: Linear
@@ -95,7 +95,7 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations on rows between matmuls."""
+    """The row-wise operations between matmuls: norms and gated activations."""
 
     rms_norm: RmsNorm
     gate: GatedActivation
@@ -103,7 +103,7 @@ class Operations:
 
 
 def make_operations(*, fused: bool) -> Operations:
-    """Return the Triton operations, with one kernel each, or the composed torch operations."""
+    """Return operations that are one Triton kernel each, or a composition of torch operations."""
     if not fused:
         return Operations(rms_norm, gate, clamped_gate)
 
@@ -120,7 +120,7 @@ def kv_bounds(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return bounds of rotated keys per head, then of values per head: float32 [2 * kv_heads]."""
+    """Return the bounds of each head's rotated keys, then of its values: float32 [2 * kv_heads]."""
     lengths = _lengths(layer, norm, model_config, limits, arena)
     return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
 
@@ -131,10 +131,11 @@ def head_bounds(
     k_norm: torch.Tensor | None = None,
     qkv_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the bounds of `kv_bounds`.
+    """Return the bounds of `kv_bounds`, computed from the lengths of the weight rows.
 
     Args:
-        lengths: |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
+        lengths: |w * norm| of each row w of the key and value projections, float32 [2 * kv_heads *
+            head_dim].
         model_config: the configuration of this rank's part of the model.
         k_norm: weights [head_dim] of the key norm, or None without a norm.
         qkv_bias: bias [qkv_width] of the projection, or None without a bias.
@@ -162,7 +163,9 @@ def _lengths(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Compute |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
+    """Compute |w * norm| of each row w of the key and value projections.
+
+    The result is float32 [2 * kv_heads * head_dim].
 
     The linear layer is applied to the diagonal matrix of the norm's weights, because this works for
     layers of every format.
@@ -189,18 +192,19 @@ class Weights:
 
     tensors: dict[str, torch.Tensor]
     linear: Callable[[str], Linear]
-    """Creates the linear layer with a given name."""
+    """Function that creates the linear layer with a given name."""
     experts: Callable[[str], ExpertLinears]
-    """Creates the linear layers of a layer's experts."""
+    """Function that creates the linear layers of a layer's experts."""
     embedding: TiledEmbedding | None = None
-    """The embedding, if it is tiled."""
+    """The embedding if it is stored in tiles, otherwise None."""
     reduce: Reduce | None = None
-    """Sums over ranks that each have a part of every expert. None without other ranks."""
+    """Function that sums a tensor over the ranks, each of which has a part of every expert. None on
+    a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. `memory` is the index of its KV cache or of its convolution state."""
+    """One decoder layer. `memory` is the index of the layer's KV cache or convolution state."""
 
     mixer_norm: torch.Tensor
     mixer: AttentionLayer | ConvLayer
@@ -209,7 +213,7 @@ class DecoderLayer:
     mlp: MlpLayer | Experts
 
     def formats(self) -> tuple[object, ...]:
-        """Return the encodings of the layer's matrices, which determine the kernels that multiply.
+        """Return the encodings of the layer's matrices, which determine the matmul kernels.
 
         The layers of a model may differ. For example, a GGUF file may have some layers in a
         different format.
@@ -222,7 +226,7 @@ class DecoderLayer:
 
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
-    """Return rows padded to a matmul's number of rows by repeating the last row."""
+    """Pad rows to the number of rows that a matmul needs, by repeating the last row."""
     count = limits.product_rows(len(rows)) if len(rows) else 0
     padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
     return padded
@@ -239,7 +243,7 @@ class DecoderStep:
 
 
 class Decoder:
-    """The decoder that is computed by torch, in the buffers of the arena."""
+    """The decoder that computes with torch, in the arena's buffers."""
 
     def __init__(
         self,
@@ -326,9 +330,9 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute a prepared step, see `forward`.
+        """Compute a prepared step. The result is that of `forward`.
 
-        With Triton kernels, nothing is read on the host unless the model has experts.
+        With Triton kernels, the host reads no tensors unless the model has experts.
         """
         rows = step.rows
         num_tokens = rows.batch.num_tokens
@@ -375,7 +379,7 @@ class Decoder:
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute scales with which every key and value of each layer fits in float8.
+        """Compute the scales with which all keys and values of each layer fit into float8.
 
         The computation overwrites the arena.
         """
@@ -389,11 +393,11 @@ class Decoder:
         return scales
 
     def check_tables(self) -> str:
-        """Compute the rotary tables again, and return the name of one that differs, or ""."""
+        """Recompute the rotary tables. Return the name of a table that has changed, or ""."""
         return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:
-        """Check batch invariance, see `AttentionBackend.verify_row_invariance`."""
+        """Check batch invariance as described in `AttentionBackend.verify_row_invariance`."""
         return self._backend.verify_row_invariance(self._head)
 
     def _embed(self, token_ids: torch.Tensor, step: ForwardContext) -> None:

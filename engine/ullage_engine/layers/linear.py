@@ -2,10 +2,10 @@
 
 The C++ library and Triton kernels read quantised weights directly. The other layers dequantise a
 panel of weights into scratch memory and multiply by this panel. All layers of a model share one
-scratch buffer, so no step allocates memory for it.
+scratch buffer, so no step allocates memory for dequantised weights.
 
-w8a8 rounds every row of activations to int8 with its own scale. Products are summed in int32, then
-multiplied by the scales of the row and the column. Integer sums are exact, so w8a8 is
+w8a8 rounds activations to int8, with one scale per row. Products are summed in int32. Each sum is
+then multiplied by the scales of its row and its column. Integer sums are exact, so w8a8 is
 batch-invariant.
 """
 
@@ -36,7 +36,7 @@ About this many bytes stay in a core's cache until the matmul reads them.
 
 # Products of int8.
 PASS_ROWS = 64
-"""Number of rows rounded and multiplied at a time. This bounds the scratch memory."""
+"""Number of rows rounded and multiplied at a time. This limit bounds the scratch memory."""
 _MOST = 127
 """Largest value of a rounded activation."""
 _LEAST_SCALE = 1e-12
@@ -51,19 +51,22 @@ FusedProduct = Callable[..., None]
 
 
 class Linear(Protocol):
-    """A linear layer with weights [in, out]. Both operations write to the caller's memory."""
+    """A linear layer with weights [in, out]. The forward methods write to memory of the caller."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape (in, out), as this rank computes it."""
+        """Shape (in, out) of the part that this rank computes."""
         ...
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write x @ self: x [rows, in], out [rows, out], both contiguous and of one type."""
+        """Write x @ weights to out.
+
+        x is [rows, in] and out is [rows, out]. Both are contiguous and have the same dtype.
+        """
         ...
 
     def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add x @ self to out."""
+        """Add x @ weights to out."""
         ...
 
 
@@ -98,15 +101,15 @@ class RowInvariantLinear:
         self._products.add(x, self._weight, out)
 
     def verify_row_invariance(self, sizes: Iterable[int]) -> bool:
-        """Check the products of each number of rows, see `RowProducts.verify_row_invariance`."""
+        """Check which row counts are batch-invariant. See `RowProducts.verify_row_invariance`."""
         return self._products.verify_row_invariance(self._weight, sizes)
 
 
 class Dequantizer(Protocol):
-    """The dequantiser of one matrix, a panel of rows at a time."""
+    """Dequantises one matrix, a panel of rows at a time."""
 
     def fill(self, start: int, end: int) -> torch.Tensor:
-        """Return rows start to end, dequantised, as [end - start, in].
+        """Return rows `start` to `end` of the matrix in dequantised form, [end - start, in].
 
         The rows are in scratch memory, which the next call overwrites.
         """
@@ -114,13 +117,13 @@ class Dequantizer(Protocol):
 
 
 def dequant_rows(encoding: Encoding, itemsize: int) -> int:
-    """Return the number of rows per panel, at least one."""
+    """Return the number of rows that are dequantised at once (a panel), at least one."""
     rows, columns = encoding.shape
     return min(rows, max(1, PANEL_BYTES // (columns * itemsize)))
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Return the scratch memory in bytes for the weights of panels with `rows` rows."""
+    """Return the scratch memory in bytes for the dequantised weights of a panel of `rows` rows."""
     return rows * encoding.shape[1] * itemsize
 
 
@@ -134,8 +137,9 @@ def make_dequantizer(
 ) -> Dequantizer:
     """Create the dequantiser of a matrix, for panels of at most `rows` rows.
 
-    `scratch`, uint8, holds weights at its start and unpacked int4 at its end. Matrices share it,
-    and the unpacked int4 of one matrix never overwrites the dequantised weights of another.
+    `scratch` (uint8) holds dequantised weights at its start and unpacked int4 values at its end.
+    All matrices share this memory. The unpacked int4 values of one matrix never overwrite the
+    dequantised weights of another matrix.
     """
     encoding = packed.encoding
     end = dequant_bytes(encoding, rows, dtype.itemsize)
@@ -148,7 +152,7 @@ def make_dequantizer(
 
 @dataclass(frozen=True, slots=True)
 class Int8Dequantizer:
-    """Dequantiser of int8."""
+    """Dequantiser for int8 weights."""
 
     packed: Packed
     panel: torch.Tensor
@@ -160,7 +164,7 @@ class Int8Dequantizer:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Dequantizer:
-    """Dequantiser of float8 E4M3."""
+    """Dequantiser for float8 E4M3 weights."""
 
     packed: Packed
     panel: torch.Tensor
@@ -173,7 +177,7 @@ class Fp8Dequantizer:
 
 @dataclass(frozen=True, slots=True)
 class Int4Dequantizer:
-    """Dequantiser of int4 that is laid out row by row."""
+    """Dequantiser for int4 weights that are stored row by row."""
 
     packed: Packed
     panel: torch.Tensor
@@ -190,7 +194,7 @@ class Int4Dequantizer:
 def _split(
     values: torch.Tensor, halves: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> None:
-    """Write the two int4 values (-8 to 7) that every byte holds."""
+    """Unpack each byte into two int4 values (-8 to 7), written to `low` and `high`."""
     torch.bitwise_and(values, 15, out=halves)
     low.copy_(halves.add_(MIN_VALUE["int4"]))
     torch.bitwise_right_shift(values, 4, out=halves)
@@ -214,10 +218,13 @@ def int_scratch_bytes(shape: tuple[int, int]) -> int:
 
 
 class Int8Linear:
-    """Linear layer of w8a8: int8 weights and activations, with a scale for each row of both."""
+    """Linear layer for w8a8: int8 weights and activations, each with one scale per row."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
-        """Create a layer of weights `packed`, with `scratch`, uint8 [>= `int_scratch_bytes`]."""
+        """Create a layer with the weights `packed`.
+
+        `scratch` is a uint8 buffer with at least `int_scratch_bytes` bytes.
+        """
         num_rows, num_columns = packed.encoding.shape
         self.shape = (num_columns, num_rows)
         self._weight = packed.values.t()
@@ -279,10 +286,13 @@ def native_matrix(packed: Packed) -> Matrix:
 
 
 class NativeLinear:
-    """Batch-invariant linear layer of tiled weights, computed by the C++ library."""
+    """Batch-invariant linear layer with tiled weights, computed by the C++ library."""
 
     def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
-        """Create a layer of weights `packed`, with `scratch`, uint8 [>= `native_scratch_bytes`]."""
+        """Create a layer with the weights `packed`.
+
+        `scratch` is a uint8 buffer with at least `native_scratch_bytes` bytes.
+        """
         rows, columns = packed.encoding.shape
         self.shape = (columns, rows)
         # The description has a pointer into the tiles, so both live as long as the layer.
@@ -319,7 +329,7 @@ class NativeLinear:
 
 
 def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the exact x @ weight of int8 [rows, in] and int8 [in, out] to int32 `out`."""
+    """Write the exact x @ weight to `out` (int32), for int8 x [rows, in] and weight [in, out]."""
     multiple_of_8 = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
     if hasattr(torch, "_int_mm") and (multiple_of_8 or not x.is_cuda):
         torch._int_mm(x, weight, out=out)
@@ -372,7 +382,7 @@ def quantized_linear(
     Args:
         packed: quantised weights.
         dtype: type of activations.
-        scratch: uint8 of `scratch_bytes`, shared by all layers.
+        scratch: uint8 buffer of `scratch_bytes` bytes, shared by all layers.
         fused: the Triton kernel, or None on devices without Triton.
     """
     encoding = packed.encoding
@@ -393,9 +403,9 @@ def row_invariant_linear(
 ) -> Linear:
     """Create a batch-invariant linear layer for a quantised matrix.
 
-    The whole matrix is dequantised before each product. `plain` creates the layer for the
-    dequantised weights [out, in]. Tiles and w8a8 are already batch-invariant, because integer sums
-    are exact.
+    Layers with tiled or w8a8 weights are already batch-invariant, because integer sums are exact.
+    Any other matrix is dequantised as a whole before each product, and `plain` creates the layer
+    for the dequantised weights [out, in].
     """
     if packed.encoding.is_tiled:
         return NativeLinear(packed, scratch)

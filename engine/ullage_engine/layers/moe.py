@@ -43,7 +43,7 @@ GROUPED_ALIGNMENT = 16
 PANEL_ELEMENTS = 1 << 24
 """Number of elements of a grouped matmul that are computed at once.
 
-This bounds the temporary tensor, because `grouped_mm` has no `out` parameter.
+This limit bounds the size of the temporary tensor, because `grouped_mm` has no `out` parameter.
 """
 
 PANEL_COLUMNS = 16
@@ -52,8 +52,8 @@ PANEL_COLUMNS = 16
 FEW_PAIRS = 4
 """Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
 
-One token has this many pairs. With two tokens, an expert that both tokens chose would be read twice
-(python -m benchmarks experts).
+One token has this many pairs. With two tokens, an expert that both tokens chose would be read
+twice. The command `python -m benchmarks experts` measures this.
 """
 
 EXPERT_KERNELS: dict[Format, triton.Format] = {
@@ -72,11 +72,11 @@ _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 """Integer type with the size of two elements."""
 
 GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]. gate_up may be
-changed."""
+"""Function that writes the gated activation of gate_up [rows, 2 * width] to out [rows, width]. The
+function may overwrite gate_up."""
 
 Reduce = Callable[[torch.Tensor], None]
-"""Sums [tokens, hidden] over all ranks, in place."""
+"""Function that sums a tensor [tokens, hidden] over all ranks, in place."""
 
 
 class ExpertLinears(Protocol):
@@ -84,7 +84,7 @@ class ExpertLinears(Protocol):
 
     @property
     def few_pairs(self) -> int:
-        """Number of pairs up to which `forward_each` is faster than sorting and `forward`."""
+        """Maximum number of pairs for which `forward_each` is faster than a sort and `forward`."""
         ...
 
     @property
@@ -119,8 +119,8 @@ class LoopedExperts:
     """Linear layers of any kind, computed one expert after another.
 
     On a CPU, an expert's number of rows is rounded up to a size for which matmuls are prepared. The
-    matmul then includes rows of the next expert. The results of these rows are wrong until the next
-    expert overwrites them.
+    matmul then includes rows of the next expert. These rows hold wrong results until the matmul of
+    the next expert overwrites them.
     """
 
     def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
@@ -276,21 +276,24 @@ def can_group(weights: torch.Tensor) -> bool:
 
 
 def column_panels(columns: int, max_columns: int) -> list[slice]:
-    """Split columns into panels of at most `max_columns`, in multiples for all kernels."""
+    """Split columns into panels of at most `max_columns` columns.
+
+    Panels have a multiple of `PANEL_COLUMNS` columns, which all kernels support.
+    """
     size = max(PANEL_COLUMNS, max_columns // PANEL_COLUMNS * PANEL_COLUMNS)
     return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
 
 
 def decodes(device: torch.device) -> bool:
-    """Return whether MXFP4 weights are decoded before the matmul, as is done without Triton."""
+    """Return whether MXFP4 weights are decoded before the matmul, as they are without Triton."""
     return not triton.runs_on(device)
 
 
 class Mxfp4Decoder:
-    """The decoder of MXFP4. All layers share its scratch memory, one panel at a time."""
+    """Decodes MXFP4 weights, one panel at a time, into scratch memory that all layers share."""
 
     def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
-        """Decode to `dtype` in `scratch`, uint8 of `mxfp4_scratch_bytes`.
+        """Create a decoder that decodes to `dtype`, in a `scratch` of `mxfp4_scratch_bytes` bytes.
 
         Raises:
             ValueError: the type cannot represent every scale.
@@ -432,14 +435,16 @@ class ExpertWeights:
     gate_up_bias: torch.Tensor | None = None
     """Bias [experts, 2 * width]."""
     down_bias: torch.Tensor | None = None
-    """Bias [experts, hidden]. Only one rank of a group has it, since ranks add their results."""
+    """Bias [experts, hidden]. Only one rank of a group has this bias, since ranks add their
+    results."""
 
 
 class Experts:
     """One mixture-of-experts layer, computed in buffers that all such layers share.
 
-    Few (token, expert) pairs are multiplied one by one. More pairs are sorted by expert, so that
-    each expert multiplies all its rows together. Tokens are computed one slice after another.
+    If there are few (token, expert) pairs, they are multiplied one by one. Otherwise the pairs are
+    sorted by expert, so that all rows of an expert are multiplied together. The tokens are computed
+    in slices, one after another.
     """
 
     def __init__(
@@ -457,8 +462,8 @@ class Experts:
             weights: weights of this layer.
             arena: buffers of `ullage_engine.kernels.arena`.
             deterministic: whether results are batch-invariant.
-            reduce: sums over ranks that each have a slice of every expert. None without other
-                ranks.
+            reduce: sums a tensor over the ranks, each of which has a slice of every expert. None on
+                a single rank.
         """
         self._spec = spec
         self._weights = weights
@@ -560,14 +565,14 @@ class Experts:
         return rows, places
 
     def _gate(self, gate_up: torch.Tensor, gated: torch.Tensor, experts: torch.Tensor) -> None:
-        """Add biases to gate_up, and write its gated half to `gated`."""
+        """Add biases to gate_up, and write the gated activation to `gated`."""
         if self._weights.gate_up_bias is not None:
             add_biases(gate_up, self._weights.gate_up_bias, experts)
         for part in self._parts(len(gated), gated.shape[1], 1):
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Split rows into parts, each for one call of an elementwise operation.
+        """Split rows into parts. Each part is computed by one call of an elementwise operation.
 
         A deterministic layer computes at most as many rows at once as torch computes on one thread.
         """
@@ -575,7 +580,7 @@ class Experts:
         return [slice(start, start + size) for start in range(0, rows, size)]
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return gate_up [rows, 2 * width], gated [rows, width] and rows [rows, hidden]."""
+        """Return buffers gate_up [rows, 2 * width], gated [rows, width] and rows [rows, hidden]."""
         width = self._spec.intermediate
         arena = self._arena
         hidden = self._weights.router.shape[0]

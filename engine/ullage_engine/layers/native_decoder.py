@@ -1,8 +1,8 @@
-"""The decoder that is computed by the C++ library, with all layers of a step in one call.
+"""The decoder that computes with the C++ library: one call computes all layers of a step.
 
-It computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are float32, and
-rows are rounded to int8 before each product with quantised weights. The decoder is batch-invariant:
-a row's results depend only on the row's own sequence.
+This decoder computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are
+float32, and rows are rounded to int8 before each product with quantised weights. The decoder is
+batch-invariant: a row's results depend only on the row's own sequence.
 
 In the KV cache, a block of keys has the layout [head_dim, tokens], which only this decoder reads.
 """
@@ -46,14 +46,15 @@ _FORMATS = {
     torch.bfloat16: FORMATS["bfloat16"],
     torch.uint8: FORMATS["float8"],
 }
-"""The library's formats of KV and convolution states."""
+"""The library's codes for the dtypes of KV and convolution states."""
 
 _TILES_AT_ONCE = 16
-"""Number of tiles of a matrix that are dequantised at once. This bounds the temporary tensor."""
+"""Number of tiles of a matrix that are dequantised at once. This limit bounds the size of the
+temporary tensor."""
 
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
-    """Return the names of a layer's tensors, keyed by the library's names for these matrices."""
+    """Return the names of a layer's matrices, keyed by the library's names for them."""
     is_conv = spec.mixer == "conv"
     is_dense = spec.feed_forward == "dense"
     return {
@@ -110,7 +111,7 @@ def library_refusal(
 
 
 def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of keys and values that are not float8, if `dtype` is not configured.
+    """Return the dtype for KV that is not stored as float8, if `model.dtype` is `auto`.
 
     The library computes in float32 and reads bfloat16 as fast as float32 on any processor.
 
@@ -122,7 +123,7 @@ def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class NativeDecoder:
-    """The decoder that is computed by the C++ library, in the buffers of the arena."""
+    """The decoder that computes with the C++ library, in the arena's buffers."""
 
     def __init__(
         self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -146,7 +147,7 @@ class NativeDecoder:
         self._best = torch.zeros(max(limits.max_rows, limits.max_tokens), dtype=torch.int32)
 
     def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
-        """Read and write KV and convolution states in these tensors from now on."""
+        """Use these tensors for KV and convolution states from now on."""
         remaining_caches = iter(caches)
         remaining_states = iter(states)
         for index, (layer, spec) in enumerate(zip(self._layers, self._config.layers, strict=True)):
@@ -165,7 +166,7 @@ class NativeDecoder:
             self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute scales with which every key and value of each layer fits in float8."""
+        """Compute the scales with which all keys and values of each layer fit into float8."""
         config = self._config
         tensors = self._loaded.tensors
         scales = []
@@ -183,12 +184,12 @@ class NativeDecoder:
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:
-        """Compute the rotary tables again, and return the name of one that differs, or ""."""
+        """Recompute the rotary tables. Return the name of a table that has changed, or ""."""
         cos, sin = self._rotary_tables()
         return different_table(self._config, cos, sin)
 
     def _kv_lengths(self, prefix: str) -> torch.Tensor:
-        """Compute |w * norm| of each row w of keys and values, float32."""
+        """Compute |w * norm| of each row w of the key and value projections, in float32."""
         matrix = self._loaded.packed(prefix + "qkv")
         norm = self._loaded.tensors[prefix + "mixer_norm"].float()
         tiles = matrix.values[self._config.query_width // TILE_ROWS :]

@@ -1,8 +1,8 @@
 """Tables of cosine and sine for rotary position embedding, with the same bits on every machine.
 
 Frequencies and angles are rounded to float32 where the reference implementations round them, so
-that models get the positions that they were trained with. Each rounding is applied to an exact
-value. The cosine and sine of an angle are computed in float64 and rounded once.
+that models get the position embeddings with which they were trained. Each rounding is applied to an
+exact value. The cosine and sine of an angle are computed in float64 and rounded once.
 
 The bits depend only on additions, products and comparisons, which IEEE 754 defines. The vector
 functions of torch and numpy give different results on different processors, and torch's results
@@ -27,7 +27,7 @@ _BLOCK_ANGLES = 1 << 14
 """Number of angles that are computed at once, so that temporary arrays stay in a core's cache."""
 
 _DIGITS = 40
-"""Number of digits in powers before they are rounded to float32."""
+"""Number of decimal digits in powers before the powers are rounded to float32."""
 
 _QUARTERS_PER_RADIAN = 6.36619772367581382433e-01
 _QUARTER_TURN = (
@@ -37,7 +37,7 @@ _QUARTER_TURN = (
 )
 """π/2 as a sum of 33 bits, 33 bits and the rest.
 
-The first two products with a whole number of up to 20 bits are exact.
+The products of the first two terms with an integer of up to 20 bits are exact.
 """
 
 _SINE = (
@@ -48,7 +48,7 @@ _SINE = (
     -2.50507602534068634195e-08,
     1.58969099521155010221e-10,
 )
-"""Coefficients of r^3, r^5, ... in the sine of up to an eighth of a turn."""
+"""Polynomial coefficients of r^3, r^5, ... for the sine of angles up to an eighth of a turn."""
 
 _COSINE = (
     4.16666666666666019037e-02,
@@ -58,7 +58,7 @@ _COSINE = (
     2.08757232129817482790e-09,
     -1.13596475577881948265e-11,
 )
-"""Coefficients of r^4, r^6, ... in the cosine of up to an eighth of a turn."""
+"""Polynomial coefficients of r^4, r^6, ... for the cosine of angles up to an eighth of a turn."""
 
 
 def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Te
 
 
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Compute both tables again. Return "cos" or "sin" if that table differs, otherwise "".
+    """Recompute both tables. Return "cos" or "sin" if that table differs from memory, otherwise "".
 
     For tables [positions, head_dim], only the second half is compared. Half tables are compared as
     a whole.

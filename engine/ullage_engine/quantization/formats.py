@@ -8,16 +8,17 @@ first 16 values.
 
 Matrices have the same layout in memory and in prepared files.
 
-* int4 by rows has two columns a byte, the even column in the low half. mxfp4 has the same layout,
-  and its scales take a byte each.
+* int4 stored by rows has two columns per byte, with the even column in the low half. mxfp4 has the
+  same layout, and each of its scales takes one byte.
 * int8 and int4 in tiles, as `ullage_engine.native` reads them, have a tile for each 16 rows and
   each group of columns. A tile has the codes, 16 scales and 16 offsets. Scales and offsets are
-  float16. A code is the value minus the least value. The offset is the weight of code 0 in int4,
-  and of value 0 in int8. The codes are ordered by runs of four columns: the first run of all rows,
-  then the next run. In int4 the upper halves of the bytes have the second half of the group.
+  float16. A code is the value minus the smallest value of the format. The offset is the weight of
+  code 0 in int4, and of value 0 in int8. The codes are stored in runs of four columns: the first
+  run of every row, then the second run of every row, and so on. In int4, the upper halves of the
+  bytes hold the second half of the group.
 
-Scales are rounded to their stored dtype before values are rounded, so a value's error is half a
-step for every dtype.
+Scales are rounded to their stored dtype before values are rounded, so the rounding error of a value
+is at most half a step for every dtype.
 """
 
 import math
@@ -34,17 +35,18 @@ from ullage_engine.native.library import TILE_ROWS, instruction_set
 Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
 """Name of a number format.
 
-* int8 and int4 are integers. Activations are not rounded, except to int8 by groups for products
-  with tiles.
+* int8 and int4 are integers. Activations are not rounded, except for matmuls with tiles, which
+  round activations to int8 by group.
 * fp8 is E4M3.
-* w8a8 is int8 with activations that are rounded to int8, too, row by row.
-* mxfp4 is for experts of checkpoints that have it. Nothing is rounded to it."""
+* w8a8 is int8 with activations that are also rounded to int8, row by row.
+* mxfp4 is for checkpoints whose experts are stored in this format. No weights are rounded to
+  mxfp4."""
 
 INT4_GROUP = 32
 """Number of columns that share a scale and a zero when weights are rounded to int4."""
 
 TILE_GROUPS = (16, 32)
-"""Number of columns in a tile that share a scale."""
+"""Possible group sizes of tiles: numbers of columns that share a scale."""
 
 MIN_VALUE: dict[Format, int] = {"int8": -128, "int4": -8, "w8a8": -127}
 MAX_VALUE: dict[Format, int] = {"int8": 127, "int4": 7, "w8a8": 127}
@@ -67,7 +69,8 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, int]
     """Shape (out, in)."""
     group: int
-    """Number of columns that share a scale. If all columns do, each row has one scale."""
+    """Number of columns that share a scale. If all columns share a scale, each row has one
+    scale."""
     has_zeros: bool = False
     is_tiled: bool = False
     """Whether int8 or int4 values are stored in tiles instead of rows."""
@@ -146,14 +149,14 @@ def stacked(parts: list[Quantized]) -> Quantized:
 
 
 def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
-    """Return some rows of a matrix, the inverse of `stacked`."""
+    """Return some rows of a matrix. This is the inverse of `stacked`."""
     rows = slice(start, start + count)
     zeros = None if matrix.zeros is None else matrix.zeros[rows]
     return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Return the same weights in an encoding with wider values, smaller groups or zeros."""
+    """Return the same weights in an encoding that has wider values, smaller groups or zeros."""
     scales = quantized.scales
     zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
@@ -182,7 +185,7 @@ BLOCK = 32
 
 
 def read_mxfp4(data: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read codes 0 to 15 [..., in] and scales [..., groups] from [..., bytes], both uint8."""
+    """Unpack MXFP4 bytes [..., bytes] to codes 0 to 15 [..., in] and scales [..., groups]."""
     blocks = torch.from_numpy(np.array(data)).view(*data.shape[:-1], -1, 17)
     codes = blocks[..., 1:]
     return torch.cat([codes & 15, codes >> 4], dim=-1).flatten(-2), blocks[..., 0]
@@ -214,7 +217,7 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     rows: Axis = Axis(0)
     columns: Axis | None = Axis(1)
-    """Axis of the columns, or None if the tensor applies to all columns."""
+    """Axis of the columns, or None if every element applies to all columns."""
 
     def axis(self, is_of_rows: bool) -> Axis | None:
         return self.rows if is_of_rows else self.columns
@@ -272,7 +275,10 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
 
 def piece_of(encoding: Encoding, name: str) -> Piece:
-    """Return the piece of `pieces_of` with this name. Its dtype may not be the stored dtype."""
+    """Return the piece of `pieces_of` with this name.
+
+    The dtype of the piece may differ from the stored dtype.
+    """
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
 
@@ -288,7 +294,7 @@ def code_bytes(encoding: Encoding) -> int:
 
 
 def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the contents of the tensors of `pieces_of`, by name."""
+    """Return the tensors in which the matrix is stored, named as in `pieces_of`."""
     if encoding.is_tiled:
         return {VALUES: pack_tiles(widened(quantized, encoding), encoding)}
     stored = scale_type(encoding, dtype)
@@ -299,7 +305,7 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
 
 
 def unpack(packed: Packed) -> Quantized:
-    """Return the matrix of packed tensors, the inverse of `pack`."""
+    """Return the matrix that is stored in packed tensors. This is the inverse of `pack`."""
     encoding = packed.encoding
     if encoding.is_tiled:
         return unpack_tiles(packed.values, encoding)
@@ -396,7 +402,7 @@ def _code_shift(encoding: Encoding) -> int:
 
 
 def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1) -> Encoding:
-    """Return the encoding of the same matrix in the layout that this device's kernels read.
+    """Return the encoding of the same matrix in the layout that the device's kernels read.
 
     Args:
         encoding: encoding of a matrix, or of several stacked ones.
@@ -481,6 +487,6 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scales in their stored type, never zero."""
+    """Convert scales to their stored type, with a positive minimum."""
     smallest = _LEAST_FLOAT16 if dtype == torch.float16 else _TINY
     return scales.clamp(min=smallest).to(dtype)

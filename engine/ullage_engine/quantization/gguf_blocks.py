@@ -1,4 +1,4 @@
-"""Reads GGUF's quantised blocks, which are kept as int4 or int8 with the same groups.
+"""Reads GGUF's quantised blocks and keeps them as int4 or int8 with the same groups.
 
 weight = value * scale + zero, with a scale and a zero for each group of a row. Kinds with four bits
 are kept as int4, and wider kinds as int8. The result is exact, except for the rounding of scales
@@ -6,7 +6,8 @@ and zeros to their stored type.
 
 Blocks of 32 values:
 
-* Q4_0 has a float16 scale, and Q4_1 a minimum as well. Four-bit codes follow, as in `formats`.
+* Q4_0 has a float16 scale, and Q4_1 also has a float16 minimum. Four-bit codes follow, as in
+  `formats`.
 * Q5_0 and Q5_1 also have the fifth bits in four bytes before the four-bit halves.
 * Q8_0 has a float16 scale and signed bytes.
 
@@ -43,7 +44,7 @@ class _Groups(NamedTuple):
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Split the bytes of the last dimension: all low halves, then all high halves."""
+    """Unpack the bytes of the last dimension: first all low halves, then all high halves."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
@@ -107,7 +108,7 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
-    """Return the groups of Q4_K's or Q5_K's codes [out, blocks, 8, 32]."""
+    """Return the groups of a Q4_K or Q5_K matrix with these codes [out, blocks, 8, 32]."""
     scales, minimums = _six_bits(blocks[..., 4:16])
     scales *= _half(blocks, 0).unsqueeze(-1)
     zeros = middle * scales - _half(blocks, 2).unsqueeze(-1) * minimums
@@ -155,7 +156,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Return the encoding that keeps a matrix of these blocks, or None if none can."""
+    """Return the encoding for a matrix of these blocks, or None if no encoding fits."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None

@@ -24,12 +24,12 @@ from ullage_engine.quantization.formats import (
 )
 
 DAMPING = 0.01
-"""Share of the mean of the Gram matrix's diagonal that is added to the diagonal, so that inputs
+"""Fraction of the mean diagonal of the Gram matrix that is added to its diagonal, so that inputs
 that did not occur in calibration also have a small weight."""
 
 RATIOS = (1.0, 0.85)
-"""Ranges that are tried for a group, as shares of the distance from its smallest to its largest
-weight."""
+"""Ranges that are tried for a group, as fractions of the distance between the group's smallest and
+largest weight."""
 
 REFITS = 2
 """Number of times that scale and zero are refitted to the rounded values."""
@@ -38,12 +38,14 @@ BLOCK_COLUMNS = 32
 """Number of columns whose errors are compensated together in all later columns."""
 
 ROW_ELEMENTS = 1 << 24
-"""Maximum number of weights that are rounded at once, in whole rows. This bounds the memory."""
+"""Maximum number of weights that are rounded at once, in whole rows. This limit bounds the
+memory."""
 
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Smallest weight of an error, and smallest spread and scale of a regression, to avoid zeros."""
+"""Lower bound for the weight of an error and for the spread and scale of a regression, to avoid
+zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ def fit_grid(
 ) -> Grid:
     """Choose the scales and zeros that minimise the squared error of the rounded weights.
 
-    Several ranges are tried. A weighted regression fits scale and zero to the rounded values, which
-    are then rounded again.
+    Several ranges are tried for each group. In each case, a weighted regression fits scale and zero
+    to the rounded values, and the weights are rounded again.
 
     Args:
         weights: float32 [out, in].
@@ -115,7 +117,7 @@ class _Fit:
     """Weighted squared errors of groups, and the scale and zero that minimise them."""
 
     def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
-        """Create the fit.
+        """Create the fit for one matrix.
 
         Args:
             grouped: weights of the matrix, [out, groups, group].
@@ -145,8 +147,8 @@ class _Fit:
 def rounding_operations(rows: int, columns: int) -> float:
     """Estimate the floating-point operations of `quantise_calibrated`.
 
-    On average half of the columns compensate each column's errors, both roundings are compared, and
-    three matrices are factored.
+    On average, half of the columns compensate each column's errors. The calibrated and the nearest
+    rounding are compared, and three matrices are factored.
     """
     return columns**2 * (3.0 * rows + 2.0 * columns)
 
@@ -154,8 +156,9 @@ def rounding_operations(rows: int, columns: int) -> float:
 def rounding_bytes(rows: int, columns: int) -> int:
     """Estimate the peak memory of `quantise_calibrated` in bytes.
 
-    First it needs five matrices of the Gram matrix's size. Then it needs three of them, and a dozen
-    tensors of a slice of the weights. All are float32.
+    The function first needs five matrices of the Gram matrix's size. Later it needs three such
+    matrices and a dozen tensors with the size of a slice of weights. All of these tensors are
+    float32.
     """
     return 4 * max(5 * columns**2, 3 * columns**2 + 12 * min(ROW_ELEMENTS, rows * columns))
 
@@ -169,9 +172,9 @@ def quantise_calibrated(
 ) -> Quantized:
     """Round weights to int4 for inputs with this Gram matrix.
 
-    By the damped Gram matrix, no row's error is larger than if every weight were rounded to the
-    nearest value. With a diagonal Gram matrix, all weights are rounded to the nearest value. If
-    inputs are infinite or NaN, all columns have equal weight.
+    Measured with the damped Gram matrix, no row's error is larger than if every weight were rounded
+    to the nearest value. With a diagonal Gram matrix, all weights are rounded to the nearest value.
+    If inputs are infinite or NaN, all columns have equal weight.
 
     Args:
         weights: [out, in].
@@ -205,7 +208,7 @@ def quantise_calibrated(
 def nearest_calibrated(
     weights: torch.Tensor, squares: torch.Tensor, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Round each weight to the nearest value of a grid that is fitted to the mean input squares.
+    """Round each weight to the nearest value of a grid that weights errors by mean squared inputs.
 
     Args:
         weights: [out, in].

@@ -1,4 +1,4 @@
-"""Calibrated rounding of a model's matrices, and quantised copies of models (`ullage quantize`).
+"""Rounds a model's matrices with calibration, and writes quantised models (`ullage quantize`).
 
 This package computes layers with the runner. It must not depend on servers, schedulers or workers.
 """

@@ -1,19 +1,18 @@
 """Calibrated int4: a model's matrices are rounded for their inputs on a calibration text.
 
-A text that ships with the package is run through the model once, layer by layer. Each matrix is
+The model is run once, layer by layer, over a text that ships with the package. Each matrix is
 rounded when the text first reaches it (`ullage_engine.quantization.gptq`), and from then on
 computes with its rounded weights. Therefore later matrices compensate the errors of earlier
 matrices. Only one layer is in memory at a time, with the hidden states of the text.
 
 A single expert gets only a small part of the text, so all experts of a layer are rounded for the
-inputs of all of them. The inputs of their second matrices have nothing in common. These matrices
-are rounded to the nearest values, with groups that are fitted to the mean squares of inputs.
-Experts are rounded after the text has passed their layer, so the next layer gets their unrounded
-results.
+inputs of all of them. The second matrices of experts have unrelated inputs, so each is rounded to
+the nearest values, with groups that are fitted to the mean squares of its inputs. Experts are
+rounded after the text has passed their layer, so the next layer gets their unrounded results.
 
-Every pod that rounds at load repeats the calibration before it is ready. If it would take a device
-too much time or memory, weights are rounded to the nearest values at load, and only `ullage
-quantize` calibrates.
+Every pod that rounds at load repeats the calibration before it is ready. If the calibration would
+take too much time or memory on a device, the pod rounds weights to the nearest values instead, and
+only `ullage quantize` calibrates.
 """
 
 import hashlib
@@ -55,7 +54,7 @@ TEXT = Path(__file__).with_name("calibration.txt")
 """Prose, dialogue, code and tables in several languages, written for calibration."""
 
 VERSION = 1
-"""Version of the method. Increment it when matrices are rounded to different values."""
+"""Version of the calibration method. Increment it when the method rounds to different values."""
 
 WINDOW = 512
 """Number of tokens of the text that are computed as one sequence."""
@@ -77,11 +76,12 @@ class Cost:
 AT_LOAD = {"cpu": Cost(12e12, 1 << 30), "cuda": Cost(2e15, 16 << 30)}
 """Maximum cost of a calibration before a pod is ready, by device type.
 
-On a CPU it is about two minutes of two cores (a core does 50 G operations a second), and the memory
-that pods request in addition to their weights. The cost on a GPU was not measured."""
+On a CPU, the limits are about two minutes on two cores (at 50 G operations per second and core),
+and the memory that pods request in addition to their weights. The cost on a GPU was not
+measured."""
 
 KEPT_BYTES = 256 << 20
-"""Bytes of the products' workspaces and of memory that the allocator keeps.
+"""Size in bytes of the matmul workspaces and of the memory that the allocator keeps.
 
 For models of 135M and 1B parameters, the other estimates were this much below the measured peak.
 """
@@ -96,7 +96,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Int4Calibration:
-    """The calibration of matrices that are rounded to int4. The module describes the method."""
+    """Calibrates matrices that are rounded to int4, by the method that the module describes."""
 
     text: Path = TEXT
     max_tokens: int = 16_384
@@ -121,7 +121,7 @@ class Int4Calibration:
     ) -> RoundLayer | None:
         """Start with the first layer, and return the function that rounds a layer.
 
-        Return None if there is no matrix to calibrate. With a warning, return None if the model
+        Return None if there is no matrix to calibrate. Log a warning and return None if the model
         cannot read a text, or if calibration would cost too much at load.
 
         Raises:
@@ -214,7 +214,7 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Return the cost of rounding to the nearest, with the remedy if there is one."""
+    """Describe the quality loss from rounding to nearest, and the remedy if there is one."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
@@ -262,14 +262,14 @@ class LayerCalibration:
         report: Callable[[], None],
         remedy: str,
     ) -> None:
-        """Start before the first layer.
+        """Prepare a calibration, which starts with the first layer.
 
         Args:
             model_config: the model's configuration.
             hidden: the embedded text, [tokens, hidden], in sequences of `window` tokens.
-            window: tokens of a sequence.
+            window: tokens per sequence.
             report: called whenever a matrix is rounded.
-            remedy: the remedy of a CalibrationError.
+            remedy: the remedy that a CalibrationError reports.
         """
         self._model_config = model_config
         self._hidden = hidden
@@ -282,7 +282,7 @@ class LayerCalibration:
         self._started = time.monotonic()
 
     def _chunk(self, row: int, window: int) -> Chunk:
-        """Return the chunk of one sequence, whose token ids are the rows of its hidden states."""
+        """Return the chunk of one sequence. Its token ids are row indices of the hidden states."""
         first = row * self._num_blocks
         return Chunk(
             request_id=f"calibration-{row}",
@@ -303,8 +303,8 @@ class LayerCalibration:
             prepared: all tensors of the layer.
 
         Raises:
-            CalibrationError: the layer failed, for example for lack of memory. Later layers have
-                no inputs then.
+            CalibrationError: the layer failed, for example for lack of memory. In this case, later
+                layers have no inputs.
         """
         index = int(prepared[0].name.split(".")[1])
         with _calibration_errors(f"layer {index}", self._remedy):
@@ -361,7 +361,7 @@ class _Rounding:
         tensors: Mapping[str, torch.Tensor],
         report: Callable[[], None],
     ) -> None:
-        """Create the rounding.
+        """Prepare the rounding of one layer.
 
         Args:
             prepared: the tensors to round, by name.
@@ -389,19 +389,19 @@ class _Rounding:
         return recorder
 
     def finish(self) -> dict[str, Quantized]:
-        """Return the rounded matrices, after the text has been computed."""
+        """Return the rounded matrices. Call this method after the text has been computed."""
         linears = {name: each.rounded for name, each in self._linears.items()}
         experts = {name: each.rounded() for name, each in self._experts.items()}
         return {name: _on_cpu(each) for name, each in (linears | experts).items() if each}
 
 
 class CalibratedLinear:
-    """A matrix that is rounded for its first inputs."""
+    """A linear layer that rounds its weights for the first inputs that it receives."""
 
     def __init__(
         self, weights: torch.Tensor, prepared: PreparedTensor, report: Callable[[], None]
     ) -> None:
-        """Create an unrounded matrix.
+        """Create a layer whose weights are not rounded yet.
 
         Args:
             weights: [out, in].
@@ -430,7 +430,7 @@ class CalibratedLinear:
 
 
 class ExpertRecorder:
-    """All experts' matrices of one kind, and statistics of their inputs."""
+    """Computes with one kind of matrix of all experts, and collects statistics of the inputs."""
 
     few_pairs = 0
 
@@ -441,7 +441,7 @@ class ExpertRecorder:
         prepared: PreparedTensor,
         report: Callable[[], None],
     ) -> None:
-        """Create the recorder of a layer.
+        """Create the recorder for the experts of one layer.
 
         Args:
             experts: the matrices to compute with.
@@ -456,7 +456,7 @@ class ExpertRecorder:
         self.reads_ends = experts.reads_ends
         count, _, columns = weights.shape
         self._is_shared = not _is_of_experts_down(prepared)
-        """Whether all experts have the same kind of inputs: rows of the hidden states."""
+        """Whether the inputs of all experts are rows of the same hidden states."""
         shape = (columns, columns) if self._is_shared else (count, columns)
         self._sums = torch.zeros(shape, device=weights.device)
 

@@ -1,9 +1,9 @@
 """Offline quantisation of a model, from a directory or GGUF file to a new directory.
 
-`ullage quantize` runs `python -m ullage_engine.quantize.convert`, which writes config.json,
-tokenizer and safetensors. int8, fp8 and w8a8 have the format of compressed-tensors, which other
-engines read. int4 has its own format (`ullage_engine.model_loader.quantized`), because zero points
-from GGUF are no integers.
+`ullage quantize` runs `python -m ullage_engine.quantize.convert`, which writes config.json, the
+tokenizer and safetensors files. int8, fp8 and w8a8 models have the compressed-tensors format, which
+other engines can read. int4 has its own format (`ullage_engine.model_loader.quantized`), because
+zero points from GGUF are not integers.
 """
 
 import argparse
@@ -66,7 +66,8 @@ from ullage_engine.tokenizer.tokenizer import (
 SHARD_BYTES = 2 << 30
 
 STATISTICS = "calibration.safetensors"
-"""File with the largest activations in the folder of a w8a8 model. The index does not name it."""
+"""File with the largest activations, in the folder of a w8a8 model. The safetensors index does not
+list this file."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """Name of the embedding, which is used for lookups and not for matmuls."""
@@ -93,7 +94,7 @@ class ModelDirectory:
 
     @property
     def plain_linears(self) -> list[str]:
-        """Hugging Face's names of modules whose weight matrices are not quantised."""
+        """Hugging Face names of the modules whose weight matrices are not quantised."""
         return ["lm_head", *(name for name in self._plain if name != "lm_head")]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -176,9 +177,9 @@ class ModelDirectory:
 
 
 def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
-    """Return the template with a BOS token, if it leaves that to the tokenizer.
+    """Add a BOS token to a chat template that leaves this to the tokenizer.
 
-    For a directory only the template adds the BOS token of a chat.
+    If a model is loaded from a directory, only the chat template adds the BOS token of a chat.
     """
     writes_bos = "bos_token" in template or tokenizer.bos_token in template
     if writes_bos or not tokenizer.chat_adds_bos:
@@ -188,7 +189,7 @@ def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
 
 @contextmanager
 def unfinished_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to the output, which is removed at the end.
+    """Yield a temporary folder next to the output, and remove the folder at the end.
 
     Leftovers of a killed run are also removed.
 
@@ -228,7 +229,7 @@ def quantization_config(format: Format, plain: list[str]) -> Json:
     """Return the quantization_config of a model with matrices in this format.
 
     Args:
-        format: the format.
+        format: number format of the matrices.
         plain: names of modules that are not quantised.
     """
     if format == "int4":
@@ -248,19 +249,20 @@ def quantization_config(format: Format, plain: list[str]) -> Json:
 
 
 Progress = Callable[[str, int, int], None]
-"""Callback with the stage, the done count and the total count."""
+"""Callback that receives the stage, the completed count and the total count."""
 
 CALIBRATION_TOKENS = 16_384
-"""Number of tokens of a text that are used for calibration. The rest is not read."""
+"""Number of tokens of a text that are used for calibration. The rest of the text is not read."""
 
 _CPU = torch.device("cpu")
 _SCALES = torch.bfloat16
-"""Type of stored scales. float32 and bfloat16 represent it exactly, and float16 nearly so."""
+"""Dtype of stored scales. float32 represents every such scale exactly, and float16 almost every
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The request to `ullage quantize`."""
+    """The options of one `ullage quantize` run."""
 
     model: str
     """URI of the model, as in `model.source`."""
@@ -301,7 +303,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Move the files to the output folder, and make them readable for all."""
+    """Move the files to the output folder, and make them readable for all users."""
     output.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -398,7 +400,7 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yield all plans in order, each with its int4 matrix if a calibration rounds it."""
+    """Yield all tensor plans in order, each with its calibrated int4 matrix or None."""
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
         return
@@ -422,7 +424,10 @@ def _matrix(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert float32 tensors with several dimensions, which were dequantised, to bfloat16."""
+    """Convert a tensor that was dequantised (float32, several dimensions) to bfloat16.
+
+    Other tensors are returned unchanged.
+    """
     return tensor.bfloat16() if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
 
 
@@ -438,7 +443,7 @@ def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
 
 
 class _Smoothed:
-    """A checkpoint's tensors, with each norm and the matrices that it feeds smoothed."""
+    """A checkpoint's tensors after smoothing of the norms and the matrices that follow them."""
 
     def __init__(
         self, reader: CheckpointReader, plans: list[TensorPlan], maxima: Maxima, alpha: float

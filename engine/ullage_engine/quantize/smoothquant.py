@@ -1,4 +1,4 @@
-"""SmoothQuant: activations with a few large channels become easier to round to int8.
+"""SmoothQuant: makes activations with a few large channels easier to round to int8.
 
 Channel j of a matrix's input is divided by s_j, and column j of the matrix is multiplied by s_j, so
 the product does not change: s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (Xiao et al. 2023,
@@ -63,7 +63,7 @@ class TextPass:
         return self._runner.kv_block_bytes // BLOCK_TOKENS
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
-        """Compute the hidden states after the last layer. They are valid until the next call."""
+        """Compute the hidden states after the last layer, which are valid until the next call."""
         chunk = Chunk(
             request_id="text",
             token_ids=tokens,
@@ -88,7 +88,7 @@ WINDOW = 512
 """Number of tokens of the calibration text that are computed at once."""
 
 FED_BY = {"qkv": "mixer_norm", "conv_in": "mixer_norm", "gate_up": "mlp_norm"}
-"""The matrices whose input is a norm's output, and that norm."""
+"""Norm whose output is the input of a matrix, by the matrix's name."""
 
 _LEAST = 1e-5
 
@@ -97,7 +97,7 @@ Maxima = dict[str, torch.Tensor]
 
 
 class ActivationRecorder:
-    """A matrix that records the largest activations of its inputs."""
+    """A linear layer that records the largest absolute activation of each input channel."""
 
     def __init__(self, matrix: Linear, largest: torch.Tensor) -> None:
         self._matrix = matrix
@@ -125,13 +125,13 @@ def calibrate(
     tokens: list[int],
     progress: Callable[[int, int], None],
 ) -> Maxima:
-    """Run a text through the model, and return the largest activations of its matrices.
+    """Run the model over a text, and return the largest input activations of its matrices.
 
     Args:
         loaded: the model.
         dtype: the computing dtype.
         tokens: the text.
-        progress: called with the number of done tokens and the total.
+        progress: called with the completed and the total number of tokens.
     """
     maxima: Maxima = {}
 

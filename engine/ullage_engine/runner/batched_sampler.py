@@ -1,12 +1,12 @@
-"""The batch sampler for GPUs: one copy uploads all parameters, and one downloads all tokens.
+"""The batch sampler for GPUs: one copy uploads all parameters, and another downloads all tokens.
 
 Sampling has three phases, so that a caller may do other work between them. `plan_sampling` runs on
 the host. `enqueue` launches all work on the GPU without reading results. `SampledBatch.read` waits
 for the results.
 
 Rows with top-k, top-p or min-p draw from the `CANDIDATES` likeliest tokens. The device marks rows
-whose filters keep more tokens, and `read` samples those rows again from the whole vocabulary. Both
-ways give the same token.
+whose filters keep more tokens, and `read` samples those rows again from the whole vocabulary. A
+token is the same whether or not its row is sampled again.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_e
 CANDIDATES = 1024
 """Number of a row's likeliest tokens that are sorted.
 
-Sorting the whole vocabulary takes a hundred times as much memory.
+Sorting the whole vocabulary would take a hundred times as much memory.
 """
 
 SORT_ROWS = 8
@@ -40,14 +40,15 @@ SORT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """How a batch of logits is sampled."""
+    """The plan for sampling a batch of logits."""
 
     chunks: Sequence[Chunk]
     counts: PenaltyCounts
     draws: Draws
     edits: Edits
     num_alternatives: int | None
-    """Maximum number of alternatives reported for a row. None without any log-probabilities."""
+    """Maximum number of alternatives reported for a row. None if no row reports
+    log-probabilities."""
 
 
 def plan_sampling(

@@ -1,9 +1,9 @@
 """Random draws of tokens from rows of logits, computed on any device without the host.
 
-The filters keep a prefix of the tokens sorted by (logit descending, id ascending): top-k, top-p as
-a fraction of the probability mass that top-k keeps, min-p. The token is drawn by inverting the
-cumulative sum of the kept tokens' weights at the row's random value. The sum runs in sorted order
-if the row is filtered, and in the order of ids otherwise.
+The filters are top-k, top-p (as a fraction of the probability mass that top-k keeps) and min-p.
+Each filter keeps a prefix of the tokens, which are sorted by (logit descending, id ascending). The
+token is drawn by inverting the cumulative sum of the kept tokens' weights at the row's random
+value. The sum runs in sorted order if the row is filtered, and in the order of ids otherwise.
 
 Draws are batch-invariant, although a GPU adds up a row in an order that depends on the number of
 rows. The reason is that weights are integers (see `FIXED_POINT`), whose sums are exact in any
@@ -32,16 +32,18 @@ BLOCK = 128
 """Number of neighbouring tokens whose weights are added up before cumulative sums are computed."""
 
 UNSETTLED = -2
-"""Token id of a row whose filters keep more tokens than candidates. The row is drawn again."""
+"""Token id of a row whose filters keep more tokens than there are candidates. Such a row is drawn
+again."""
 
 _ALTERNATIVES = 64
 """Number of likeliest tokens from which alternatives are taken.
 
-These are more than are reported, so that they include ties with the last reported token.
+This number exceeds the number of reported alternatives, so that ties with the last reported token
+are included.
 """
 
 _KEEP_ALL = 1.5
-"""top_p for rows without a top-p limit, so large that no rounding error of a sum reaches it."""
+"""top_p for rows without a top-p limit. No sum reaches this value, even with rounding errors."""
 
 _MASK = (1 << 64) - 1
 """Mask of all bits of a 64-bit integer."""
@@ -106,7 +108,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How to draw the tokens of a batch, as planned on the host."""
+    """The plan for drawing a batch's tokens, made on the host."""
 
     width: int
     """Number of a filtered row's candidates, which are its likeliest tokens."""

@@ -1,8 +1,8 @@
 """Edits of logits before a token is chosen: penalties, biases, banned tokens, masks, in this order.
 
-The same arithmetic is implemented twice. `penalise` and `constrain` edit one row, which is the
-least work on a CPU. `plan_edits` and `edit` edit a whole batch on a GPU, with a number of kernels
-that does not depend on the number of rows.
+The same arithmetic is implemented twice. `penalise` and `constrain` edit one row, which is fastest
+on a CPU. `plan_edits` and `edit` edit a whole batch on a GPU, with a number of kernels that does
+not depend on the number of rows.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,8 @@ from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
 
 LARGEST = 1e30
-"""Substitute for an infinite logit, far larger than any other logit but with finite sums."""
+"""Substitute for an infinite logit. It is far larger than any other logit, but its sums are
+finite."""
 
 PENALTIES_AT_ONCE = 1 << 16
 """Maximum number of penalised logits that are edited at once.
@@ -75,7 +76,7 @@ class PenaltyCounts:
 
 
 def is_constrained(chunk: Chunk) -> bool:
-    """Return whether `constrain` changes anything."""
+    """Return whether `constrain` would change the chunk's logits."""
     is_biased = chunk.sampling is not None and bool(chunk.sampling.logit_bias)
     return chunk.allowed is not None or bool(chunk.banned) or is_biased
 
@@ -155,7 +156,7 @@ class Edits:
     arrays: HostArrays
     """Arrays to upload with the batch's other parameters. Empty if nothing is edited."""
     more_penalties: Sequence[HostArrays]
-    """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
+    """Further penalised logits, after the first `PENALTIES_AT_ONCE`."""
 
     @property
     def rules_out(self) -> bool:

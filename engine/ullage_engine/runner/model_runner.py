@@ -1,4 +1,4 @@
-"""The runner of step plans on one device, which also runs the largest possible plans."""
+"""Runs step plans on one device, including the largest possible plans during the warm-up."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -78,9 +78,10 @@ _Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
 
 
 class ModelRunner:
-    """Runs step plans, and owns the KV pool and every buffer of a step. Not thread-safe.
+    """Runs step plans, and owns the KV pool and all buffers of a step.
 
-    Order of use: `allocate_arena`, `allocate_kv`, `warm_up`, then `execute`.
+    The class is not thread-safe. Call `allocate_arena`, `allocate_kv` and `warm_up` in this order
+    before the first `execute`.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class ModelRunner:
             wrap: replaces linear layers of the model.
             wrap_experts: replaces linear layers of experts.
             kv_type: type of keys and values that are not stored as float8. None for `dtype`.
-            new_capture: creates the captures of decode steps as graphs. Graphs need a single rank
-                that computes only with kernels, and a model without experts, because the host may
-                have to count the rows of experts.
+            new_capture: creates the captures of decode steps as CUDA graphs. Graphs need a single
+                rank that computes only with kernels, and a model without experts, because the host
+                may have to count the rows of experts.
         """
         self._loaded = loaded
         self._device = device
@@ -166,22 +167,22 @@ class ModelRunner:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of this rank's weights."""
+        """Size of this rank's weights in bytes."""
         return self._loaded.nbytes
 
     @property
     def step_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for activations, gathers and quantised matmuls."""
+        """Size in bytes of the arena for activations, gathers and quantised matmuls."""
         return self._step_layout.nbytes + self._scratch_linear_bytes
 
     @property
     def sampler_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for logits."""
+        """Size in bytes of the arena for logits."""
         return self._sampler_layout.nbytes
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one KV block, summed over all layers."""
+        """Size of one KV block in bytes, summed over all layers."""
         itemsize = 1 if self._limits.fp8_kv else self._kv_type.itemsize
         limits = self._limits
         return kv_block_bytes(
@@ -190,16 +191,16 @@ class ModelRunner:
 
     @property
     def state_pool_bytes(self) -> int:
-        """Bytes that `allocate_kv` takes in addition to KV blocks.
+        """Number of bytes that `allocate_kv` allocates in addition to KV blocks.
 
-        They hold the convolution states and the block that rebuilds these states. They are 0 for
-        models without convolutions.
+        This memory holds the convolution states and the extra block for recomputing these states.
+        The number is 0 for models without convolutions.
         """
         state_bytes = self.model_config.state_bytes(self._dtype.itemsize)
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return the bytes that were actually allocated, by the name of the reservation."""
+        """Return how many bytes were actually allocated, by the name of the reservation."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -288,9 +289,9 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Check that this machine computes rows independently, if the settings guarantee this.
+        """Check that this machine computes each row independently, if the settings promise this.
 
-        The check overwrites the arena, so call it before `warm_up`.
+        The check overwrites the arena, so call this method before `warm_up`.
 
         Returns:
             A description of the fault, or None if the check passes.
@@ -303,14 +304,14 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the largest steps, so that libraries allocate all of their lazy buffers now.
 
-        The steps overwrite the KV pool, so call it before the first request.
+        The steps overwrite the KV pool, so call this method before the first request.
         """
         if self._native is None:
             self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
     def measure_context_seconds(self) -> float:
-        """Measure the seconds that one more token of context costs a step of decodes.
+        """Measure how many seconds one more token of context adds to a decode step.
 
         The steps overwrite the KV pool. All ranks of a group measure together. The result is 0 if
         the difference is too small to be measured.
@@ -325,7 +326,7 @@ class ModelRunner:
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
     def measure_prompt_seconds(self, tokens: int, start: int = 0) -> float:
-        """Measure the seconds of a step with `tokens` tokens of one prompt, from `start` on.
+        """Measure the duration in seconds of a step with `tokens` prompt tokens from `start` on.
 
         The steps overwrite the KV pool. All ranks of a group measure together.
         """
@@ -337,7 +338,7 @@ class ModelRunner:
         return min(self._step_seconds([chunk]) for _ in range(2))
 
     def derived(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that were derived from the model at the start, by name.
+        """Return the tensors that were derived from the model at startup, by name.
 
         No step changes them.
         """
@@ -381,7 +382,7 @@ class ModelRunner:
         return probe_plans(self._limits, self._kv.num_blocks, self.model_config.vocab)
 
     def _decode_seconds(self, rows: int, context: int) -> float:
-        """Measure the seconds of a step of `rows` decodes, each after `context` tokens."""
+        """Measure the duration in seconds of a step with `rows` decodes of this context length."""
         return self._step_seconds(
             [
                 make_chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
@@ -451,7 +452,7 @@ class ModelRunner:
             yield chunks, logits
 
     def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
-        """Compute the micro-batches of a step, and yield the results of those that are sampled."""
+        """Compute a step's micro-batches, and yield the results of every sampled micro-batch."""
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -494,7 +495,7 @@ class ModelRunner:
     def move(self, moves: Moves) -> None:
         """Copy whole KV blocks of all layers: to the host, from the host, then on the device.
 
-        Nothing is allocated. Steps that are executed later see the result. Prefetched blocks have
+        No memory is allocated. Steps that are executed later see the result. Prefetched blocks have
         arrived when the next step has ended.
         """
         assert self._host is not None, "allocate_kv comes first"
@@ -507,7 +508,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
-        """Measure the seconds that it takes to copy one KV block to the host or back.
+        """Measure how many seconds a copy of one KV block to the host or back takes.
 
         The host must have at least one slot.
         """
@@ -630,7 +631,7 @@ class ModelRunner:
         return self._sampled(batch)
 
     def _replay(self, batch: StepBatch) -> bool:
-        """Replay the graph that computes a batch up to its logits. Return False without a graph."""
+        """Replay the graph that computes a batch up to its logits. Return whether it exists."""
         replay = self._graphs.find(batch) if self._graphs else None
         if replay is None:
             return False
@@ -641,7 +642,7 @@ class ModelRunner:
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Return the buffer for the logits of `rows` rows, padding included."""
+        """Return the buffer for the logits of `rows` rows, including padding rows."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 
@@ -653,7 +654,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Capture decode steps of every number of rows and block table width, largest first."""
+        """Capture a decode step for every row count and block table width, the largest first."""
         if self._graphs is None:
             return
 

@@ -1,4 +1,4 @@
-"""The proof that a runner computes the same results as a verified start of the same model."""
+"""Proves that a runner's results match those of an earlier, verified start of the same model."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def take_proof(
     *,
     verifies: bool,
 ) -> Proof:
-    """Compute the proof of a start.
+    """Compute the proof for this start from the runner's weights and the results of its probe.
 
     The probe overwrites the KV pool. All ranks of a group take their proofs together.
 

@@ -1,12 +1,12 @@
 """The sampler, which chooses the next token of each row of logits.
 
 Sampling is batch-invariant: the token of a row depends on that row alone. Noise is a pure function
-of seed and position, so a resumed request draws the same tokens. The order is: penalties, biases
-and banned tokens, masks, temperature, then the filters top-k, top-p over the tokens that top-k
-keeps, and min-p.
+of seed and position, so a resumed request draws the same tokens. The steps are, in this order:
+penalties, biases and banned tokens, masks, temperature, and the filters top-k, top-p (over the
+tokens that top-k keeps) and min-p.
 
 A GPU samples a batch at once (`batched_sampler`). On a CPU rows are edited one by one, and the C++
-library chooses the tokens. Without the library `draw` chooses them, as on a GPU.
+library chooses the tokens. Without the library, `draw` chooses the tokens, as on a GPU.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ def sample(
 ) -> list[SampledToken]:
     """Sample a token for each row of logits.
 
-    A row with NaN or infinite logits gets `NO_TOKEN`, because its weights are damaged or a kernel
-    is wrong. A row whose tokens are all ruled out gets `NOTHING_ALLOWED`.
+    A row with NaN or infinite logits gets `NO_TOKEN`, because such logits come from damaged weights
+    or a faulty kernel. A row whose tokens are all ruled out gets `NOTHING_ALLOWED`.
 
     Args:
         logits: float32 [rows, vocab], which are overwritten.
@@ -100,7 +100,7 @@ def _sample_on_cpu(
 
 
 def _takes_likeliest(row: Row, chunk: Chunk) -> bool:
-    """Return whether a row's token is simply the likeliest one, without edits or reports."""
+    """Return whether a row gets its likeliest token, without edits or log-probabilities."""
     params = row.params
     is_asked_alone = params.top_logprobs is None and not params.is_penalised
     return row.is_greedy and is_asked_alone and not is_constrained(chunk)
@@ -156,8 +156,8 @@ def _raw_logprobs(
 def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) -> list[int]:
     """Choose the next token of each row of edited logits.
 
-    The library's threads choose, or torch without a team. A row without a logit above -inf gets
-    `NOTHING_ALLOWED`.
+    The threads of `team` choose the tokens. Without a team, torch chooses them. A row without a
+    logit above -inf gets `NOTHING_ALLOWED`.
     """
     if team is None:
         return _choose_with_torch(logits, rows)
@@ -184,7 +184,7 @@ def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _likeliest_ids(logits: torch.Tensor) -> list[int]:
-    """Return the likeliest token of each row, and the first one if several are equally likely."""
+    """Return the likeliest token of each row, or the first of several equally likely tokens."""
     return [int(token) for token in logits.numpy().argmax(-1)]
 
 

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs, which turn hundreds of kernel launches into one.
 
 A graph replays the captured launches, at the same addresses and with the same shapes. Steps with
-equal numbers of rows and equal widths of block tables share both: a batch pads its rows,
-`kernels.staging` packs indices to the same places, and the arena and the KV pool do not move.
+equal numbers of rows and equal widths of block tables use the same addresses and shapes: a batch
+pads its rows, `kernels.staging` packs indices at the same addresses, and the arena and the KV pool
+do not move.
 """
 
 import gc
@@ -24,17 +25,18 @@ NewCapture = Callable[[], Capture]
 WIDTH_RATIO = 4
 """Ratio of neighbouring widths of block tables.
 
-A wider table costs a decode empty splits, and each width costs additional graphs at startup.
+In a table that is wider than necessary, a decode computes empty splits. Each additional width
+requires additional graphs at startup.
 """
 
 LEAST_WIDTH = 64
-"""Blocks in the narrowest block table: contexts of 1,024 tokens with blocks of 16."""
+"""Number of blocks in the narrowest block table: 1,024 tokens of context with 16 per block."""
 
 
 class CudaCapture:
     """A set of CUDA graphs whose temporary tensors share one memory pool.
 
-    Once all graphs of a pool are freed, torch accepts no new graphs into it.
+    Once all graphs of a pool are freed, torch cannot capture new graphs into this pool.
     """
 
     def __init__(self) -> None:
@@ -66,10 +68,10 @@ class StepGraphs:
         self._capture: Capture | None = None
         self._replays: dict[tuple[int, int], Action] = {}
         self.widths = list(_widths(most_blocks))
-        """Numbers of blocks in the tables, the widest last."""
+        """Widths of the block tables, in blocks, in ascending order."""
 
     def width(self, blocks: int) -> int:
-        """Return the width of tables for sequences of at most `blocks` blocks."""
+        """Return the width of the block tables for sequences of at most `blocks` blocks."""
         return next(width for width in self.widths if width >= blocks)
 
     def capture(self, batch: StepBatch, action: Action) -> None:
@@ -83,7 +85,7 @@ class StepGraphs:
     def find(self, batch: StepBatch) -> Action | None:
         """Return the replay that computes a batch once its indices are on the device, or None.
 
-        Graphs compute no prompts, and sample all of their rows.
+        A graph computes only decodes, and all of its rows are sampled.
         """
         is_whole = len(batch.sampled) == batch.num_tokens
         if len(batch.rows.prompts.counts) or not is_whole:

@@ -1,7 +1,7 @@
 """Step plans for the warm-up and for the probe.
 
 The warm-up runs every shape that a matmul can have, and the largest steps. The probe consists of
-fixed steps, whose results prove that a start computes correctly.
+fixed steps, whose results prove that the started engine computes correctly.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ EVERYTHING = SamplingParams(
 )
 """Sampling parameters that take the most memory.
 
-They have penalties, biases, a mask, a sort of the vocabulary, and alternatives.
+These parameters require penalties, biases, a mask, a sort of the vocabulary and alternatives.
 """
 
 EVERY_TOKEN = b"\xff" * (1 << 17)
@@ -36,11 +36,12 @@ GREEDY = SamplingParams(temperature=0.0)
 """Sampling parameters that choose the likeliest token (greedy sampling)."""
 
 _PROBE_TOKENS = (24, 8)
-"""Numbers of prompt tokens in the probe's two sequences."""
+"""Number of prompt tokens in each of the probe's two sequences."""
 _PROBE_STRIDE = 7919
 """Difference between successive token ids of the probe.
 
-The difference is prime, so that token ids spread over the vocabulary and choose different experts.
+The difference is prime, so that the token ids spread over the vocabulary and are routed to
+different experts.
 """
 
 
@@ -62,7 +63,7 @@ def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
     """Yield the longest prompt chunk at the end of the longest sequence, and the fullest batch.
 
-    Both have the sampling parameters that take the most memory.
+    Both plans use the sampling parameters that take the most memory.
     """
     longest = min(limits.max_tokens, limits.max_model_len)
     prompt = make_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
@@ -88,7 +89,7 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
     """Return the steps of the probe, a few dozen fixed tokens, in the order of computation.
 
     The steps are a prompt, a decode together with another prompt, and decodes of both sequences.
-    There are fewer steps if these do not fit.
+    There are fewer steps if the limits or the KV pool are too small for all of them.
     """
     block = limits.block_tokens
     longest = min(limits.max_model_len, num_blocks * limits.block_tokens)
@@ -127,14 +128,14 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yield the chunks with histories that together fill one pass of penalties."""
+    """Give the chunks histories that together fill one pass of penalties, and yield them."""
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
         yield msgspec.structs.replace(chunk, history=list(range(tokens)))
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield decodes of every number of rows in which sequences of this length are attended."""
+    """Yield a decode plan for every group size in which sequences of this length are attended."""
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
     )
@@ -155,7 +156,7 @@ def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPl
 
 
 def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
-    """Return the largest size up to `limit` of each bucket."""
+    """Return the largest size in each bucket, for sizes from 1 to `limit`."""
     largest = {bucket(size): size for size in range(1, limit + 1)}
     return list(largest.values())
 
@@ -168,7 +169,7 @@ def make_chunk(
     num_blocks: int,
     sampling: SamplingParams | None,
 ) -> Chunk:
-    """Make a chunk. Other chunks share its blocks if the pool is smaller than the step."""
+    """Create a chunk. Chunks share blocks if the pool is smaller than the step."""
     end = start + tokens
     table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
     return Chunk(

@@ -59,7 +59,7 @@ class RowParallelLinear:
 
 
 def linear_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
-    """Return the bytes of scratch memory that matmuls with quantised matrices take."""
+    """Return the size in bytes of the scratch memory for matmuls with quantised matrices."""
     packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
     device = _device(loaded)
     decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield encodings with the shape of one matmul, because experts are multiplied one by one."""
+    """Yield the encodings with the shape of a single matmul: experts are multiplied one by one."""
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:

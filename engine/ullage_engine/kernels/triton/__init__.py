@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
 """Format of the weights in a matmul.
 
-plain: values of the activations' dtype. int8, fp8 (E4M3): one byte per value. int4 (codes 0 to 15
-for -8 to 7), mxfp4: two values per byte, the even one in the low half."""
+`plain` weights have the activations' dtype. `int8` and `fp8` (E4M3) weights take one byte per
+value. `int4` (codes 0 to 15 for -8 to 7) and `mxfp4` pack two values per byte, the even value in
+the low half."""
 
 
 MIN_GROUP = 32
-"""Minimum number of weights that share a scale. Half of it is the minimum depth of a tensor-core
-operation."""
+"""Minimum number of weights that share a scale. Half of this number is the minimum depth of a
+tensor-core operation."""
 
 MX_GROUP = 32
 """Number of values that share one scale in MXFP4."""
@@ -41,9 +42,9 @@ log = logging.getLogger("ullage.engine.kernels")
 def runs_on(device: torch.device) -> bool:
     """Return whether Triton kernels are used on this device. Otherwise torch operations are used.
 
-    The decision is made once per device, by compiling and running a kernel. It applies to all code
-    that has both implementations. If a GPU cannot run the kernels, a warning with the remedy is
-    logged.
+    The decision is made once per device, by compiling and running a kernel. The decision applies to
+    all code that has both implementations. If a GPU cannot run the kernels, a warning with the
+    remedy is logged.
     """
     if device.type != "cuda":
         return False
@@ -124,7 +125,7 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepare the convolutions of a step. They launch one kernel per layer.
+    """Prepare a step's convolutions, which launch one kernel per layer.
 
     Args:
         plan: inputs of each row's convolution.
@@ -149,7 +150,7 @@ def quantized_matmul(
     """Write x @ weights^T with `ullage_engine.kernels.triton.matmul.quantized_matmul`.
 
     Raises:
-        ValueError: no kernel multiplies this format.
+        ValueError: no kernel supports this format.
     """
     from ullage_engine.kernels.triton import matmul
 

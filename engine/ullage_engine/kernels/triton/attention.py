@@ -1,17 +1,17 @@
 """Attention over paged KV in Triton: decodes, prefill tiles and their shared inner loop.
 
-Decodes: a program computes the query heads of one KV head over one split of one sequence's context.
-Splits are merged with the logarithms of their softmax sums. The grid depends only on shapes.
-Lengths and block tables are read on the device, so a captured CUDA graph works for every length
-that fits in its block tables.
+For decodes, a program computes the query heads of one KV head over one split of one sequence's
+context. Splits are merged with the logarithms of their softmax sums. The grid depends only on
+shapes. Lengths and block tables are read on the device, so a captured CUDA graph works for every
+length that fits in its block tables.
 
-Prefill: a program computes some tokens of a tile for all query heads of one KV head, so that pages
-are read once for all of these heads. All tiles of a step are computed in one launch.
+For prefill, a program computes some tokens of a tile for all query heads of one KV head, so that
+pages are read once for all of these heads. All tiles of a step are computed in one launch.
 
 The inner loop computes a block of queries over consecutive pages of one sequence, with an online
-softmax in base 2 (Milakov and Gimelshein, 2018). The state of a row is its highest score (`peak`),
-the sum of its weights (`total`) and the weighted sum of values (`summed`), both relative to the
-peak.
+softmax in base 2 (Milakov and Gimelshein, 2018). The state of a row has three parts: the highest
+score (`peak`), the sum of the weights (`total`) and the weighted sum of the values (`summed`). Both
+sums are relative to the peak.
 """
 
 import math
@@ -28,13 +28,13 @@ from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, 
 
 @jit
 def shift_of(peak: tl.tensor) -> tl.tensor:
-    """Return the peak, or zero if a row has not seen any score: -inf - -inf would be NaN."""
+    """Return the peak, or zero for a row without any score, because -inf - -inf would be NaN."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @jit
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
-    """Return the float8 scale of a head, or 1 for other KV.
+    """Return the float8 scale of a head, or 1 if KV is not stored as float8.
 
     Queries and sums are multiplied by the scale, which is cheaper than scaling all stored values.
     """
@@ -117,7 +117,7 @@ def attend_range(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Compute the online softmax of the positions from `begin` to `end`: peak, total, summed."""
+    """Return the online softmax state of positions `begin` to `end`: peak, total and summed."""
     peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     summed = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
@@ -186,7 +186,10 @@ def attend_split(
     WHOLE: tl.constexpr,  # there is one split
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the attention of one decode and KV head over one split. A single split is final."""
+    """Write the attention of one decode and one KV head over one split of the context.
+
+    If there is only one split, its result is final. Otherwise `merge_splits` merges the results.
+    """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -273,7 +276,7 @@ def attend_decodes(
 ) -> None:
     """Compute the attention of decodes over their sequences' pages.
 
-    The function neither reads anything on the host nor allocates memory.
+    This function reads no tensor on the host and allocates no memory.
 
     Args:
         queries: [heads, rows, head_dim], each head contiguous.
@@ -320,7 +323,7 @@ def attend_decodes(
 
 
 class PagedDecode:
-    """The attention of all decodes of a step: one launch, and a second launch to merge splits."""
+    """The attention of all decodes of a step: one launch, plus one that merges splits if needed."""
 
     def __init__(
         self,
@@ -353,7 +356,7 @@ class PagedDecode:
 
 
 def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
-    """Return the scales of float8 KV, [2 * kv_heads], or the placeholder `unused` for other KV."""
+    """Return the float8 scales, [2 * kv_heads], or the placeholder `unused` if KV is not float8."""
     return unused if cache.scales is None else cache.scales.values
 
 
@@ -441,8 +444,8 @@ def attend_tiles(
 ) -> None:
     """Compute the causal attention of tiles of prompts over their sequences' pages.
 
-    A tile has at most MAX_TILE_ROWS consecutive tokens. The function neither reads anything on the
-    host nor allocates memory.
+    A tile has at most MAX_TILE_ROWS consecutive tokens. This function reads no tensor on the host
+    and allocates no memory.
 
     Args:
         queries: [heads, tokens, head_dim], each head contiguous.
@@ -450,8 +453,8 @@ def attend_tiles(
         tables: block ids, int32 [prompts, width].
         prompts: row of each tile in `tables`, int32 [tiles].
         starts: first row of each tile in the flat batch, int32 [tiles].
-        counts: rows of each tile, int32 [tiles].
-        earlier: tokens of the sequence before each tile, int32 [tiles].
+        counts: number of rows in each tile, int32 [tiles].
+        earlier: number of the sequence's tokens before each tile, int32 [tiles].
         out: output, [tokens, heads * head_dim].
         window: number of most recent tokens that a token sees, including itself, or 0 for all.
         sinks: logit of each head's attention sink, [heads].
@@ -515,8 +518,8 @@ class PagedPrefill:
 def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
     """Return the number of query rows (heads times tokens) per program.
 
-    A program has as many rows as fit into the registers. Float8 and sinks need registers, too.
-    Float32 products do not use tensor cores and have fewer rows.
+    A program has as many rows as fit into the registers. Float8 KV and sinks need additional
+    registers. Programs with float32 products do not use tensor cores and have fewer rows.
     """
     if itemsize == 4:
         return 32

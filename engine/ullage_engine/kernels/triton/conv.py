@@ -1,4 +1,4 @@
-"""LFM2's gated short convolution for a whole step, and the states after the step, in one launch.
+"""LFM2's gated short convolution: one launch computes a step and the states after the step.
 
 The result is y = C * sum over j of weight[j] * (B * u)[row of tap j]. The row of a tap is a row of
 the step or a column of a sequence's state. The products B * u are rounded to the dtype of the
@@ -57,7 +57,7 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Write some channels of one result row. Programs after the last row write a state column."""
+    """Write some channels of one result row. Programs beyond the last row write state columns."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels

@@ -69,9 +69,10 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *operands: object, **constants
 
 @jit
 def e4m3(code: tl.tensor) -> tl.tensor:
-    """Convert float8 E4M3 codes to float32: the bits, moved into a float16, are 2^-8 of the value.
+    """Convert float8 E4M3 codes to float32.
 
-    The code of NaN (0x7f) reads as 480. No quantiser writes it.
+    The bits are moved into a float16, which then represents the value times 2^-8. The code of NaN
+    (0x7f) reads as 480, but no quantiser writes this code.
     """
     bits = code.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -80,9 +81,9 @@ def e4m3(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e2m1(code: tl.tensor) -> tl.tensor:
-    """Convert float4 E2M1 codes to float32, like `e4m3`: the moved bits are 2^-14 of the value.
+    """Convert float4 E2M1 codes to float32, with the same method as `e4m3`.
 
-    A code is in the low four bits.
+    A code is in the low four bits of a byte. The moved bits represent the value times 2^-14.
     """
     bits = code.to(tl.uint16)
     half = ((bits & 0x8) << 12) | ((bits & 0x7) << 9)
@@ -114,7 +115,7 @@ def launch_count(out: torch.Tensor) -> None:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Return one line that says why kernels cannot run on the device, and the remedy.
+    """Return one line with the reason why kernels cannot run on the device, and the remedy.
 
     Return None if kernels can be compiled and run.
     """

@@ -122,7 +122,7 @@ def e4m3_code(number: tl.tensor) -> tl.tensor:
 
 @jit
 def inverse_power(power: tl.tensor) -> tl.tensor:
-    """Return 1 / power for a power of two in float32, exactly. A division may be approximate."""
+    """Return exactly 1 / power for a power of two in float32. A division may be approximate."""
     bits = power.to(tl.float32).to(tl.int32, bitcast=True)
     return ((254 << 23) - bits).to(tl.float32, bitcast=True)
 
@@ -144,7 +144,7 @@ def load_norm(
     is_query: tl.tensor,  # [heads]
     dim: tl.tensor,
 ) -> tl.tensor:
-    """Load some weights of the norm of each head, float32 [heads, dims]."""
+    """Load part of the norm weights for each head, float32 [heads, dims]."""
     of_queries = tl.load(q_norm + dim).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + dim).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_queries, of_keys)

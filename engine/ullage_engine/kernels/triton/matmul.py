@@ -73,7 +73,7 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add the product of x and weights that are packed two per byte.
+    """Add to `summed` the product of x and weights that are packed two per byte.
 
     Even and odd columns of x are multiplied separately, because splitting x costs less than
     interleaving the weights.
@@ -122,7 +122,7 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add the product of x and weights that are stored one per element.
+    """Add to `summed` the product of x and weights that are stored one per element.
 
     If a column has a single scale, this scale is applied once at the end.
     """
@@ -444,8 +444,8 @@ def picked_matmul(
 ) -> None:
     """Write the product of each row and its expert's weights, for few rows in any order.
 
-    Each row reads all weights of its expert. This is suitable if there are so few rows that two of
-    them seldom have the same expert.
+    Each row reads all weights of its expert. Use this function if there are so few rows that two
+    rows seldom have the same expert.
 
     Args:
         x: [rows, depth], or one row per token, which consecutive rows of `out` share.
@@ -494,7 +494,7 @@ not been measured yet."""
 
 
 class TritonExperts:
-    """One weight matrix of every expert, as `ullage_engine.layers.moe.ExpertLinears`.
+    """One weight matrix per expert, with the interface `ullage_engine.layers.moe.ExpertLinears`.
 
     Plain weights use these kernels if torch's `grouped_mm` would wait for the device: before
     compute capability 9.0, and in float32.
