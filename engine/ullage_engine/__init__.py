@@ -1,1 +1,1 @@
-"""Engine of Ullage: a server process that never dies and workers that may."""
+"""The Ullage engine: a server process, and worker processes whose crashes the server survives."""

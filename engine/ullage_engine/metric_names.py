@@ -1,6 +1,6 @@
-"""Every metric of an engine, `ullage_*`, with vLLM's names of those that vLLM has, too.
+"""The engine's metrics: their `ullage_*` names, and vLLM's names for those that vLLM also has.
 
-The tables of the worker, of tiers and of peers say where each figure is read.
+The tables for the worker, the tiers and the peers define where each value is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ REQUEST_BUCKETS = (
 )
 
 ENGINE = ("model_name", "engine")
-"""Labels of every series. `engine` is always 0, like vLLM's first one."""
+"""Labels of every time series. `engine` is always 0, the index of vLLM's first engine."""
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterName:
@@ -301,7 +301,7 @@ GPU_PARTS: dict[CounterName | GaugeName, Callable[[GpuSample], Mapping[str, floa
         lambda s: s.failed_calls
     ),
 }
-"""Gauges and counters with one more label, by its values."""
+"""GPU metrics with an additional label, and functions that return a value for each label value."""
 GPU_XID_ERRORS = _gpu_counter(
     "xid_errors", "Errors that the driver reported since the engine started", "xid"
 )
@@ -393,7 +393,7 @@ VLLM_NAMES: dict[MetricName, str] = {
     QUEUE_TIME: "vllm:request_queue_time_seconds",
     STEP_TOKENS_SEEN: "vllm:iteration_tokens_total",
 }
-"""vLLM's names of metrics that have the same samples."""
+"""vLLM's names for metrics that have the same values as Ullage's."""
 VLLM_SUCCESS = _counter("vllm:request_success", "Requests answered to their end", "finished_reason")
 VLLM_CACHE = GaugeName(
     "vllm:cache_config_info", "Size of the KV pool: 1", ("block_size", "num_gpu_blocks", "engine")

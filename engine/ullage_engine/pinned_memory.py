@@ -1,16 +1,17 @@
-"""Host memory that a GPU copies from and to directly, because its pages cannot be moved (pinned).
+"""Pinned host memory, which a GPU can copy to and from directly because its pages cannot move.
 
-It is mapped here and registered with CUDA. torch's own pinned memory is rounded up to a power of
-two, so that 40 GiB would pin 64, and is kept when it is freed.
+This module maps the memory and registers it with CUDA. torch's own allocator rounds pinned memory
+up to a power of two, so that 40 GiB would pin 64 GiB, and keeps the memory after it is freed.
 
 How torch treats registered memory (ATen/native/cuda/Copy.cu, ATen/cuda/detail/CUDAHooks.cpp):
 
-* `Tensor.is_pinned` asks cudaPointerGetAttributes, which knows registered pages as well.
-* `copy_(non_blocking=True)` is one cudaMemcpyAsync, pinned or not. CUDA itself stages copies of
-  memory that is not: to a device the call returns once the source has been read, to the host once
-  the bytes are there. A failed registration therefore costs speed, and never bytes.
-* torch's host allocator keeps memory until copies are done, but only its own. After a copy from or
-  to registered memory, wait for an event before you write, read or free the memory.
+* `Tensor.is_pinned` calls cudaPointerGetAttributes, which also recognises registered pages.
+* `copy_(non_blocking=True)` is one cudaMemcpyAsync, whether the memory is pinned or not. CUDA
+  stages copies of unpinned memory: a copy to the device returns once the source has been read, and
+  a copy to the host returns once the data has arrived. A failed registration therefore makes copies
+  slower, but never incorrect.
+* torch's host allocator keeps memory until copies are done, but only memory that it has allocated.
+  After a copy from or to registered memory, wait for an event before you write, read or free it.
 """
 
 import contextlib
@@ -24,23 +25,23 @@ log = logging.getLogger("ullage.engine.memory")
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return the bytes that are pinned for so many bytes, which are whole pages."""
+    """Return a size in bytes, rounded up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class PinnedMemory:
     """Host memory that is registered with CUDA until this object is closed or dropped.
 
-    On a CPU it is plain memory. It is plain memory as well if CUDA refuses to pin it, which is
-    logged once.
+    On a CPU, the memory is not pinned. If CUDA refuses to pin the memory, it stays unpinned, and a
+    warning is logged once.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, name: str) -> None:
-        """Register memory that exists, for copies with `device`.
+        """Register existing memory for copies to and from `device`.
 
         Args:
             tensor: contiguous, on the CPU. Its memory stays alive for as long as it is registered.
-            name: the setting that asks for the memory, for the log.
+            name: name of the setting that requires the memory, for the log.
         """
         self.tensor = tensor
         self._unregister: weakref.finalize[[torch.Tensor, torch.device], PinnedMemory] | None = None
@@ -52,7 +53,7 @@ class PinnedMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device, name: str) -> "PinnedMemory":
-        """Return new zeroed memory of num_bytes from a page's start, with every page touched."""
+        """Allocate `num_bytes` of page-aligned, zeroed memory whose pages are all resident."""
         if not num_bytes:
             return cls(torch.empty(0, dtype=torch.uint8), device, name)
 
@@ -68,7 +69,7 @@ class PinnedMemory:
         return self._unregister is not None and self._unregister.alive
 
     def close(self) -> None:
-        """Unregister the memory after all copies. Views of it are plain memory from then on."""
+        """Wait for all copies, then unregister the memory. Its views stay valid, but unpinned."""
         if self._unregister is not None:
             self._unregister()
 
@@ -103,9 +104,9 @@ def _unregister(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _clear_last_error() -> None:
-    """Clear CUDA's last error, which torch would take for that of the next kernel it launches.
+    """Clear CUDA's last error, which torch would otherwise attribute to the next kernel launch.
 
-    torch has no call for it. Launching a kernel reports the error and clears it.
+    torch has no function for this. Launching a kernel reports the error and clears it.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

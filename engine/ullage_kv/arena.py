@@ -1,8 +1,8 @@
 """The memory of the host tier: one shared mapping that is divided into equal slots.
 
-The mapping is an anonymous file (memfd). The kernel frees it however its owner ends, and a
-container's small /dev/shm does not limit its size. Other processes on the host map the file by its
-path below /proc while the owner lives.
+The mapping is an anonymous file (memfd). The kernel frees the file even if its owner is killed, and
+a container's small /dev/shm does not limit its size. Other processes on the host map the file by
+its path below /proc while the owner lives.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Arena:
         self.num_slots = 1
         self._mapping = mmap.mmap(fd, num_bytes)
         self.memory = memoryview(self._mapping)
-        """All bytes, writable."""
+        """Writable view of the whole memory."""
 
     @classmethod
     def create(
@@ -57,8 +57,8 @@ class Arena:
             progress: called with the number of resident bytes and the total number of bytes.
 
         Raises:
-            ArenaError: the memory is not available. Nothing was allocated, because the kernel would
-                have killed a process.
+            ArenaError: if the memory is not available. In this case, nothing is allocated, because
+                otherwise the kernel would kill a process.
         """
         available = free_bytes() if available_bytes is None else available_bytes
         if num_bytes > available:
@@ -86,7 +86,7 @@ class Arena:
         """Map the memory that another process of this host has created.
 
         Raises:
-            ArenaError: the owner has ended, or the memory has a different size.
+            ArenaError: if the owner has ended, or the memory has a different size.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -128,7 +128,7 @@ class Arena:
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Free the memory, at once or when the last view of a slot is released."""
+        """Free the memory at once, or when the last view of a slot is released."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()

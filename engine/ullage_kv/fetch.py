@@ -43,7 +43,10 @@ class PendingBlock:
     ref: SlotRef
     load: "TierLoad"
     result: Result | None = None
-    """The tier's result, or None until then. The result is set before `load.arrived` is done."""
+    """The tier's result, or None while the block is being loaded.
+
+    The result is set before `load.arrived` is done.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -52,30 +55,30 @@ class TierLoad:
 
     tier: str
     ends_at: float
-    """Time of the deadline by the store's clock."""
+    """Deadline, as a time of the store's clock."""
     blocks: list[PendingBlock] = field(default_factory=list)
     arrived: "Future[None]" = field(default_factory=Future)
     """Future that is done when every block has its result."""
 
 
 class BlockFetch:
-    """The blocks of one call, and the result of each."""
+    """The blocks that one call requests, with the result of each block."""
 
     def __init__(self, loader: "Loader", keys: Sequence[bytes], ends_at: float) -> None:
         self.keys = keys
         self.ends_at = ends_at
-        """Time of the deadline by the store's clock."""
+        """Deadline, as a time of the store's clock."""
         self.results = [MISS] * len(keys)
         self.refusal: Result | None = None
         """Result for all remaining blocks of lower tiers, once a tier has refused a whole part.
 
-        None while the tiers accept more.
+        The value is None while the tiers accept more blocks.
         """
         self._loader = loader
         self._pending: list[PendingBlock | None] = [None] * len(keys)
 
     def run(self) -> "Future[list[Result]]":
-        """Fetch one part after another, and return a future of the results."""
+        """Fetch one part after another, and return a future that has the results."""
         parts = iter(parts_of(len(self.keys)))
         # Both tasks draw from one iterator, so the one that has fetched its part takes the next.
         tasks = [run(self._fetch_each(parts)) for _ in range(_PARTS_AT_ONCE)]
@@ -109,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Take the result for an index from a pending block, which other fetches may share."""
+        """Use the result of a pending block for an index. Fetches may share pending blocks."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:
@@ -180,9 +183,10 @@ class Loader:
         self._lease = lease
         self._lock = threading.Lock()
         self._pending: dict[bytes, PendingBlock] = {}
-        """Blocks that are being loaded, by key. A block stays as long as its slot's reservation.
+        """Blocks that are being loaded, by key.
 
-        Changes require the loader's lock.
+        A block stays in this map as long as its slot is reserved. Changes require the loader's
+        lock.
         """
 
     @property
@@ -253,6 +257,6 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the key before an index, if both keys may belong to the same chain."""
+    """Return the key that precedes an index, if both keys may belong to the same chain."""
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None

@@ -48,7 +48,7 @@ _GRACE_S = 600.0
 _LOCK_TRIES = 5
 """Number of attempts to lock a folder, because other engines briefly lock it to test the lock."""
 _LOCK_PAUSE_S = 0.01
-"""Seconds between two attempts."""
+"""Seconds between two attempts to lock a folder."""
 _NAMESPACE = re.compile("[0-9a-f]{16}")
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers that mean a full device or an exhausted quota."""
@@ -111,7 +111,7 @@ class SlotFile:
             raise FileTierError(f"{max_bytes} bytes of files hold no block of {block_bytes} bytes")
         self._lock = threading.Lock()
         self._keys: dict[int, bytes] = {}
-        """Key of the table entry of each slot."""
+        """Key in the table entry of each slot, by slot."""
         self._slots: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         fds = list[int]()
@@ -349,7 +349,7 @@ class Leftovers:
         """Time at which each table was first seen without a running engine."""
 
     def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
-        """Remove folders until the rest and the engine's own files fit into the engine's quota.
+        """Remove folders until the remaining folders and the engine's own files fit into its quota.
 
         The folders that were written longest ago are removed first.
 

@@ -104,7 +104,7 @@ class Deadlines:
         self._thread.start()
 
     def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """End a batch at its deadline, and call `on_expired` if a transfer is still open then."""
+        """End a batch at its deadline, and call `on_expired` if any transfer is still open."""
         at = time.monotonic() + deadline_s
         with self._condition:
             heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
@@ -138,7 +138,7 @@ class Deadlines:
 
 
 class Job:
-    """The work for the transfers of one call. Threads take the transfers in order."""
+    """The work for one call's transfers, which threads take in order."""
 
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
@@ -153,7 +153,7 @@ class Job:
         self._batch = batch
 
     def fail(self, places: Iterable[int], error: Exception) -> None:
-        """End all transfers to which `work` gave no result, with an error."""
+        """Fail all transfers for which `work` has set no result."""
         if self._batch is None:
             return
         for place in places:
@@ -182,7 +182,7 @@ class Lane:
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()
-        """Lock that the thread holds whose turn it is to take transfers."""
+        """Lock that a thread holds while it is that thread's turn to take transfers."""
         self._queue = deque[Job]()
         self._num_waiting = 0
         """Number of transfers that no thread has taken yet."""

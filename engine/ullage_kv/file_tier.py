@@ -44,7 +44,7 @@ SAVE_DEADLINE_S = 30.0
 _CLOSE_S = 5.0
 """Maximum seconds for which closing the tier waits for pending saves."""
 _LOOK_S = 1.0
-"""Seconds between two checks for removed files."""
+"""Seconds between two checks whether the files were removed."""
 _TRIM_S = 60.0
 """Seconds between two searches for folders without an engine.
 
@@ -224,7 +224,7 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Finish pending saves within 5 seconds at most. Later calls return UNAVAILABLE."""
+        """Finish pending saves, waiting at most 5 seconds. Later calls return UNAVAILABLE."""
         with self._lock:
             if self._is_closed:
                 return

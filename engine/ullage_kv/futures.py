@@ -88,7 +88,7 @@ class Alarms:
         self._is_closed = False
 
     def finish_at(self, at: float, future: "Future[None]") -> None:
-        """Complete a future at a given clock time, unless the future is done before."""
+        """Complete a future at a given clock time, unless the future is already done."""
         with self._changed:
             heapq.heappush(self._due, (at, next(self._numbers), future))
             if self._thread is None and not self._is_closed:

@@ -65,7 +65,7 @@ class _Entry:
     num_pins: int = 0
     num_children: int = 0
     last_used: int = 0
-    """Tick of the last use. Ticks only increase."""
+    """Logical clock tick of the block's last use."""
     is_removed: bool = False
     """Whether the block was removed while it was being written, so that a commit drops it."""
     num_uses: int = 0
@@ -123,7 +123,7 @@ class SlotIndex:
         self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Return the key of a block's parent, or None unless both blocks are in the index."""
+        """Return the key of a block's parent, or None if either block is not in the index."""
         entry = self._shard(key).by_key.get(key)
         return entry.parent.key if entry and entry.parent else None
 
@@ -132,12 +132,12 @@ class SlotIndex:
         return len(self._free)
 
     def contains(self, key: bytes) -> bool:
-        """Return whether the block can be read at present."""
+        """Return whether the block can be read now."""
         entry = self._shard(key).by_key.get(key)
         return entry is not None and entry.state is SlotState.READY
 
     def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each block can be read at present, faster than with a call per block."""
+        """Return whether each block can be read now. This is faster than one call per block."""
         ready = SlotState.READY
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
@@ -160,7 +160,7 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each of these first blocks of a chain that is in the index."""
+        """Count a use of each block in this prefix of a chain, except for unindexed blocks."""
         # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)
@@ -179,7 +179,7 @@ class SlotIndex:
             return self._remove(shard, key)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys (None for all)."""
+        """Drop all blocks of chains, given by the `CHAIN_BYTES` prefix of keys (None for all)."""
         for shard in self._shards:
             with shard.lock:
                 for key in list(shard.by_key):
@@ -202,7 +202,7 @@ class SlotIndex:
     def lease(
         self, ttl_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> "Lease":
-        """Open a lease, which holds the reservations and pins of one reader and writer.
+        """Open a lease, which holds one client's reservations and pins.
 
         Args:
             ttl_s: seconds after which the lease expires, or None for never.
@@ -420,7 +420,7 @@ def _values(shard: _Shard) -> list[_Entry]:
 
 
 class Lease:
-    """The reservations and pins of one reader and writer, all of which end with the lease.
+    """One client's reservations and pins, all of which end with the lease.
 
     One thread at a time may use a lease, except for `close`, which any thread may call.
     """

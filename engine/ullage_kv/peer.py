@@ -1,7 +1,7 @@
-"""The client of one peer, which looks up blocks and copies from and to the peer's host memory.
+"""A client for one peer, which looks up blocks and copies them from and to the peer's host memory.
 
-Calls use blocking gRPC, for use in threads. gRPC itself enforces the deadline of each call, even if
-the peer hangs. A circuit breaker stops the calls to a peer that keeps failing.
+The client uses blocking gRPC, for use in threads. gRPC itself enforces the deadline of each RPC,
+even if the peer hangs. A circuit breaker stops RPCs to a peer that keeps failing.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ REMOTE = "remote"
 CHUNK_BYTES = 1 << 19
 """Bytes of a block to send in one message.
 
-In measurements, half of the maximum had twice the throughput, because the copies of such a message
-stay in the heap and in the CPU caches.
+In measurements, chunks of half the maximum size had twice the throughput, because the copies of
+such a message stay in the heap and in the CPU caches.
 """
 MAX_CHUNK_BYTES = 1 << 20
 """Maximum bytes of a block in one message."""
@@ -38,7 +38,7 @@ MAX_KEYS = 4096
 """Maximum number of keys in one request."""
 
 _END_LEASE_S = 1.0
-"""Deadline in seconds of the call that ends a lease, which would expire soon afterwards anyway."""
+"""Deadline in seconds of the RPC that ends a lease, which would soon expire anyway."""
 _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Status.TIMEOUT,
     grpc.StatusCode.UNAVAILABLE: Status.UNAVAILABLE,
@@ -47,7 +47,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
 }
 _HEALTHY = {Status.STALE, Status.BUSY}
-"""Statuses with which a healthy peer may refuse a call."""
+"""Statuses with which a healthy peer may refuse a request."""
 _ROOMS = {
     pb.ROOM_ALREADY_HAVE: Status.EXISTS,
     pb.ROOM_FULL: Status.FULL,
@@ -64,13 +64,13 @@ class _WrongAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine tells its peers about itself."""
+    """The identity that an engine presents to its peers."""
 
     geometry: pb.Geometry
     instance: str
-    """Id of this process, by which the process detects itself among its peers."""
+    """Id of this process, by which the process recognises itself among its peers."""
     material: Callable[[], Material | None]
-    """Returns the newest client certificate. None if peers use plaintext."""
+    """Function that returns the newest client certificate, or None if peers use plaintext."""
 
 
 class PeerClient:
@@ -81,13 +81,13 @@ class PeerClient:
         self.address = address
         self.breaker = CircuitBreaker()
         self.instance = ""
-        """Id of the peer's process (empty until the peer has answered)."""
+        """Id of the peer's process, or "" until the peer has answered."""
         self.free_blocks = 0
         """Number of free slots that the peer reported in its last answer."""
         self.num_reads = 0
         """Number of reads in progress."""
         self.problem = ""
-        """Human-readable text of the last failure (empty if the peer has answered since)."""
+        """Human-readable text of the last failure, or "" if the peer has answered since."""
         self._server_name = server_name
         self._own = own
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class PeerClient:
     def look(
         self, keys: Sequence[bytes], timeout_s: float, on_held: Callable[[list[bool]], None]
     ) -> None:
-        """Start to ask the peer which blocks it has.
+        """Start to query the peer for the blocks that it has.
 
         Args:
             keys: keys of the blocks.
@@ -139,8 +139,8 @@ class PeerClient:
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
         """Copy blocks from the peer.
 
-        Every result is set by the time `ends_at` of the monotonic clock. Nothing is written to the
-        memory afterwards.
+        Every result is set by the monotonic time `ends_at`. Nothing is written to the memory
+        afterwards.
         """
         arriving = _Arriving(transfers)
         with self._lock:
@@ -161,7 +161,7 @@ class PeerClient:
         return results
 
     def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
-        """Read the peer's blocks in parts, each as large as the peer allows to pin at a time."""
+        """Read blocks from the peer in parts. The peer limits the number of blocks per part."""
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
@@ -193,7 +193,7 @@ class PeerClient:
                 released.result()
 
     def write(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copy blocks to the peer, until `ends_at` by the monotonic clock.
+        """Copy blocks to the peer, until the monotonic time `ends_at`.
 
         Returns:
             For each block, STORED, EXISTS if the peer already had the block, or the reason why the
@@ -256,7 +256,7 @@ class PeerClient:
             channel.close()
 
     def close(self) -> None:
-        """End all calls. Later calls fail at once."""
+        """Cancel all RPCs. Later calls fail at once."""
         with self._lock:
             self._is_closed = True
             channels = [channel for _, channel in self._retired]
@@ -267,7 +267,7 @@ class PeerClient:
             channel.close()
 
     def _connect(self) -> "kv_pb2_grpc.KVStoreServiceStub":
-        """Return the stub of a channel with the newest certificate.
+        """Return a stub for a channel with the newest certificate.
 
         Raises:
             ValueError: the tier is closed.
@@ -297,7 +297,7 @@ class PeerClient:
         self.problem = ""
 
     def _fail(self, error: Exception) -> Result:
-        """Record a failed call to the peer, and return the failure as the result of a block."""
+        """Record a failed RPC, and return the failure as the result for a block."""
         if isinstance(error, grpc.Call):
             refusal = from_rpc_error(error)
             status = _STATUSES.get(refusal.code, Status.ERROR)
@@ -332,7 +332,7 @@ class _Arriving:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
     def take(self, places: Sequence[int], chunks: Any) -> None:
-        """Receive the blocks at these indices from the responses of a call.
+        """Receive the blocks at these indices from an RPC's responses.
 
         Raises:
             _WrongAnswer: a chunk belongs to none of these blocks or is out of order, or a block is
@@ -387,10 +387,10 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Start the call that ends a lease.
+    """Start the RPC that ends a lease.
 
     Returns:
-        The call, or None if there is no lease or the channel is closed.
+        The RPC, or None if there is no lease or the channel is closed.
     """
     if not request.lease:
         return None

@@ -1,9 +1,9 @@
-"""The tier in the host memory of other engines, which reads blocks from peers and copies to them.
+"""The tier in the host memory of other engines, which reads blocks from peers and copies to peers.
 
-The tier keeps hints about which peer has a block: `look` asks all peers, and `holds` answers from
-the hints. A hint may be wrong, so a read first asks the peer to pin the blocks. If a peer is dead,
-slow or wrong, a few calls run into their deadline. Then the peer's circuit breaker opens, until the
-peer answers a look-up again.
+The tier keeps hints about which peer has a block: `look` queries all peers, and `holds` answers
+from the hints. A hint may be wrong, so a read first requests that the peer pin the blocks. If a
+peer is dead or slow, or violates the protocol, a few RPCs fail or reach their deadline. Then the
+peer's circuit breaker opens, until the peer answers a look-up again.
 """
 
 import itertools
@@ -35,9 +35,9 @@ MAX_HINTS = 1 << 16
 HINT_S = 30.0
 """Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""Number by which the deadline is divided for look-ups, because requests wait for look-ups."""
+"""Divisor for the deadline of look-ups, which must be shorter because requests wait for them."""
 RESOLVE_S = 5.0
-"""Interval in seconds at which peers' names are resolved and unresponsive peers are asked again."""
+"""Seconds between two rounds of resolving peers' names and querying unresponsive peers again."""
 MAX_LOADS = 16
 """Maximum number of concurrent loads."""
 MAX_LOOKS = 64
@@ -108,7 +108,7 @@ class PeerState:
     is_left_alone: bool
     free_blocks: int
     problem: str
-    """Why the last call to the peer failed (empty if it did not)."""
+    """Why the last RPC to the peer failed, or "" if it did not fail."""
 
 
 class _Copies(NamedTuple):
@@ -119,7 +119,7 @@ class _Copies(NamedTuple):
 
 
 class RemoteTier:
-    """Blocks in the host memory of peers, over `KVStoreService`."""
+    """Reads and writes blocks in the host memory of peers, over `KVStoreService`."""
 
     name = REMOTE
 
@@ -141,13 +141,13 @@ class RemoteTier:
 
         Args:
             targets: `host:port` of peers. A name may have several addresses, which may change.
-            namespace: namespace of the keys. Peers with a different namespace refuse calls.
+            namespace: namespace of the keys. Peers with a different namespace refuse requests.
             block_bytes: size of every block.
             instance: `KVStoreService.instance` of this process, to detect its own address.
             deadline_s: maximum seconds for one load, and for one batch of copies.
             copies: whether to copy blocks to a peer at all.
             server_name: name in the peers' certificates (empty for the host of their target).
-            material: returns the newest client certificate. None if peers use plaintext.
+            material: returns the newest client certificate, or None if peers use plaintext.
             look_s: maximum seconds for a look-up, or None for a quarter of the deadline.
             resolve_s: seconds between two name resolutions.
         """
@@ -218,7 +218,7 @@ class RemoteTier:
             self._num_looks -= 1
 
     def _ask(self, peer: PeerClient, keys: Sequence[bytes]) -> "Future[None]":
-        """Ask a peer which blocks it has, unless its circuit breaker is open.
+        """Query a peer for the blocks that it has, unless its circuit breaker is open.
 
         Returns:
             A future that is done when the peer's answer is in the hints.
@@ -240,7 +240,10 @@ class RemoteTier:
         return [bool(self._holders(key)) for key in keys]
 
     def _holders(self, key: bytes) -> list[PeerClient]:
-        """Return the peers that have a block by the hints and whose circuit breaker is closed."""
+        """Return the usable peers that have a block according to the hints.
+
+        Peers with an open circuit breaker are left out.
+        """
         if self._is_removed(key):
             return []
         peers = [self._peers.get(address) for address in self._hints.peers(key)]
@@ -318,7 +321,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Read from one peer after another, each time the peer with most of the missing blocks."""
+        """Read from one peer at a time, always from the peer that has the most missing blocks."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -396,7 +399,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy, and return no blocks if the tier is closed and none wait."""
+        """Wait for blocks to copy. Return no blocks if the tier is closed and none are left."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:

@@ -15,7 +15,7 @@ class Status(enum.StrEnum):
     """The block was already stored. Nothing was written."""
     HIT = "hit"
     MISS = "miss"
-    """No tier that was asked has the block."""
+    """None of the queried tiers has the block."""
     FULL = "full"
     """No slot is free, because no block can be evicted at present."""
     BUSY = "busy"
@@ -40,15 +40,15 @@ class Result:
 
     status: Status
     tier: str = ""
-    """Name of the tier that has or had the block (empty for no tier)."""
+    """Name of the tier that has or had the block, or "" for no tier."""
     num_bytes: int = 0
     """Number of bytes that were copied."""
     error: str = ""
-    """Human-readable line about the failure (empty if there was none)."""
+    """Human-readable line about the failure, or "" if there was none."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether the block is now where the caller wanted it."""
+        """Whether the block is now available where the caller requested it."""
         return self.status in _USABLE
 
     @property

@@ -1,7 +1,7 @@
 """`KVStoreService` for a store: peers read from its host memory and copy blocks into it.
 
-A peer holds slots only under a lease of `PeerLeases`. Leases expire, so that a peer that dies or
-hangs leaves nothing behind. The lease is checked again before each chunk, on the same thread that
+A peer holds slots only under a lease of `PeerLeases`. Leases expire, so that the slots of a peer
+that dies or hangs are freed. The lease is checked again before each chunk, on the same thread that
 ends leases. No chunk is therefore read from or written to a slot that now holds another block.
 """
 
@@ -99,7 +99,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """All leases of peers. Only the counts may be read from several threads."""
+    """All leases of peers. Only the counters may be read from other threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -136,7 +136,7 @@ class PeerLeases:
         return opened
 
     def room(self, index: SlotIndex, peer: str) -> int:
-        """Return the number of slots that the peer may take in addition to those it holds."""
+        """Return how many more slots the peer may take."""
         share = max(1, index.num_slots // PEER_SHARE)
         own = sum(each.num_slots for each in self._open.values() if each.peer == peer)
         return max(0, min(share - own, 2 * share - self.num_slots))
@@ -172,7 +172,7 @@ class PeerLeases:
 def _aborts(
     method: Callable[[Any, Any, Context], Awaitable[Any]],
 ) -> Callable[[Any, Any, Context], Awaitable[Any]]:
-    """Convert ServiceErrors of a unary-response method into the call's status."""
+    """Convert ServiceErrors of a unary-response method into the RPC's status."""
 
     @functools.wraps(method)
     async def respond(self: Any, request: Any, context: Context) -> Any:
@@ -185,7 +185,7 @@ def _aborts(
 
 
 class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
-    """The KV store service of one process. All of its calls run on one event loop."""
+    """The KV store service of one process. All of its RPCs run on one event loop."""
 
     def __init__(self, served: Callable[[], Served | None]) -> None:
         """Serve the store that `served` returns, or no store while `served` returns None."""
@@ -372,7 +372,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     # both ----------------------------------------------------------------------------------------
 
     def _store(self, geometry: pb.Geometry) -> Store:
-        """Return the store.
+        """Return the served store, after checking that it matches the peer's request.
 
         Raises:
             ServiceError: there is no store, or its blocks differ from the peer's in geometry.
@@ -405,7 +405,9 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return served.store
 
     def _find(self, number: int) -> PeerLease:
-        """Return an open lease of the current store. A former store used the same memory.
+        """Return an open lease of the current store.
+
+        A lease of an earlier store is ended, because that store used the same memory.
 
         Raises:
             ServiceError: there is no such lease.

@@ -175,7 +175,7 @@ class Store:
         *,
         is_put: bool = False,
     ) -> None:
-        """Copy between callers' buffers and slots."""
+        """Copy blocks between callers' buffers and slots."""
         memory = np.frombuffer(self.arena.memory, np.uint8)
         starts = [None if ref is None else ref.slot * self.arena.slot_bytes for ref in refs]
         slots = [None if at is None else memory[at : at + self.block_bytes] for at in starts]
@@ -187,7 +187,7 @@ class Store:
                     np.copyto(slot, view) if is_put else np.copyto(view, slot)
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Ask the lower tiers which blocks they have, where this is not known yet.
+        """Query the lower tiers for the blocks that they have, unless this is already known.
 
         `contains`, `lookup_prefix` and `fetch` use the answers once the returned future is done.
         The future takes at most a fraction of a deadline.
@@ -249,7 +249,7 @@ class Store:
             tier.remove_chains(chains)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each block of a chain, and copy blocks down at their second use."""
+        """Count a use of each block of a chain. Copy blocks to lower tiers at the second use."""
         self.index.touch(keys)
         self._write_through.copy(keys)
 
@@ -264,7 +264,7 @@ class Store:
     def fetch(
         self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S
     ) -> "Future[list[Result]]":
-        """Start to fetch blocks into host memory that only lower tiers have.
+        """Start to fetch blocks that only lower tiers have into host memory.
 
         A block that another call is already fetching is not loaded twice. This call waits for that
         load, and the load continues even if this call reaches its deadline. Many blocks are fetched

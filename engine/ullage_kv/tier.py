@@ -13,9 +13,9 @@ from ullage_kv.results import Result, Status
 MAX_FAILURES = 3
 """Number of consecutive failures that open the circuit breaker of a tier or a peer."""
 PAUSE_S = 1.0
-"""Seconds for which a circuit breaker that opens first rejects all calls."""
+"""Initial pause in seconds, during which an open circuit breaker rejects all calls."""
 MAX_PAUSE_S = 60.0
-"""Maximum seconds for which an open circuit breaker rejects all calls before it allows a probe."""
+"""Maximum pause in seconds, during which an open circuit breaker rejects all calls."""
 
 
 class Transfer(NamedTuple):
@@ -67,7 +67,7 @@ class LowerTier(Protocol):
         """Drop blocks that must not be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, given by the first `CHAIN_BYTES` of keys (None for all)."""
+        """Drop all blocks of chains, given by the `CHAIN_BYTES` prefix of keys (None for all)."""
 
     def stats(self) -> "TierStats": ...
 
@@ -200,7 +200,8 @@ class CircuitBreaker:
                                        └──── failure, twice the pause
 
     Every call to a file system or peer that does not answer takes its full deadline. With a
-    breaker, only the first few callers wait so long, and later one caller per pause. Thread-safe.
+    breaker, only the first few callers wait that long, and after that one caller per pause.
+    Thread-safe.
     """
 
     def __init__(

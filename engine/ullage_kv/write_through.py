@@ -12,10 +12,13 @@ from ullage_kv.results import Result
 from ullage_kv.tier import LowerTier, Transfer
 
 _MIN_USES = 2
-"""Number of uses after which a block is copied down. Kept blocks are copied at the first use."""
+"""Number of uses after which a block is copied to lower tiers, unless it is kept.
+
+Kept blocks are copied at their first use.
+"""
 
 _PART_BYTES = 16 << 20
-"""Maximum bytes of blocks in one save call to a lower tier. They stay pinned during the call."""
+"""Maximum bytes of blocks per save call to a lower tier. Blocks stay pinned during the call."""
 
 
 class WriteThrough:

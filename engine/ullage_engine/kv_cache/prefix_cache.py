@@ -18,14 +18,14 @@ _MAX_SESSIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """The pins of one session."""
+    """The cached blocks that one session has pinned."""
 
     path: list[int]
     """Pinned blocks, starting at the beginning of the conversation."""
     used_at: float
-    """Time of the last use, in seconds of the clock."""
+    """Time of the session's last use, in seconds."""
     last_used: int
-    """Tick of the session's last use of its blocks."""
+    """Logical clock tick of the session's last use of its blocks."""
     num_windows: int
     """Number of blocks at the end of the path whose window blocks are also pinned."""
 
@@ -105,7 +105,7 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """Limits of the KV that is kept while no running sequence uses it."""
+    """Limits on the KV that is kept while no running sequence uses it."""
 
     prefix_cache: bool = True
     """Whether full blocks are kept for requests with the same prefix."""
@@ -114,9 +114,9 @@ class KvPolicy:
     session_idle: float = 300.0
     """Seconds after which an unused session ends."""
     host_slots: int = 0
-    """Number of blocks of host memory for swapped sequences."""
+    """Number of host memory blocks for swapped sequences."""
     swap_bytes_per_second: float = 4 << 30
-    """Bandwidth between device and host, over all ranks."""
+    """Total bandwidth of all ranks between device and host memory."""
     kv_space: bytes = b""
     """Namespace of KV in tiers outside the device, or "" if there are no such tiers."""
     prefetch: bool = True
@@ -148,7 +148,7 @@ class PrefixCache:
         Args:
             num_blocks: number of blocks in the pool.
             block_tokens: tokens per block.
-            policy: limits of the KV that is kept for reuse.
+            policy: limits on the KV that is kept for reuse.
             clock: returns the time in seconds.
             window_tokens: length of the sliding windows of layers that have separate blocks, or 0
                 if there are no such layers.
@@ -204,19 +204,19 @@ class PrefixCache:
         return self._pool.ref_count(block) > 1
 
     def is_shared_at(self, table: list[int], index: int) -> bool:
-        """Return whether a table has a block at an index, and the block is shared."""
+        """Return whether the table has a block at this index, and the block is shared."""
         return 0 <= index < len(table) and self.is_shared(table[index])
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
         """Find the cached blocks of the longest prefix of `token_ids`, excluding the last token.
 
-        Only requests with the same cache salt find one another's blocks. See `RadixTree.match` for
+        A request finds only blocks of requests with the same cache salt. See `RadixTree.match` for
         `path`.
         """
         return self._tree.match(token_ids, salt, path) if self.has_cache else []
 
     def window_blocks(self, hits: list[int]) -> list[int]:
-        """Return the window blocks that a sequence continuing these cached blocks reads."""
+        """Return the window blocks that a sequence reads when it continues these cached blocks."""
         return self._tree.window_blocks(hits)
 
     def first_window_block(self, position: int) -> int:
@@ -228,10 +228,10 @@ class PrefixCache:
         return sum(self._tree.is_reclaimable(block) for block in cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks, preferably after block `after`, evicting cached ones as needed.
+        """Allocate `count` blocks, preferably after `after`, evicting cached blocks as needed.
 
         Raises:
-            PoolExhaustedError: if fewer are available.
+            PoolExhaustedError: if fewer blocks are available.
         """
         if count > self._pool.num_free:
             missing = min(count - self._pool.num_free, self._tree.num_reclaimable)
@@ -265,11 +265,11 @@ class PrefixCache:
     def insert(
         self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
     ) -> list[int]:
-        """Cache the full blocks `first` to `end` - 1 of a block table. Earlier blocks are cached.
+        """Cache the full blocks `first` to `end` - 1 of a table whose earlier blocks are cached.
 
         Returns:
             The same table, or a new one if the cache stores the same tokens in another block. The
-            new table has that block instead of its own, which is freed.
+            new table contains the cached block, and the table's own block is freed.
         """
         if not self.has_cache:
             return table
@@ -294,9 +294,10 @@ class PrefixCache:
         return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
-        """Cache the window blocks of a cached table's blocks from index `first` on.
+        """Cache window blocks for the cached blocks of a table, from index `first` on.
 
-        If the cache has one for the same tokens, that one replaces the entry of `windows`.
+        If the cache already has a window block for the same tokens, that block replaces the entry
+        in `windows`.
         """
         for index, own in enumerate(windows):
             if first + index >= len(table):
@@ -319,7 +320,7 @@ class PrefixCache:
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Remove the content keys in the subtree of a path's first block, or all keys if None."""
+        """Remove the content keys in the subtree of the path's first block, or all if None."""
         if path is None:
             self._tree.take_keys(None)
         elif path and path[0] in self._tree:
@@ -356,7 +357,7 @@ class PrefixCache:
             assert self._tree.is_reclaimable(block) == is_unused, f"block {block}: wrong state"
 
     def _evict(self) -> int:
-        """Evict one block. If all are pinned, end sessions, least recently used first."""
+        """Evict one block. If all blocks are pinned, end the least recently used sessions first."""
         while (block := self._tree.evict()) is None:
             was_ended = self.sessions.end_oldest()
             assert was_ended, "reclaimable blocks, and none of them evictable"

@@ -1,11 +1,12 @@
-"""The radix tree of cached KV blocks, by the tokens that they store.
+"""The radix tree that finds cached KV blocks by the tokens that they store.
 
 The path from the root to a block spells the tokens up to the block's end, and begins with the cache
 salt of the requests that may read it.
 
 Layers with sliding windows have separate blocks. A cached block may have one of these blocks for
 the same tokens, called its window block. Window blocks that every window has moved past are
-reclaimable while their sequence continues. So a match ends where the last window is still cached.
+reclaimable while their sequence continues. So a match can only end at a position whose preceding
+window is still cached.
 """
 
 from collections import OrderedDict
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field
 _ROOT = -1
 
 _Key = tuple[str, tuple[int, ...]]
-"""Key of a block among its siblings: cache salt, for the first block of a text, and tokens."""
+"""Key of a block among its siblings: the cache salt (for a text's first block) and the tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One cached block, valid only after all blocks above it in the tree."""
+    """One cached block, which is valid only as the continuation of all blocks above it."""
 
     parent: "_Node | None"
     key: _Key
@@ -30,7 +31,7 @@ class _Node:
     is_idle: bool = False
     """Whether the session that last used the block has ended because it was idle."""
     last_used: int = 0
-    """Tick of the block's last use. Ticks only increase."""
+    """Logical clock tick of the block's last use."""
     window_block: int | None = None
     num_window_pins: int = 0
     is_window_reclaimable: bool = False
@@ -40,7 +41,7 @@ class _Node:
 
 
 Path = list[_Node]
-"""Nodes of a path, starting below the root. The nodes may be evicted from the tree."""
+"""Nodes of a path, starting below the root. Some nodes may have been evicted from the tree."""
 
 
 class RadixTree:
@@ -48,8 +49,8 @@ class RadixTree:
 
     A cached block is in use while a sequence holds it and reclaimable otherwise. A sequence that
     holds a block holds all blocks above it, so the reclaimable blocks form whole subtrees and are
-    evicted from the leaves: those of idle sessions first, then the least recently used. Pinned
-    blocks are never evicted. Every operation on one block is O(1).
+    evicted from the leaves: leaves of idle sessions first, then the least recently used leaves.
+    Pinned blocks are never evicted. Every operation on one block is O(1).
     """
 
     def __init__(self, block_tokens: int, window_tokens: int = 0) -> None:
@@ -68,16 +69,14 @@ class RadixTree:
 
         # Eviction queues, the least recently used first.
         self._evictable: OrderedDict[int, _Node] = OrderedDict()
-        """Reclaimable, unpinned blocks without children, except those of `_idle`."""
+        """Reclaimable, unpinned blocks without children, except the blocks in `_idle`."""
         self._idle: OrderedDict[int, _Node] = OrderedDict()
-        """Reclaimable, unpinned blocks without children that idle sessions left. Evicted before all
-        others.
-        """
+        """Reclaimable, unpinned leaf blocks of ended idle sessions, which are evicted first."""
         self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
-        """Reclaimable and unpinned window blocks."""
+        """Reclaimable, unpinned window blocks, the least recently used first."""
 
         self.num_reclaimable = 0
-        """Blocks of both kinds that no sequence holds, pinned ones included."""
+        """Number of blocks and window blocks that no sequence holds, including pinned blocks."""
         self.num_pinned = 0
 
     @property
@@ -96,7 +95,7 @@ class RadixTree:
         return max(0, position - self._window_tokens + 1) // self._block_tokens
 
     def window_blocks(self, path: list[int]) -> list[int]:
-        """Return the window blocks that a sequence continuing a matched path reads."""
+        """Return the window blocks that a sequence reads when it continues a matched path."""
         if not self._window_tokens:
             return []
         first = self.first_window_block(len(path) * self._block_tokens)
@@ -108,7 +107,7 @@ class RadixTree:
         return self._by_block[block].window_block
 
     def add_window(self, block: int, window_block: int) -> None:
-        """Cache a window block, which is in use, together with the block of the same tokens."""
+        """Attach a window block that is in use to the cached block that stores the same tokens."""
         node = self._by_block[block]
         assert node.window_block is None, "cached already"
         assert window_block not in self, "cached already"
@@ -119,7 +118,7 @@ class RadixTree:
         """Attach a content key to a cached block and its window block.
 
         Returns:
-            False if a key was set before.
+            False if the block already had a content key.
         """
         node = self._by_block[block]
         is_new = node.content_key is None
@@ -129,13 +128,13 @@ class RadixTree:
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
         """Return the content key of a cached block or window block, or None if it has none.
 
-        A block that is not cached, or not cached as that kind, has no key.
+        A block has no key unless it is cached as a block of the requested kind.
         """
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Remove the content keys in the subtree of a first block, or all keys if None."""
+        """Remove the content keys in the subtree of a text's first block, or all keys if None."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -144,8 +143,8 @@ class RadixTree:
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
         """Find the longest run of blocks that store a prefix of `token_ids` under a cache salt.
 
-        The run ends before the last token, which is always computed because its logits are needed,
-        and where the window blocks that are read next are cached.
+        The run ends before the last token, which is always computed because its logits are needed.
+        It ends at a position where the window blocks that are read next are cached.
 
         Args:
             token_ids: tokens of a text.
@@ -154,7 +153,7 @@ class RadixTree:
                 the path are not compared again.
 
         Returns:
-            The blocks, the first one first.
+            The blocks in the order of their tokens.
         """
         nodes = [] if path is None else path
         # `evict_branch` changes the key of a first block that is still held.
@@ -169,7 +168,7 @@ class RadixTree:
         return blocks[: self._readable(nodes)] if self._window_tokens else blocks
 
     def _extend(self, nodes: Path, token_ids: list[int], salt: str) -> None:
-        """Extend a path by the nodes of the tokens that follow it."""
+        """Append the cached nodes of the tokens that follow a path."""
         size = self._block_tokens
         node = nodes[-1] if nodes else self._root
         for start in range(len(nodes) * size, (len(token_ids) - 1) // size * size, size):
@@ -181,7 +180,7 @@ class RadixTree:
             node = child
 
     def _readable(self, nodes: Path) -> int:
-        """Return the length in blocks of the longest prefix whose last window is cached."""
+        """Return the number of blocks in the longest prefix whose last window is cached."""
         num_windows = length = 0
         for count, node in enumerate(nodes, start=1):
             num_windows = 0 if node.window_block is None else num_windows + 1
@@ -201,8 +200,8 @@ class RadixTree:
             salt: cache salt, used at the beginning of a text only.
 
         Returns:
-            The block that the tree keeps: `block`, now in use, or the one that stored the same
-            tokens before.
+            The block that the tree keeps: `block`, now in use, or the block that already stored the
+            same tokens.
         """
         above = self._root if parent is None else self._by_block[parent]
         key = (salt if parent is None else "", tokens)
@@ -229,7 +228,7 @@ class RadixTree:
         node.is_idle = False
 
     def touch(self, block: int, tick: int) -> None:
-        """Record when the block was last used, for the order of eviction."""
+        """Record the tick of the block's last use, which determines the eviction order."""
         if (node := self._by_window.get(block)) is not None:
             node.window_last_used = tick
         else:
@@ -249,9 +248,9 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def pin(self, block: int, *, with_window: bool = False) -> None:
-        """Keep the block from being evicted until `unpin` was called as often.
+        """Prevent the block's eviction until `unpin` has been called as often as `pin`.
 
-        `with_window` pins its window block, too. `unpin` must then get the same argument.
+        With `with_window`, the block's window block is pinned, too. Pass the same value to `unpin`.
         """
         node = self._by_block[block]
         if with_window:
@@ -266,14 +265,14 @@ class RadixTree:
     def unpin(
         self, block: int, idle_since: int | None = None, *, with_window: bool = False
     ) -> None:
-        """Undo one call of `pin`.
+        """Undo one call to `pin`.
 
         Args:
             block: the pinned block.
             idle_since: tick of the last use by the session that pinned the block, if the session
                 ends because it is idle. Unless the block was used since, it is evicted before
                 others.
-            with_window: as it was in `pin`.
+            with_window: the value that was passed to `pin`.
         """
         node = self._by_block[block]
         assert node.num_pins > 0, f"block {block} is not pinned"
@@ -318,7 +317,7 @@ class RadixTree:
     def evict_branch(self, block: int) -> list[int]:
         """Evict the subtree under a text's first block.
 
-        The blocks in use, and the pinned ones, stay cached but are not found any more.
+        Blocks that are in use or pinned stay cached, but `match` no longer finds them.
 
         Returns:
             The evicted blocks.

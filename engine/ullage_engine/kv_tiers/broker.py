@@ -44,7 +44,7 @@ With more, waiting requests would evict each other's blocks, which would be load
 
 
 class TierHits(NamedTuple):
-    """Blocks that a request began with from one tier."""
+    """The blocks from one tier with which a request began."""
 
     tier: str
     num_blocks: int
@@ -59,22 +59,22 @@ class BlockFormat(NamedTuple):
     """Namespace of the keys."""
     block_tokens: int
     window_tokens: int
-    """Sliding window of the layers that have window blocks, 0 without such layers."""
+    """Length of the sliding windows of layers with window blocks, or 0 without such layers."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Return the index of the first window block that the token after `num_blocks` reads."""
+        """Return the index of the first window block that the token after these blocks reads."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
 
 
 @dataclass(slots=True)
 class _Beginning:
-    """The stored prefix of a request."""
+    """The stored prefix of a request, and the progress of its loads."""
 
     looking: Future[None]
-    """Done when the tiers have answered which blocks they have."""
+    """Future that is done when the tiers have reported which blocks they have."""
     tiers: list[str] | None = None
-    """The tier of each block at the first decision, None before it."""
+    """Tier of each block when loading was first decided, or None before that decision."""
     first: int = 0
     """Index of the first block to load. Blocks before it are in host memory or computed."""
     num_prefetched: int = 0
@@ -93,7 +93,7 @@ class _Pinned(NamedTuple):
 
 
 class KvBroker:
-    """Answers the queries of one worker after another. It is not thread-safe."""
+    """Answers the KV queries of successive workers. Not thread-safe."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class KvBroker:
             computes_beside_loads: whether the worker computes the first blocks of a request while
                 the last ones are loaded. If not, its requests wait for loads, and each gets only
                 one answer.
-            deadline_s: seconds that a load may take.
+            deadline_s: maximum duration of a load, in seconds.
             clock: returns the time in seconds.
-            has_begun: returns whether a request, by its id, has a token of this worker, or has
-                ended.
-            not_loaded: counter of an earlier broker to continue, see `not_loaded`.
+            has_begun: returns whether the request with this id has received a token from this
+                worker, or has ended.
+            not_loaded: the `not_loaded` counter of an earlier broker, which this broker continues.
         """
         self._store = store
         self._format = block_format
@@ -140,8 +140,8 @@ class KvBroker:
         self.not_loaded = Counter[tuple[str, str]]() if not_loaded is None else not_loaded
         """Number of stored blocks that requests did not use, by tier and reason.
 
-        They were `slower` to load than to compute, or `unused` because they arrived late or the
-        request ended.
+        The reason is `slower` if loading would have taken longer than computing, or `unused` if the
+        blocks arrived late or the request ended.
         """
         self._loads = Loads(
             store,
@@ -157,7 +157,7 @@ class KvBroker:
         self._pinned: dict[int, _Pinned] = {}
         self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
         self._num_prefetched = 0
-        """Number of prefetched blocks of all requests' stored prefixes."""
+        """Total number of prefetched blocks in the stored prefixes of all requests."""
 
     def arrived(self, request: EngineRequest) -> int:
         """Begin to prefetch the stored prefix of a request, if that is faster than computing it.
@@ -184,15 +184,16 @@ class KvBroker:
     def _prefetch_when_known(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> Steps:
-        """Prefetch a beginning when the tiers have answered, unless the worker asks first."""
+        """Prefetch a stored prefix once the tiers answer, unless the worker queries it first."""
         yield beginning.looking
         if self._beginnings.get(request_id) is beginning and beginning.tiers is None:
             self._prefetch(request_id, beginning, keys, starts_at)
 
     def _look(self, keys: list[bytes]) -> "Future[None]":
-        """Ask the tiers which blocks of a prefix they have.
+        """Query the tiers for the blocks of a prefix.
 
-        The needed window blocks depend on the length of the prefix, so this asks for all of them.
+        Which window blocks are needed depends on the length of the stored prefix, so the query
+        includes all window blocks.
         """
         if not self._format.window_tokens:
             return self._store.look(keys)
@@ -222,7 +223,7 @@ class KvBroker:
         return len(tiers)
 
     def _lookup(self, keys: list[bytes]) -> list[str]:
-        """Return the tier of each block of the longest usable stored prefix.
+        """Return the tier of each block in the longest usable stored prefix.
 
         A prefix is usable if the window blocks that the next token reads are stored, too.
         """
@@ -247,17 +248,17 @@ class KvBroker:
         num_here: int | None = None,
         starts_at: float = 0.0,
     ) -> None:
-        """Decide which blocks are loaded: `beginning.first` and all after it.
+        """Decide from which block on to load, and set `beginning.first` to its index.
 
         A later decision may replace an earlier one.
 
         Args:
             request_id: the request's id.
-            beginning: the stored prefix, whose `first` is set.
+            beginning: the stored prefix.
             keys: keys of the request's blocks. Keys after the stored prefix are ignored.
             tiers: the tier of each block of the stored prefix.
-            num_here: number of leading blocks that need neither be computed nor loaded. By default
-                it is the number of those in host memory.
+            num_here: number of leading blocks that need neither be computed nor loaded. The default
+                is the number of leading blocks in host memory.
             starts_at: time from which the other blocks can be computed.
         """
         keys = keys[: len(tiers)]
@@ -290,7 +291,7 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Return the stored prefix of a request. The first call asks the tiers for it."""
+        """Return the stored prefix of a request. The first call for a request queries the tiers."""
         beginning = self._beginnings.get(request_id)
         if beginning is None:
             beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
@@ -302,7 +303,7 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Drop the oldest beginnings whose requests have begun, since some never query them."""
+        """Drop the oldest stored prefixes whose requests have begun but may never query them."""
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
@@ -320,7 +321,7 @@ class KvBroker:
         return [part_key(key, WINDOW_PART) for key in keys[first:]]
 
     def on_message(self, message: FromKv) -> None:
-        """Handle a message of the worker."""
+        """Handle a message from the worker."""
         match message:
             case KvOffer():
                 self._post(KvGranted(slots=self._grant(message)))
@@ -341,7 +342,7 @@ class KvBroker:
                 self._store.remove_chains(chains)
 
     def worker_lost(self) -> None:
-        """Free the slots of a worker whose process has ended. Another worker may begin."""
+        """Free the slots of a worker whose process has ended, so that another worker can start."""
         self._lease.close()
         self._lease = self._store.index.lease()
         self._reserved = {}
@@ -350,7 +351,7 @@ class KvBroker:
         self._num_prefetched = 0
 
     def check_integrity(self) -> None:
-        """Assert that only open messages hold slots."""
+        """Assert that only unfinished exchanges with the worker hold slots."""
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
@@ -367,7 +368,7 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the stored prefix that a worker queries."""
+        """Return the stored prefix for a worker's query, and record when the first query came."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
@@ -392,7 +393,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
-        """Answer when all wanted blocks have arrived in shared memory, or will not arrive."""
+        """Answer when every requested block is in shared memory or is known not to arrive."""
         lease = self._lease
         beginning = self._ask(wanted)
 
@@ -450,7 +451,7 @@ class KvBroker:
         )
 
     def _pin_beginning(self, wanted: KvWanted) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Pin the leading wanted blocks in shared memory, and their last window blocks."""
+        """Pin the leading requested blocks in shared memory, and their last window blocks."""
         refs = self._pin(wanted.keys[wanted.first :])
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
@@ -467,7 +468,7 @@ class KvBroker:
     def _with_windows(
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Return the longest leading part whose last window blocks are in shared memory, too.
+        """Return the longest run of leading blocks whose last window blocks are in shared memory.
 
         The window blocks are pinned and returned as well. All other blocks are unpinned.
         """

@@ -1,9 +1,9 @@
-"""The decision whether to load blocks or to compute them, by the predicted time of loads.
+"""Decides whether to load or to compute blocks, based on predicted load times.
 
 Of the blocks that a request lacks, the first ones are computed while the last ones are loaded. A
 block is loaded if it is predicted to arrive before the computation reaches it. So if predictions
-are right, a request never waits for a load. A load that takes longer than computing all blocks is
-not begun.
+are right, a request never waits for a load. A load is not started if it would take longer than
+computing all blocks.
 """
 
 import math
@@ -11,30 +11,32 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 START_LATENCY_S = 0.01
-"""Latency until the first byte of a load, for a tier that is not measured yet."""
+"""Assumed latency in seconds to the first byte of a load, for a tier that is not measured yet."""
 START_BYTES_PER_S = 100e6
-"""Bandwidth of a tier that is not measured yet: that of a slow network."""
+"""Assumed bandwidth of a tier that is not measured yet, typical of a slow network."""
 PROBE_S = 30.0
 """Seconds without a load after which the speed of a tier is measured again."""
 
 _UNMEASURED_S = 1e9
-"""Assumed seconds of a computation whose speed is unknown. Any load is faster."""
+"""Assumed compute time in seconds while the compute speed is unknown. Any load is faster."""
 _WEIGHT = 0.5
 """Weight of the newest load in the estimates, on a logarithmic scale.
 
 The first load replaces the initial values.
 """
 _MAX_RATIO = 1e4
-"""Bound of the ratio between the measured and the predicted time of one load."""
+"""Maximum ratio between the measured and the predicted time of one load, in either direction."""
 _SIZES_FACTOR = 4.0
-"""Smallest ratio between the sizes of the largest and the smallest recent load that separates
-latency from bandwidth."""
+"""Minimum ratio of load sizes from which latency and bandwidth can be told apart.
+
+The ratio is that of the largest to the smallest recent load.
+"""
 _SIZES_FADE = 1.15
-"""Factor by which each load moves both sizes towards its own."""
+"""Factor by which each load moves the largest and smallest sizes towards its own size."""
 
 
 class LoadTime(NamedTuple):
-    """The predicted time of loads from one tier that begin now."""
+    """Predicted time of a load from one tier that begins now."""
 
     start_s: float
     """Seconds until the first byte."""
@@ -47,10 +49,10 @@ class LoadTime(NamedTuple):
 
 
 class LoadSpeed:
-    """Latency and bandwidth of one tier, estimated from its loads. It is not thread-safe."""
+    """Latency and bandwidth of one tier, estimated from its loads. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start with the values of an unmeasured tier.
+        """Start with the assumed latency and bandwidth of a tier that is not measured yet.
 
         Args:
             clock: returns the time in seconds.
@@ -62,11 +64,11 @@ class LoadSpeed:
         self._is_measured = False
         self._smallest = math.inf
         self._largest = 0.0
-        """Sizes of the smallest and largest recent load in bytes, which fade towards the newest."""
+        """Smallest and largest size of recent loads in bytes. Both decay towards the newest."""
         self._done_at = clock()
         self._next_number = 0
         self._under_way: dict[int, tuple[int, float]] = {}
-        """Bytes and start time of each running load, by number, oldest first."""
+        """Size in bytes and start time of each running load, by load number, oldest first."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -75,9 +77,9 @@ class LoadSpeed:
 
     @property
     def is_to_measure(self) -> bool:
-        """Whether a load should measure the tier.
+        """Whether a probe load should measure the tier's speed.
 
-        Nothing is loaded from a tier that is estimated to be slow. Without a probe the estimate
+        No blocks are loaded from a tier that is estimated to be slow. Without a probe, the estimate
         would never change.
         """
         is_known = self._is_measured and self._clock() - self._done_at < PROBE_S
@@ -85,13 +87,13 @@ class LoadSpeed:
 
     @property
     def is_of_one_size(self) -> bool:
-        """Whether recent loads had about the same size, so that only their total time is known."""
+        """Whether recent loads had similar sizes, so latency and bandwidth are inseparable."""
         return self._largest < _SIZES_FACTOR * self._smallest
 
     def predict(self) -> LoadTime:
         """Predict the time of a load that begins now, after the running loads.
 
-        A late load is predicted to take as much additional time as it is late by now.
+        A load that is already late is predicted to take as much longer as it is late now.
         """
         return LoadTime(self._queue_s() + self.latency_s, self._byte_s)
 
@@ -164,7 +166,7 @@ class Needed(NamedTuple):
     """One block that a request lacks, and the tier that has it."""
 
     tier: str = ""
-    """The tier to load the block from, empty if it is in host memory or being loaded."""
+    """Tier to load the block from, or "" if the block is in host memory or being loaded."""
     ready_s: float = 0.0
     """Seconds until a block that is being loaded arrives."""
 
@@ -174,16 +176,16 @@ def seconds_to_load(
     predict: Callable[[str], Callable[[int], float]],
     extra: Sequence[Needed] = (),
 ) -> list[float]:
-    """Predict for each block the seconds until it and all blocks after it have arrived.
+    """Predict for each block the seconds until this block and all later blocks have arrived.
 
     Args:
         blocks: the blocks that a request lacks, in order.
-        predict: returns a function for a tier, from a number of its blocks to the seconds of their
-            load. It is called once for each tier.
-        extra: blocks without which the others are useless.
+        predict: called once per tier. Returns a function that maps a number of the tier's blocks to
+            the seconds that loading them takes.
+        extra: blocks that must also arrive before the others can be used.
 
     Returns:
-        The seconds of each block, in descending order, and a final 0.0 for loading no block.
+        The seconds for each block, in descending order, followed by 0.0 for loading no block.
     """
     counts: dict[str, int] = {}
     tiers = dict[str, Callable[[int], float]]()
@@ -205,7 +207,7 @@ def split(load_s: Sequence[float], compute_s: float, start_s: float = 0.0) -> in
     """Return the number of leading blocks to compute while the rest is loaded.
 
     The result is the smallest number of leading blocks whose computation hides the load of the
-    rest. The request is never later than if it computed all blocks, and it waits for no load.
+    rest. The request never takes longer than if it computed all blocks, and never waits for a load.
 
     Args:
         load_s: the result of `seconds_to_load`.

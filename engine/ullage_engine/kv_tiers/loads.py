@@ -1,7 +1,7 @@
-"""Loads of blocks from tiers below host memory, and the choice of blocks that are worth loading.
+"""Loads blocks from tiers below host memory, and chooses the blocks that are worth loading.
 
-Of the blocks that a request lacks, the last ones are loaded if they arrive before they could be
-computed. The first ones are computed. Every load is measured (`cost`).
+The last of the blocks that a request lacks are loaded, if they would arrive before they could be
+computed. The earlier blocks are computed. Every load is measured (`cost`).
 """
 
 import math
@@ -22,7 +22,7 @@ fewer blocks are not divided."""
 
 
 class Loads:
-    """Begins loads and predicts their ends. It is not thread-safe."""
+    """Starts loads and predicts when they will end. Not thread-safe."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Loads:
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Start without a measured tier.
+        """Start without measurements of any tier.
 
         Args:
             store: the store with the lower tiers.
@@ -44,7 +44,7 @@ class Loads:
             block_tokens: tokens per block.
             are_waited_for: whether requests wait for their loads instead of computing in the
                 meantime.
-            deadline_s: seconds that a load may take.
+            deadline_s: maximum duration of a load, in seconds.
             clock: returns the time in seconds.
         """
         self._store = store
@@ -56,7 +56,7 @@ class Loads:
         self._clock = clock
         self._speeds: dict[str, LoadSpeed] = {}
         self._due: dict[bytes, float] = {}
-        """Predicted arrival of each block that is being loaded."""
+        """Predicted arrival time of each block that is being loaded, by key."""
 
     @property
     def num_under_way(self) -> int:
@@ -85,11 +85,13 @@ class Loads:
             keys: keys of a prefix's blocks.
             tiers: the tier of each block.
             num_here: number of leading blocks that need not be loaded.
-            windows: keys of window blocks without which the others are useless.
+            windows: keys of window blocks that must also be loaded before the other blocks can be
+                used.
             start_s: seconds until the computation can begin.
 
         Returns:
-            The index, at least `num_here`. It is the number of blocks if none is worth loading.
+            The index, at least `num_here`. If no block is worth loading, the index is the number of
+            blocks.
         """
         compute = self._compute()
         if not compute.tokens_per_s:
@@ -120,7 +122,7 @@ class Loads:
         """Begin to load the blocks that only lower tiers have.
 
         Args:
-            keys: keys of the wanted blocks.
+            keys: keys of the requested blocks.
             longest_s: deadline in seconds.
 
         Returns:
@@ -183,7 +185,7 @@ class Loads:
         return run(self._load_in_two(tier, keys, num_first, longest_s), self._call_soon)
 
     def _load_in_two(self, tier: str, keys: list[bytes], num_first: int, longest_s: float) -> Steps:
-        """Load the first blocks, then the rest in the seconds that remain."""
+        """Load the first blocks, then load the remaining blocks in the time that is left."""
         ends_at = self._clock() + longest_s
         yield self._fetch(tier, keys[:num_first], longest_s)
         remaining_s = ends_at - self._clock()

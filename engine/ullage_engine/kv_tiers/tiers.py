@@ -26,15 +26,15 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _OPEN_S = 10.0
-"""Seconds in which the file tier's folder must open."""
+"""Maximum seconds for opening the file tier's folder."""
 _BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Errors of a broken or full file system. Other errors show a wrong path."""
+"""Error numbers of a broken or full file system. Other errors mean that the path is wrong."""
 
 
 class KvTiers:
     """The memory of the host tier, the store and its broker, for one event loop.
 
-    Store and broker exist once the block format of a worker is known.
+    The store and its broker exist once the block format of a worker is known.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class KvTiers:
         deadline_s: float = DEADLINE_S,
         has_begun: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Prepare the configured tiers, without memory yet.
+        """Prepare the configured tiers. `open` allocates their memory later.
 
         Args:
             section: the configured tiers.
             on_hits: called with a request's id and the blocks that it began with.
             material: returns the newest certificate for connections to peers, None for plaintext.
             compute: returns the current prefill speed.
-            deadline_s: seconds that a load from lower tiers may take, at most.
-            has_begun: returns whether a request, by its id, has a token of this worker, or has
-                ended.
+            deadline_s: maximum duration of a load from lower tiers, in seconds.
+            has_begun: returns whether the request with this id has received a token from this
+                worker, or has ended.
         """
         self._section = section
         self._deadline_s = min(deadline_s, DEADLINE_S)
@@ -69,13 +69,13 @@ class KvTiers:
         self._arena: Arena | None = None
         self._space = b""
         self.not_loaded = Counter[tuple[str, str]]()
-        """`KvBroker.not_loaded`, counted over all workers."""
+        """The `KvBroker.not_loaded` counter, summed over all workers."""
         self._broker: KvBroker | None = None
-        """The broker of the store, for one worker after another."""
+        """The store's broker for successive workers, or None before the first is ready."""
         self._post: Callable[[KvGranted | KvFound], None] | None = None
-        """Sends messages to the worker, or None without a worker."""
+        """Function that sends a message to the worker, or None without a worker."""
         self.store: Store | None = None
-        """The store, None before the first worker is ready."""
+        """The store, or None before the first worker is ready."""
 
     def open(self, num_bytes: int) -> None:
         """Allocate every page of the memory, which may take seconds.
@@ -99,7 +99,7 @@ class KvTiers:
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
     async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
-        """Serve a worker from now on.
+        """Start serving a worker that is ready.
 
         The store is kept if the worker's blocks have the same namespace as the last worker's.
         Otherwise a new store replaces it.
@@ -164,13 +164,13 @@ class KvTiers:
         )
 
     def worker_lost(self) -> None:
-        """Free the slots of the worker, whose process has ended."""
+        """Free the slots of a worker whose process has ended."""
         if self._broker is not None:
             self._broker.worker_lost()
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Begin to prefetch the prefix of a prompt's samples.
+        """Start to prefetch the prefix that the samples of one prompt share.
 
         Return the requests with their number of stored blocks.
         """
@@ -180,12 +180,12 @@ class KvTiers:
         return [msgspec.structs.replace(each, num_stored_blocks=num_blocks) for each in requests]
 
     def on_message(self, message: FromKv) -> None:
-        """Handle a message of the worker."""
+        """Handle a message from the worker."""
         if self._broker is not None and self._post is not None:
             self._broker.on_message(message)
 
     def stats(self) -> list[TierStats]:
-        """Return the figures of every tier, an empty list before the first worker is ready."""
+        """Return the statistics of every tier, or [] before the first worker is ready."""
         store = self.store  # which another thread may set to None
         return store.stats() if store is not None else []
 
@@ -212,12 +212,12 @@ class KvTiers:
         return tiers if file is None else [*tiers, file]
 
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
-        """Open the file tier, or return None if its folder does not answer, is full or broken.
+        """Open the file tier, or return None if its file system is unresponsive, full or broken.
 
-        A failed open is not an error, just as a later failure of the folder is not.
+        Such a failure does not stop the engine, just as a later failure of the folder does not.
 
         Raises:
-            FileTierError: this engine may not use the folder.
+            FileTierError: if this engine may not use the folder.
         """
         section = self._section.file
         if section is None:
@@ -256,7 +256,7 @@ class KvTiers:
 def _in_daemon(
     open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
 ) -> "Future[FileTier]":
-    """Open a tier in a daemon thread, since a mount may hang for ever.
+    """Open a tier in a daemon thread, because a mount may hang forever.
 
     Args:
         open_tier: opens the tier.

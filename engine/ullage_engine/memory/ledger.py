@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 
 class LedgerError(Exception):
-    """A reservation does not fit. The message has the figures and the field to change."""
+    """A reservation exceeds the budget. The message gives the sizes and the field to change."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Ledger:
         self._on_host[name] = num_bytes
 
     def shortage(self, name: str, needed: int) -> LedgerError:
-        """Return an error that says why `name` does not fit, and which field to change."""
+        """Return an error that explains why `name` does not fit, and which field to change."""
         available = max(0, self.available_bytes)
 
         if self.others_bytes and needed <= available + self.others_bytes:
@@ -172,7 +172,7 @@ class Ledger:
 
 
 def mib(num_bytes: int) -> str:
-    """Return bytes as text in MiB, the unit of configuration and messages."""
+    """Format a number of bytes in MiB, the unit of configuration and messages."""
     return f"{num_bytes / _MIB:.0f} MiB"
 
 
@@ -180,11 +180,11 @@ def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str 
     """Return an error line for the first allocation that differs from its predicted size.
 
     Args:
-        priced: bytes by the memory formula, by name.
-        allocated: bytes that were allocated, by name.
+        priced: predicted sizes in bytes, by name.
+        allocated: allocated sizes in bytes, by name.
 
     Returns:
-        The line, None if all agree within `PRICE_TOLERANCE`.
+        The line, or None if all allocations agree with the prediction within `PRICE_TOLERANCE`.
     """
     for name, price in priced.items():
         if abs(allocated[name] - price) > PRICE_TOLERANCE * price:

@@ -1,8 +1,8 @@
-"""Classifies errors: which mean that memory ran out, and which that the device is lost.
+"""Classifies errors that mean that memory ran out, and errors that mean that a device is lost.
 
-torch raises a class of its own only where its allocator runs out. Other libraries (cuBLAS, cuDNN,
-NCCL, Triton's loader, the driver) report it in the text of a RuntimeError. So the texts decide, and
-those of all errors in the chain of causes.
+torch has a special error class only for its own allocator. Other libraries (cuBLAS, cuDNN, NCCL,
+Triton's loader, the driver) report a shortage in the text of a RuntimeError. The classification
+therefore uses the texts of all errors in the chain of causes.
 """
 
 import errno
@@ -46,10 +46,10 @@ _STICKY = (
     "uncorrectable NVLink",
     "CUBLAS_STATUS_EXECUTION_FAILED",
 )
-"""Errors after which every later call of the process fails, too."""
+"""Texts of errors after which every later CUDA call in the process fails, too."""
 
 _DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
-"""Texts of any errors that come from the device."""
+"""Texts that identify an error as coming from the device."""
 
 
 def is_device_lost(error: BaseException) -> bool:
@@ -75,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def shortage_status(error: BaseException | None) -> int | None:
     """Return the exit status of a process that ends with an error because memory ran out.
 
-    Return None if memory is not the reason.
+    Return None if the error has another cause.
     """
     if error is None or not is_out_of_memory(error):
         return None
@@ -96,7 +96,10 @@ def _host_ran_out(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """Return whether a library's error has one of the texts. Libraries raise RuntimeErrors only."""
+    """Return whether the error is a RuntimeError whose message contains one of the texts.
+
+    Libraries raise only RuntimeErrors.
+    """
     text = str(error)
     return isinstance(error, RuntimeError) and any(each in text for each in texts)
 

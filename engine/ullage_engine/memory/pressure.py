@@ -1,7 +1,7 @@
 """Memory pressure: free device memory, and a level with hysteresis for KV (docs/guide/kv-cache.md).
 
-The worker keeps the level, because only it sees every step. At a level the server limits new
-requests (`ullage_engine.server.request`) and the scheduler limits the batch.
+The worker tracks the level, because only the worker sees every step. Depending on the level, the
+server limits new requests (`ullage_engine.server.request`) and the scheduler limits the batch.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ _MEASURE_INTERVAL_S = 1.0
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Return the share of the KV pool that a new request may use, 0 to 1, or 1 without KV."""
+    """Return the share of the KV pool that a new request may use, 0 to 1, and 1 without KV."""
     return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 1.0
 
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
-    """Return the configured levels from the mildest on, which is level 1."""
+    """Return the configured levels in order of severity. The mildest is level 1."""
     return tuple(sorted(section.pressure_levels, key=lambda level: level.below, reverse=True))
 
 
 def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
-    """Return the level of a number, None for 0, at which nothing is limited."""
+    """Return the level with this number, or None for 0, where nothing is limited."""
     return ordered_levels(section)[number - 1] if number else None
 
 
@@ -44,13 +44,14 @@ class FreeMemoryMonitor:
         clock: Callable[[], float],
         own: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Measure for the first time.
+        """Start to monitor the device with a first measurement.
 
         Args:
             measure: returns the free bytes, and is called now and later at most once a second.
             safety_reserve: bytes that should be free.
             clock: returns the time in seconds.
-            own: bytes that this process's allocator has, which may grow into the reserve.
+            own: returns the bytes that this process's allocator has, which may grow into the
+                reserve.
         """
         self._measure = measure
         self._own = own
@@ -87,7 +88,7 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Share of the largest batch that may run, the level's or the server's if that is less."""
+        """Share of the maximum batch size that the level and the server both allow."""
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)
@@ -97,7 +98,7 @@ class PressureController:
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level, and return the state with it and with the batch that it allows."""
+        """Update the level, and return the state with the new level and its batch limits."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,
@@ -107,10 +108,10 @@ class PressureController:
         )
 
     def update(self, headroom_share: float) -> int:
-        """Update the level for a share of headroom.
+        """Update the level for a new headroom share.
 
         Returns:
-            The level, 0 for none and 1 for the mildest.
+            The level, where 0 is none and 1 is the mildest.
         """
         entered = sum(headroom_share < level.below for level in self._levels)
         kept = sum(

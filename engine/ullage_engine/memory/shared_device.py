@@ -1,8 +1,8 @@
-"""Pure functions that decide which process holds which memory of a shared GPU.
+"""Pure functions that attribute a shared GPU's memory to the processes that use it.
 
-A GPU reports its free memory, which changes with every process that uses it: another engine, or a
-killed worker whose memory is still being returned. The ledger counts the bytes of this process. The
-bytes of other processes only limit the KV pool.
+A GPU reports its free memory, which changes with every process that uses the GPU: another engine,
+or a killed worker whose memory is still being returned. The ledger counts the bytes of this
+process. The bytes of other processes only limit the KV pool.
 """
 
 import time
@@ -13,18 +13,19 @@ _MIB = 1 << 20
 POLL_S = 0.1
 """Interval between readings of the free memory, in seconds."""
 STABLE_S = 0.5
-"""Seconds without more free memory after which no more is expected to be returned."""
+"""Seconds without a rise of free memory after which no further rise is expected."""
 MAX_WAIT_S = 10.0
 """Maximum time to wait for memory, in seconds."""
 
 _RISE_BYTES = 16 * _MIB
-"""Rise of free memory that still counts as stable."""
+"""Largest increase of free memory, in bytes, that still counts as stable."""
 
 _LEAST_OUTSIDE = 128 * _MIB
 """Minimum bytes that CUDA's context, modules and libraries use outside torch's allocator."""
 _MOST_OUTSIDE = 2048 * _MIB
-"""Maximum bytes that this process uses outside torch's allocator. Excess belongs to other
-processes.
+"""Maximum bytes that this process uses outside torch's allocator.
+
+Any excess is attributed to other processes.
 """
 
 _PAGE_BYTES = 2 * _MIB
@@ -34,7 +35,7 @@ _FREE_AT_LEAST = 32 * _MIB
 """Bytes that always stay free, for kernels that libraries load later."""
 
 _SEGMENT_ROOM = 2 * 20 * _MIB
-"""Room for torch's allocator to round up. The segments of its large pool are 20 MiB."""
+"""Margin in bytes for rounding in torch's allocator, whose large pool has segments of 20 MiB."""
 
 DIFFERENCE_TOLERANCE = 0.02
 """Fraction by which the ledger may differ from the driver's values."""
@@ -49,11 +50,12 @@ def wait_for_memory(
     """Wait until the memory of a process that ended has been returned.
 
     The wait ends when `enough` bytes are free, when no more have become free for `STABLE_S`, or
-    after `MAX_WAIT_S`. Memory that others take meanwhile does not prolong it.
+    after `MAX_WAIT_S`. Memory that other processes allocate in the meantime does not prolong the
+    wait.
 
     Args:
         read_free: returns the free bytes of the device.
-        enough: free bytes with which the wait ends at once.
+        enough: number of free bytes at which the wait ends at once.
         clock: returns the time in seconds.
         sleep: waits for a number of seconds.
 
@@ -80,13 +82,13 @@ def largest_share_of_others(
     """Find the GPU on which other processes hold most of the budget.
 
     Args:
-        memory: free and total bytes of each GPU, before this process has any.
+        memory: free and total bytes of each GPU, before this process allocates memory.
         threshold: share of a GPU that is the budget.
 
     Returns:
-        The share of that GPU's memory that others hold of the budget, and its index. A share of
-        zero or less means that others hold nothing of any budget. On every GPU at least
-        `threshold` less this share is free.
+        The budget that other processes hold on that GPU, as a share of the GPU's memory, and the
+        GPU's index. If the share is zero or less, other processes hold no part of any GPU's budget.
+        On every GPU, at least `threshold` minus this share is free.
     """
     shares = [threshold - free / total for free, total in memory]
     largest = max(shares)
@@ -96,15 +98,16 @@ def largest_share_of_others(
 def find_own(
     before: Mapping[int, int], during: Mapping[int, int], after: Mapping[int, int], num_bytes: int
 ) -> int | None:
-    """Return the process id by which the driver knows this process, None if it is ambiguous.
+    """Return the driver's process id for this process, or None if it is ambiguous.
 
-    In a container the driver may list ids of the host, and one of them may be ours by chance. So
-    this process is recognised by its memory, which grew by `num_bytes` and shrank again.
+    In a container, the driver may list process ids of the host, and one of them may equal this
+    process's id by chance. So this process is recognised by its memory, which grew by `num_bytes`
+    and shrank again.
 
     Args:
-        before: bytes of each process before this one allocated, by process id.
-        during: the same while it held `num_bytes` more.
-        after: the same when it had freed them.
+        before: bytes of each process before this process allocated, by process id.
+        during: bytes of each process while this process held `num_bytes` more.
+        after: bytes of each process after this process freed `num_bytes`.
         num_bytes: bytes that this process allocated and freed.
     """
 
@@ -123,10 +126,10 @@ def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) ->
     """Return the bytes of a GPU that this process holds.
 
     Args:
-        listed: bytes that the driver lists for this process, None if it lists none.
+        listed: bytes that the driver lists for this process, or None if the driver lists none.
         free_before: bytes that were free before this process had a context.
         free: bytes that are free now.
-        reserved: bytes that torch's allocator has of the device.
+        reserved: bytes of the device that torch's allocator has reserved.
     """
     if listed is not None:
         return max(listed, reserved)
@@ -162,12 +165,12 @@ def bytes_of_others(
 def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -> float:
     """Return the share of a GPU that torch's allocator may have, 0 to 1.
 
-    The allocator's limit counts its segments alone, so bytes outside are subtracted.
+    The allocator's limit counts only its segments, so bytes outside the allocator are subtracted.
 
     Args:
         promised: bytes that the ledger has reserved for this process.
-        outside: bytes of this process that are not the allocator's, such as the context.
-        reserved: bytes that the allocator has already.
+        outside: bytes of this process outside the allocator, such as the CUDA context.
+        reserved: bytes that the allocator has already reserved.
         total: bytes of the device.
     """
     limit = max(promised - outside, reserved + _SEGMENT_ROOM)
@@ -175,5 +178,5 @@ def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -
 
 
 def differs(allocated: int, measured: int) -> bool:
-    """Return whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of `measured`."""
+    """Return whether the ledger deviates by more than `DIFFERENCE_TOLERANCE` from `measured`."""
     return abs(allocated - measured) > DIFFERENCE_TOLERANCE * measured

@@ -12,9 +12,10 @@ DTYPES = {
 }
 
 KvDtype = Literal["auto", "fp8"]
-"""Type of stored keys and values.
+"""Data type of the KV cache.
 
-It is float8 E4M3, or the decoder's choice (`ullage_engine.layers.native_decoder.auto_kv_type`).
+`fp8` is float8 E4M3. With `auto`, the decoder chooses the type
+(`ullage_engine.layers.native_decoder.auto_kv_type`).
 """
 
 

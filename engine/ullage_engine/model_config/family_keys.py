@@ -1,4 +1,4 @@
-"""The keys of config.json by family. `ullage_engine.model_config.keys` explains the rules."""
+"""Rules for the keys of config.json, by family. `ullage_engine.model_config.keys` explains them."""
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read, same
 
@@ -237,4 +237,4 @@ FAMILY_KEYS: dict[str, dict[str, Key]] = {
     "lfm2_moe": LFM2_MOE,
     "gpt_oss": GPT_OSS,
 }
-"""Keys of config.json by `model_type`."""
+"""Rules for the keys of config.json, by `model_type`."""

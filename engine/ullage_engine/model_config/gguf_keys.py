@@ -28,13 +28,13 @@ GGUF_NAMES: Mapping[str, str] = {
     "norm_topk_prob": "expert_weights_norm",
     "sliding_window": "attention.sliding_window",
 }
-"""GGUF names of config.json keys."""
+"""GGUF metadata key for each config.json key."""
 
 SIGMOID = 2
-"""Value of llama.cpp's key for the scoring of experts that means sigmoid, as in LFM2."""
+"""Value of llama.cpp's expert scoring key that selects a sigmoid, as in LFM2."""
 
 _SOFTMAX_OF_CHOSEN = 3
-"""Value of the same key that means a softmax over the chosen experts, as in gpt-oss."""
+"""Value of llama.cpp's expert scoring key that selects a softmax over the chosen experts."""
 
 _COMMON: dict[str, Key] = {
     **read("as config.json's key of the same meaning", *GGUF_NAMES.values()),
@@ -93,7 +93,7 @@ GGUF_KEYS: Mapping[str, dict[str, Key]] = {
         ),
     },
 }
-"""Keys by architecture."""
+"""Rules for GGUF metadata keys, by architecture."""
 
 
 def own_keys(metadata: Mapping[str, object], architecture: str) -> dict[str, object]:

@@ -17,7 +17,7 @@ class HFConfig:
         Args:
             path: the file, for error messages.
             values: the object.
-            allows_unknown: whether keys that are in no table are logged instead of refused.
+            allows_unknown: whether unknown keys are logged instead of refused.
         """
         self.path = path
         self.values = values

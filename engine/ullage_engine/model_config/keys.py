@@ -1,8 +1,8 @@
 """Rules for the keys of a model's configuration: read, harmless, or bound to a value.
 
-Each family has a table that decides for each key of config.json whether a start honours, ignores or
-refuses it. docs/reference/model-keys.md is generated from these tables. A key that is in no table
-may change results, so the engine refuses to start unless `model.allow_unknown_config` is set.
+Each family has a table that decides for each key of config.json whether the engine honours, ignores
+or refuses the key. docs/reference/model-keys.md is generated from these tables. A key that is in no
+table may change results, so the engine refuses to start unless `model.allow_unknown_config` is set.
 """
 
 import logging
@@ -17,14 +17,14 @@ log = logging.getLogger("ullage.engine.weights")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The rule for one key."""
+    """The rule for one configuration key."""
 
     meaning: str
     """Meaning of a value that is honoured, or the reason why the key does not affect results."""
     is_read: bool = False
     """Whether the engine honours the value."""
     values: tuple[object, ...] = ()
-    """Values that equal the absence of the key. The engine refuses others."""
+    """Values that have the same effect as omitting the key. The engine refuses other values."""
     same_as: str = ""
     """Key that must have the same value."""
 
@@ -48,7 +48,7 @@ def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Ke
 
 
 def same(meaning: str, name: str, other: str) -> dict[str, Key]:
-    """Return the rule for a second name of a key."""
+    """Return the rule for an alias of a key, which must have the same value as the key."""
     return {name: Key(meaning, same_as=other)}
 
 
@@ -58,7 +58,7 @@ def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
     Args:
         section: the object to check. A key that is null counts as absent.
         keys: rules by key.
-        where: path of the section for errors, with a dot at its end.
+        where: path of the section for error messages, with a trailing dot.
 
     Raises:
         WeightsError: if a value is not supported, or a key is unknown and unknown keys are not
@@ -110,7 +110,7 @@ def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
 
 
 def _equal(value: object, other: object) -> bool:
-    """Compare JSON values. true is not 1, but 1 is 1.0."""
+    """Compare JSON values. 1 equals 1.0, but not true."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of one layer."""
+    """The types of mixer and feed-forward in one layer."""
 
     mixer: Literal["attention", "conv"] = "attention"
     """Kind of the mixer: attention, or LFM2's gated short convolution."""
@@ -23,7 +23,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int
     """Width of one expert."""
     scoring: Literal["sigmoid", "softmax"]
-    """Scores of experts.
+    """Function that turns router logits into expert scores.
 
     LFM2 chooses experts by sigmoid + bias, and weights them by the sigmoids alone. gpt-oss chooses
     experts by the logits, and weights them by a softmax over the chosen experts.
@@ -62,10 +62,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_factors: list[float] | None = None
     """The head_dim / 2 divisors of the rotary frequencies, if positions are rescaled."""
     rope_scale: float = 1.0
-    """Factor of cosine and sine: YaRN's attention factor."""
+    """Factor by which cosine and sine are multiplied, such as YaRN's attention factor."""
     rms_eps: float
     tied: bool
-    """Whether the output projection is the embedding."""
+    """Whether the output projection shares the embedding's weights."""
     has_qk_norm: bool = False
     """Whether the heads of queries and keys are normalised before the rotary embedding."""
     has_attention_bias: bool = False
@@ -73,10 +73,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = False
     """Whether each query head has a learned logit that takes a share of the softmax."""
     conv_kernel: int = 0
-    """Number of taps in the short convolutions, including the token's own tap, or 0 without
-    convolutions."""
+    """Number of taps of the short convolutions, including the token's own, or 0 without them."""
     conv_channels: int = 0
-    """Channels of the short convolutions on this rank: hidden, or a share of it."""
+    """Number of convolution channels on this rank: `hidden`, or this rank's share of `hidden`."""
     experts: ExpertsSpec | None = None
 
     @property
@@ -98,7 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_shape(self) -> tuple[int, int, int]:
-        """KV heads, query heads that share one KV head, and the width of a head."""
+        """Number of KV heads, number of query heads per KV head, and width of a head."""
         return self.num_kv_heads, self.group_size, self.head_dim
 
     @property
@@ -115,9 +114,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> int:
-        """Longest sliding window in tokens, for models that also have layers without a window.
+        """Longest sliding window in tokens, if only some layers have a sliding window.
 
-        0 if no layer has a window, or every layer has one.
+        The result is 0 if no layer has a window, or every layer has one.
         """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0
@@ -153,7 +152,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return a message that says why these sizes contradict each other, or None if they do not."""
+    """Return a message that explains how these sizes contradict each other, or None."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

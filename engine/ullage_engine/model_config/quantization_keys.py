@@ -1,4 +1,7 @@
-"""The keys of quantization_config by `quant_method`, see `ullage_engine.model_config.keys`."""
+"""Rules for the keys of quantization_config, by `quant_method`.
+
+`ullage_engine.model_config.keys` explains these rules.
+"""
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read
 
@@ -140,4 +143,4 @@ QUANTIZATION_KEYS: dict[str, dict[str, Key]] = {
     "mxfp4": MXFP4,
     "ullage": ULLAGE,
 }
-"""Keys by `quant_method`."""
+"""Rules for the keys of quantization_config, by `quant_method`."""

@@ -1,4 +1,4 @@
-"""The supported model families, with the readers of config.json and the tensor names.
+"""The supported model families: readers for their config.json, and their tensor names.
 
 Llama, SmolLM2 and Qwen3: x += attention(norm(x)); x += mlp(norm(x)), in every layer, with
 
@@ -51,7 +51,7 @@ _GPT_OSS_ROPE: Json = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Position scaling of a gpt-oss model whose config.json defines none."""
+"""Default position scaling of a gpt-oss model, for a config.json that defines none."""
 
 _OLD_KINDS = {"attention": "full_attention"}
 """Layer kinds in older files, with their current names."""
@@ -66,7 +66,7 @@ _GGUF_MODEL_TYPES = {
     "lfm2moe": "lfm2_moe",
     "gpt-oss": "gpt_oss",
 }
-"""Model types, keyed by the architecture name in GGUF files."""
+"""Values of `model_type`, by the architecture name in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ def _model_config(
     rope_default: Json | None = None,
     **own: Any,
 ) -> ModelConfig:
-    """Read the fields that have the same names in all families.
+    """Create a `ModelConfig` from the keys of a config.json that all families have in common.
 
     Args:
         config: the config.json.
-        layers: parts of each layer.
+        layers: the specification of each layer.
         intermediate: width of a dense feed-forward layer.
         rms_eps: epsilon of the norms.
         head_dim: the family's default.
@@ -302,7 +302,7 @@ def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpe
 
 
 def _lfm2_attends(config: HFConfig) -> list[bool]:
-    """Return which layers have attention, from either form of the configuration."""
+    """Return for each layer whether it has attention, from either form of the configuration."""
     indices = config.list("full_attn_idxs")
     kinds = _layer_kinds(
         config,
@@ -316,8 +316,8 @@ def _lfm2_adjusted_width(config: HFConfig) -> int:
     """Return the width of feed-forward layers.
 
     The width is two thirds of the configured width, times `block_ffn_dim_multiplier`, rounded up to
-    a multiple of `block_multiple_of`. If the configuration says that its width is final, this width
-    is returned unchanged.
+    a multiple of `block_multiple_of`. If the configuration marks its width as final, the function
+    returns this width unchanged.
     """
     given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
     width = config.int(given)
@@ -375,9 +375,9 @@ class Family:
     read: Callable[[HFConfig], ModelConfig]
     names: Names
     is_tied: bool = False
-    """Whether the output projection is the embedding if config.json does not say."""
+    """Whether the output projection shares the embedding's weights, unless config.json decides."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
-    """Keys of config.json for this setting. The first key that is present counts."""
+    """Keys of config.json that define weight tying. The first key that is present is used."""
 
 
 FAMILIES = {
@@ -390,7 +390,7 @@ FAMILIES = {
 
 
 def gguf_model_type(path: Path, architecture: object) -> str:
-    """Return the `model_type` of a GGUF file's architecture.
+    """Return the `model_type` that corresponds to a GGUF file's architecture.
 
     Raises:
         WeightsError: if the architecture is not supported.
@@ -405,9 +405,9 @@ def gguf_model_type(path: Path, architecture: object) -> str:
 
 
 def tie(config: HFConfig) -> bool | None:
-    """Return whether the output projection is the embedding.
+    """Return whether the output projection shares the embedding's weights.
 
-    None if the configuration does not say, and its family is unknown.
+    The result is None if the configuration does not specify weight tying and the family is unknown.
 
     Raises:
         WeightsError: if the value is neither true nor false.

@@ -1,4 +1,4 @@
-"""Rotary position embedding: any configured scaling as frequency divisors and one factor.
+"""Rotary position embedding: converts any configured scaling to frequency divisors and a factor.
 
 Position p rotates pair i of a head by the angle p * theta ** (-2i / head_dim) / divisor_i. Cosine
 and sine are multiplied by `Rope.scale`.
@@ -24,7 +24,7 @@ ROPE_KEYS: dict[str, Key] = {
     **fixed("share of a head that is rotated", (1.0,), "partial_rotary_factor"),
     **harmless("where the scaling comes from", "finetuned"),
 }
-"""Keys of `rope_parameters` and `rope_scaling` with every type."""
+"""Rules for the keys that `rope_parameters` and `rope_scaling` have for every type."""
 
 ROPE_TYPES: dict[str, dict[str, Key]] = {
     "default": {},
@@ -57,18 +57,18 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         ),
     },
 }
-"""Keys of each type of scaling, besides `ROPE_KEYS`."""
+"""Rules for the additional keys of each scaling type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The constants of rotary positions in `ModelConfig`."""
+    """The constants of the rotary position embedding, as `ModelConfig` stores them."""
 
     theta: float
     factors: list[float] | None = None
-    """Divisors of the frequencies."""
+    """Divisors of the rotary frequencies."""
     scale: float = 1.0
-    """Factor of cosine and sine."""
+    """Factor by which cosine and sine are multiplied."""
     longest: int | None = None
     """Longest sequence in tokens for which these constants are valid, or None for any length."""
 
@@ -81,8 +81,8 @@ def read_rope(
     Args:
         config: the config.json.
         head_dim: width of a head.
-        theta: the family's base, if the configuration has none.
-        default: the family's scaling, if the configuration has none.
+        theta: the family's default base.
+        default: the family's default scaling.
 
     Raises:
         WeightsError: if a type or a value is not supported, or two sections contradict each other.
@@ -118,7 +118,7 @@ def read_rope(
 
 
 def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[HFConfig, str]:
-    """Return the section to use, and its name. It is `rope_scaling` if both sections exist."""
+    """Return the section to use and its name. If both sections exist, `rope_scaling` is used."""
     modern = config.section("rope_parameters")
     old = config.section("rope_scaling")
     if not old.values:
@@ -131,7 +131,7 @@ def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[
 
 
 def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, theta: float) -> None:
-    """Refuse `rope_parameters` that differ from `rope_scaling`, or have additional settings."""
+    """Refuse `rope_parameters` that differ from `rope_scaling` or have additional settings."""
     base = config.float("rope_theta", theta)
     modern_base = modern.float("rope_theta", base)
 

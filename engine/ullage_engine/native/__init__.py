@@ -1,6 +1,6 @@
-"""The C++ library for CPUs: products with quantised weights, attention, and whole steps.
+"""The C++ library for CPUs: matmuls with quantised weights, attention, and whole steps.
 
-It knows shapes and addresses. It must not know models or requests. Its code is in `src/` and is
-compiled when the package is built. If the library is missing or the processor lacks AVX2, the
-layers compute with torch alone.
+The library handles only shapes and addresses, and must not depend on models or requests. Its code
+is in `src/` and is compiled when the package is built. If the library is missing or the processor
+lacks AVX2, the layers compute with torch alone.
 """

@@ -1,6 +1,7 @@
 """The interface to the C++ library: the structures of `src/abi.h`, and the compute threads.
 
-All numbers are 64 bits wide. All pointers are addresses of memory that the caller keeps alive.
+All scalar fields are 64 bits wide. All pointers are addresses of memory that the caller keeps
+alive.
 """
 
 import ctypes
@@ -18,25 +19,29 @@ log = logging.getLogger("ullage.engine.native")
 PATH = aborts.LIBRARY
 
 TILE_ROWS = 16
-"""Rows of a weight matrix in a tile."""
+"""Number of weight matrix rows in a tile."""
 
 BLOCK_TOKENS = 16
-"""Tokens of a KV block, which attention reads in place."""
+"""Tokens per KV block. Attention reads blocks in place."""
 
 VECTOR = 16
-"""Numbers that every instruction set reads and sums together. Rows are multiples of it."""
+"""Number of elements that every instruction set reads and sums together.
+
+The lengths of rows are multiples of this number.
+"""
 
 PORTABLE = "portable"
-"""The instruction set that every processor has: plain loops.
+"""The portable instruction set: plain loops that run on every processor.
 
-Tests compare the bits of the others with it, and no model is served with it.
+Tests compare the results of all other instruction sets with it, bit by bit. No model is served with
+it.
 """
 
 INSTRUCTION_SETS = (PORTABLE, "avx2", "avx512")
-"""Instruction sets of the library.
+"""Instruction sets of the library, in ascending order.
 
-A processor with one of them has those before it, too. All give the same bits
-(docs/reasons/decisions/0052-one-order-of-sums.md).
+A processor that supports one of them also supports all earlier ones. All instruction sets produce
+bit-identical results (docs/reasons/decisions/0052-one-order-of-sums.md).
 """
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
@@ -59,7 +64,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """One layer of a decoder. Vectors are float32, or null if absent."""
+    """One layer of a decoder. Vectors are float32, or null pointers if absent."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
@@ -116,7 +121,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """The parameters by which a token is sampled from a row of logits, and the token."""
+    """The sampling parameters for one row of logits, and the sampled token."""
 
     _fields_ = (
         *((name, c_double) for name in ("temperature", "top_p", "min_p", "noise")),
@@ -127,7 +132,7 @@ class Draw(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Load the library. Return None, with a log line, if it cannot be used."""
+    """Load the library. If the library cannot be used, log the reason and return None."""
     try:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
@@ -156,7 +161,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def instruction_set() -> str | None:
-    """Return the instruction set that the library uses here, None if it cannot be used."""
+    """Return the instruction set that the library uses on this machine, or None if unusable."""
     library = load()
     if library is None:
         return None
@@ -170,7 +175,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return all instruction sets that the library can use here, `PORTABLE` first."""
+    """Return all instruction sets that the library can use on this machine, `PORTABLE` first."""
     best = instruction_set()
     return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(best) + 1] if best is not None else ()
 
@@ -195,16 +200,17 @@ class Team:
             raise MemoryError("no memory for the threads that compute")
 
     def step(self, model: Model, step: Step) -> None:
-        """Compute the hidden states, the logits and the likeliest tokens of a step."""
+        """Compute the hidden states, the logits and the most likely tokens of a step."""
         model_at = ctypes.addressof(model)
         step_at = ctypes.addressof(step)
         if not self._library.ullage_step(self._team, model_at, step_at):
             raise ValueError("the workspace of each thread is smaller than the library needs")
 
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
-        """Write x [rows, columns] times the matrix to out [rows, matrix rows], both float32.
+        """Write the product of x [rows, columns] and the matrix to out [rows, matrix rows].
 
-        `model` provides the buffers for rounded rows. Its other fields are not read.
+        Both x and out are float32. `model` provides the buffers for rounded rows. Its other fields
+        are not read.
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))
@@ -213,7 +219,7 @@ class Team:
         """Sample a token from each row of logits, float32 [rows, vocab], contiguous.
 
         Returns:
-            A token for each row, -1 if no logit of the row is above -inf.
+            A token for each row, or -1 if no logit of the row is greater than -inf.
         """
         own = (Draw * len(draws))(*draws)
         rows, vocab = logits.shape
@@ -225,9 +231,10 @@ class Team:
         return tokens
 
     def log_masses(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
+        """Return log(sum(exp(logit - max))) for each row, float32 [rows, 1].
 
-        The logits have the form of those of `sample`. Each row has a logit above -inf.
+        The logits have the same type and shape as for `sample`. Each row must have a logit greater
+        than -inf.
         """
         rows, vocab = logits.shape
         out = torch.empty(rows, 1)
@@ -241,5 +248,5 @@ class Team:
 
 @cache
 def shared_team(num_threads: int) -> Team:
-    """Return the compute threads of this process, one team for all models."""
+    """Return the compute threads of this process, which all models share."""
     return Team(num_threads)

@@ -1,10 +1,10 @@
-"""The layout of ranks: the part of the model that each computes, and the bytes of transfers.
+"""The layout of ranks: the part of the model that each rank computes, and the transfer sizes.
 
 The layout is pure arithmetic, so it is the same after every restart, and the ledger can reserve
-transfers before they are allocated. Rank = stage * tensor + tensor rank: ranks that share a layer
-have adjacent ranks, because they communicate twice per layer, and stages only once per step. Layers
-are split into stages so that the largest stage is as small as possible, by several measures in
-turn.
+transfer buffers before they are allocated. The rank is stage * tensor + tensor rank. Ranks that
+share a layer are adjacent, because these ranks communicate twice per layer, whereas stages
+communicate only once per step. Layers are split into stages so that the largest stage is as small
+as possible, by several criteria in turn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Return the smallest possible maximum cost by a criterion within the limits."""
+    """Return the smallest maximum cost of any split within the limits, by one criterion."""
 
     @cache
     def best(index: int, start: int) -> float:
@@ -91,7 +91,7 @@ def _first_cut(
 class LayoutError(ValueError):
     """The ranks cannot share the model.
 
-    The message is one line that names field, value and remedy.
+    The message is one line that names the field, the value and the remedy.
     """
 
 
@@ -114,7 +114,7 @@ class RankLayout:
     tensor: int = 1
     """Number of ranks that share each layer."""
     pipeline: int = 1
-    """Number of stages, each with a run of the layers."""
+    """Number of pipeline stages, each with a run of consecutive layers."""
 
     @property
     def world(self) -> int:
@@ -148,7 +148,7 @@ class RankLayout:
 
 
 def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
-    """Return the layout of a configuration.
+    """Return the rank layout that a configuration describes.
 
     Raises:
         LayoutError: the configured values contradict each other.
@@ -167,9 +167,9 @@ def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
 def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> None:
     """Check that every rank gets a part of the model.
 
-    KV heads are distributed, unevenly if necessary (SmolLM2's 9 query and 3 KV heads on two tensor
-    ranks are 3/1 and 6/2). With fewer KV heads than ranks, several ranks keep a copy of each head,
-    and every head must have equally many copies.
+    KV heads are distributed, unevenly if necessary. For example, two tensor ranks get 3 and 6 of
+    SmolLM2's 9 query heads, and 1 and 2 of its 3 KV heads. With fewer KV heads than ranks, several
+    ranks keep a copy of each head, and every head must have equally many copies.
 
     Raises:
         LayoutError: the ranks cannot share the layers or the heads.
@@ -213,7 +213,7 @@ def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
 
 
 def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return the query heads of a rank: all query heads of its KV heads, or its part of them."""
+    """Return a rank's query heads: all that use its KV heads, or the rank's part of these."""
     if layout.tensor > model_config.num_kv_heads:
         return share(model_config.num_heads, layout.tensor, layout.tensor_rank(rank))
     held = kv_heads(model_config, layout, rank)
@@ -223,9 +223,9 @@ def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Sha
 def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
     """Return the layers of each stage.
 
-    First, the most attention layers of any stage are minimised, because the stage with the least
-    memory for KV limits the number of blocks. Ties are broken by the work of the slowest stage,
-    then by the largest weights.
+    The split first minimises the largest number of attention layers in a stage, because the stage
+    with the least memory for KV limits the number of blocks. Among equal splits, it minimises the
+    work of the slowest stage, and then the largest weights of a stage.
     """
     if pipeline == 1:
         return [Share(0, model_config.num_layers)]
@@ -262,7 +262,7 @@ def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) 
 
 
 def device_map(model_config: ModelConfig, layout: RankLayout, device_type: str) -> list[RankPlace]:
-    """Return the part of the model and the device of every rank."""
+    """Return each rank's part of the model and its device."""
     return [_place(model_config, layout, rank, device_type) for rank in range(layout.world)]
 
 
@@ -301,7 +301,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return the number of a layer's weights: all weights, or the active weights per token."""
+    """Return a layer's number of parameters, either all or only those active per token."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts

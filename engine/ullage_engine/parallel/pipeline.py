@@ -1,10 +1,10 @@
-"""Pipeline parallelism: process groups, micro-batches, and the transfers of hidden rows.
+"""Pipeline parallelism: process groups, micro-batches, and the transfers of hidden states.
 
-Groups are NCCL between GPUs and gloo between processes on a CPU. Every rank creates every group, in
+Groups use NCCL between GPUs and gloo between processes on a CPU. Every rank creates every group, in
 the same order. There are two kinds of groups: the ranks that share a layer, and the pairs of a rank
 and its successor in the next stage. A pair has a separate communicator, so that a stage's receives
 never wait behind its sends. A step is split into micro-batches that flow through the stages one
-behind the other. Hidden rows are received one micro-batch ahead, and sent while the next
+behind the other. Hidden states are received one micro-batch ahead, and sent while the next
 micro-batch is computed.
 """
 
@@ -26,15 +26,15 @@ from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
 """Minimum tokens per micro-batch, by device. A smaller micro-batch costs more than it hides.
 
-Every micro-batch reads the weights of a stage once more. The read is free while the products take
-longer: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a processor a bfloat16
-product of 16 rows takes 1.4 times as long as a product of a single row. The limit for GPUs is lower
-so that a prompt chunk of 512 tokens is four micro-batches, of which a stage waits for one.
+Every micro-batch reads the weights of a stage again. The read costs no time while the matmuls take
+longer: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a CPU, a bfloat16 matmul
+of 16 rows takes 1.4 times as long as a matmul of a single row. The limit for GPUs is lower, so that
+a prompt chunk of 512 tokens is split into four micro-batches, of which a stage waits for one.
 """
 
 
 class RankGroup:
-    """A rank's view of its group, made once in a process and ended by `close`."""
+    """One rank's view of its process group. Create it once per process, and end it with `close`."""
 
     def __init__(
         self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
@@ -43,8 +43,8 @@ class RankGroup:
 
         Args:
             layout: arrangement of the ranks.
-            rank: number of this rank.
-            store: file that does not exist yet, the same for all ranks.
+            rank: index of this rank.
+            store: path of a file that does not exist yet, the same for all ranks.
             device: device of this rank.
             timeout_s: seconds after which a transfer fails. On CUDA the failure ends the process,
                 on a CPU it raises an error.
@@ -115,7 +115,7 @@ def _pairs(layout: RankLayout) -> list[list[int]]:
 
 
 class StepTransfers:
-    """The hidden rows that a step's micro-batches receive and send, in their order."""
+    """The hidden states that a step's micro-batches receive and send, in their order."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class StepTransfers:
         self._receiving = self._begin_receiving(0)
 
     def receive(self, index: int) -> torch.Tensor | None:
-        """Receive the hidden rows of a micro-batch, and start receiving the next micro-batch.
+        """Receive the hidden states of a micro-batch, and start receiving the next micro-batch.
 
         Micro-batches are received in order. The first stage embeds tokens and gets None.
         """
@@ -145,7 +145,7 @@ class StepTransfers:
         return self._received[index]
 
     def send(self, index: int, hidden: torch.Tensor) -> bool:
-        """Start sending the hidden rows of a micro-batch to the next stage.
+        """Start sending the hidden states of a micro-batch to the next stage.
 
         Returns:
             False on the last stage, which sends nothing.
@@ -174,7 +174,7 @@ class StepTransfers:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Launch transfers on a separate stream, after the work queued on the computing stream."""
+        """Launch transfers on a separate stream, after the work queued on the compute stream."""
         if self._stream is None:
             yield
             return
@@ -185,10 +185,11 @@ class StepTransfers:
 
 
 class PipelineRank:
-    """A rank's part in the work of its group: micro-batches, transfers and sums.
+    """One rank's share of its group's work: micro-batches, transfers and sums.
 
-    Buffers are allocated once. On CUDA transfers overlap with the computation: they are launched on
-    a separate stream, and NCCL makes the computing stream wait for the rows that it needs.
+    Buffers are allocated once. On CUDA, transfers overlap with the computation. They are launched
+    on a separate stream, and NCCL makes the compute stream wait for the hidden states that it
+    needs.
     """
 
     def __init__(
@@ -207,8 +208,8 @@ class PipelineRank:
             group: the group, or None for a rank that computes alone and therefore splits, sums and
                 sends nothing.
             max_rows: number of rows in the largest matmul of a whole step, including padding.
-            hidden: width of hidden rows.
-            dtype: type of hidden rows.
+            hidden: width of the hidden states.
+            dtype: dtype of the hidden states.
             max_batches: maximum number of micro-batches in a step.
             splits_chunks: whether a chunk may be split over several micro-batches, which is false
                 if a layer has a convolution state.
@@ -222,7 +223,7 @@ class PipelineRank:
         self.is_alone = group is None
         """Whether this rank is the only rank."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
-        """Sums in place over the ranks that share a layer. None if only one rank has the layer."""
+        """Sums a tensor in place over the ranks that share a layer. None if no layer is shared."""
 
         self._group = group
         self._hidden = hidden
@@ -235,7 +236,7 @@ class PipelineRank:
             return torch.zeros(max_rows * hidden * is_needed, dtype=dtype, device=device)
 
         self.partial_sums = buffer(layout.tensor > 1)
-        """Flat buffer for the largest partial product. Products are summed one after another."""
+        """Flat buffer for the largest partial matmul result. Results are summed one by one."""
         self._received = buffer(not layout.is_first(rank))
         self._sent = buffer(not layout.is_last(rank))
         self._stream = _side_stream(device)
@@ -282,7 +283,7 @@ def micro_batches(
     Chunks are not split by default. With `splits_chunks`, chunks of several tokens fill the
     micro-batches evenly, one after another. The later parts of a split chunk find the KV of the
     earlier parts, because every stage computes micro-batches in their order. Every rank splits the
-    same plan the same way. Moves are omitted, because they are made before the step.
+    same plan the same way. Moves are left out, because they are executed before the step.
 
     Args:
         plan: plan to split.
@@ -313,7 +314,7 @@ def micro_batches(
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Append chunks to batches, and split a chunk if a batch has its even share of the tokens."""
+    """Append chunks to batches. Split a chunk where a batch reaches its share of the tokens."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0
@@ -336,7 +337,7 @@ def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> 
 
 
 def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
-    """Return consecutive tokens of a chunk.
+    """Return consecutive tokens of a chunk as a separate chunk.
 
     Only the piece with the chunk's last token samples.
     """

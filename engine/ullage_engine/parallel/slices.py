@@ -1,9 +1,10 @@
 """The part of each prepared tensor that a rank holds, by the tensor's name.
 
-Matrices that widen (qkv, gate_up, conv_in) are split by output, head by head or channel by channel.
-Matrices that narrow (output, down, conv_out) are split by the same inputs, so that a layer needs
-one sum over its ranks after each of them. Norms and the router are small, so every rank holds them
-completely. The vocabulary is not split either, and only the first and the last stage hold it.
+Column-parallel matrices (qkv, gate_up, conv_in) are split along their outputs, by heads or
+channels. Row-parallel matrices (output, down, conv_out) are split along the matching inputs, so
+that a layer needs one sum over its ranks after each row-parallel matrix. Norms and the router are
+small, so every rank holds them completely. Tensors over the vocabulary are not split either, and
+only the first and the last stage hold them.
 
 One rule splits both plain matrices and the tensors of quantised matrices: along rows or columns.
 Each tensor defines its axes of rows and columns, and how many rows or columns one element holds
@@ -43,7 +44,7 @@ COLUMNS = -1
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Runs of one axis. A cut without runs leaves a tensor whole."""
+    """The index ranges of one axis that a rank holds. Without ranges, the tensor stays whole."""
 
     axis: int
     runs: tuple[Share, ...]
@@ -54,7 +55,7 @@ WHOLE = Cut(0, ())
 
 
 class Slicer:
-    """The cutter of one rank's parts from the whole model's tensors."""
+    """Cuts one rank's parts out of the whole model's tensors."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Slicer:
         rank: int,
         encodings: Mapping[str, Encoding] = MappingProxyType({}),
     ) -> None:
-        """Decide the cuts.
+        """Determine how the rank's part is cut from each tensor.
 
         Args:
             model_config: configuration of the whole model.

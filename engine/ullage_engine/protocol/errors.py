@@ -2,7 +2,7 @@
 
 WeightsError      the model cannot be loaded
 WorkerStartError  the worker cannot serve with this configuration
-LayoutError       the model cannot be split over ranks as asked (in `ullage_engine.parallel.layout`)
+LayoutError       the ranks cannot share the model (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
 ProofError        this start's results differ from those of the verified one
 GroupLostError    another rank is gone
@@ -13,7 +13,7 @@ GROUP_LOST = 3
 """Exit status of a rank that ends because another rank ended or a collective failed."""
 
 MEMORY_SHORT = 5
-"""Exit status of a worker that ends with a MemoryShortError. A rank's status is 4."""
+"""Exit status of a worker that ends with a MemoryShortError. A rank's exit status is then 4."""
 
 OUT_OF_MEMORY = 6
 """Exit status of a worker or rank whose step ran out of device memory.
@@ -25,9 +25,9 @@ UNPROVEN = 7
 """Exit status of a worker whose start ends with a ProofError."""
 
 HOST_SHORT = 8
-"""Exit status of a worker that could not allocate host memory, or had a rank that could not.
+"""Exit status of a worker if the worker or one of its ranks could not allocate host memory.
 
-Running out of the host memory reserved for steps does not count.
+Running out of the host memory that is reserved for steps does not lead to this status.
 """
 
 
@@ -49,7 +49,7 @@ class RankFailedError(Exception):
     """Another rank cannot serve. The message is one line with the rank and the reason."""
 
     def __init__(self, message: str, may_retry: bool = False, is_unproven: bool = False) -> None:
-        """Create the error of a rank.
+        """Create the error that another rank has reported.
 
         Args:
             message: one line with the rank and the reason.
@@ -69,7 +69,7 @@ class ProofError(Exception):
 
 
 class GroupLostError(RuntimeError):
-    """Another rank is gone, or out of step with this rank. Only a new group of ranks helps."""
+    """Another rank has ended or is out of step with this rank. Recovery needs a new group."""
 
 
 class MemoryShortError(Exception):

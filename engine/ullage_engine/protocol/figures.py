@@ -31,8 +31,7 @@ class Figures(msgspec.Struct, array_like=True):
     step_tokens: Tally = msgspec.field(default_factory=Tally)
     step_sequences: Tally = msgspec.field(default_factory=Tally)
     queue_seconds: Tally = msgspec.field(default_factory=Tally)
-    """Histogram of seconds from a request's acceptance by the server until its computation begins.
-    """
+    """Histogram of seconds between a request's acceptance and the start of its computation."""
     num_grown: int = 0
     """Number of steps with more sequences than the step before."""
     num_shrunk: int = 0
@@ -53,9 +52,9 @@ class Figures(msgspec.Struct, array_like=True):
         """Record a request whose computation began `ago_s` seconds ago.
 
         Args:
-            accepted_at: time at which the server accepted it, by `time.monotonic`. A request with 0
-                is not counted.
-            ago_s: seconds since its computation began.
+            accepted_at: `time.monotonic` when the server accepted the request. A request with 0 is
+                not counted.
+            ago_s: seconds since the request's computation began.
         """
         if accepted_at:
             seconds = time.monotonic() - accepted_at - ago_s

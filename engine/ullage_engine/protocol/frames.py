@@ -1,7 +1,7 @@
-"""Frames of the Unix stream between an engine's two processes: a length, then the message.
+"""Message framing on the Unix socket between server and worker: a length, then the message.
 
-A message costs one system call to send. Receiving all waiting messages costs the worker two system
-calls (a poll, and a read for each 64 KiB) and costs the server's event loop one. Neither process
+Sending a message takes one system call. Receiving all waiting messages takes two system calls in
+the worker (a poll, and a read for each 64 KiB), and one in the server's event loop. Neither process
 needs a thread for this.
 """
 

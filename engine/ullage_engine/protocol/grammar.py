@@ -23,11 +23,11 @@ LIMITS = LLParserLimits(
 """Resource limits for the grammar of one answer.
 
 Lexer states take 1 to 2 kB each and are made while text is matched, so their number bounds the
-memory. Fuel and items bound the time to about 20 ms at first, then 15 ms a token.
+memory. Fuel and items bound the time to about 20 ms at first, and then to 15 ms per token.
 """
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack size of a worker's compiler thread, many times that of the first compilation."""
+"""Stack size of a worker's compiler thread, many times the size for the first compilation."""
 
 _FIRST_STACK_BYTES = 4 << 20
 """Stack size for the first compilation."""
@@ -65,7 +65,7 @@ def _peak_bytes() -> int:
 def main() -> None:
     """Read a grammar from standard input and write the error, if any.
 
-    If the grammar exceeds a resource limit, the process ends by a signal other than SIGKILL.
+    If the grammar exceeds a resource limit, a signal other than SIGKILL ends the process.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))

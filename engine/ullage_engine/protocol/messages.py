@@ -3,7 +3,8 @@
 The worker connects and sends any number of `Loading`, then one `Ready` or one `StartFailed`. After
 that, the server sends `Submit` and `Cancel`, and the worker sends `StepDone` after each step and
 `StateReport` when its memory changes. The worker answers every request of a `Submit` with tokens
-that end with a finish, with one `Embedding`, with one `Rejected` or with one `RequestFailed`.
+(the last of which has a finish reason), with one `Embedding`, with one `Rejected` or with one
+`RequestFailed`.
 
 The tiers of KV outside the device belong to the server (see `ullage_kv`). The worker offers its
 complete blocks with `KvOffer`, receives slots with `KvGranted`, and reports the copies with
@@ -21,7 +22,7 @@ from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutpu
 from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 
 WINDOW_PART = "window"
-"""Part of a block's key that stands for its window block."""
+"""Part name from which `ullage_kv.keys.part_key` derives the key of a block's window block."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -70,22 +71,20 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     request_id: str
     is_answered: bool = False
-    """Whether a stop string, which only the server sees, ended the answer. If not, the client
-    disconnected.
-    """
+    """Whether the server cancels because of a stop string, not because of a disconnect."""
 
 
 class Fault(Message, frozen=True, kw_only=True):
-    """Command: run out of memory during an upcoming step."""
+    """Command: inject an out-of-memory error into an upcoming step."""
 
     after_steps: int
 
 
 class LimitBatch(Message, frozen=True, kw_only=True):
-    """Command: start new sequences only while fewer than a share of the largest batch run.
+    """Command: start new sequences only while fewer than a share of the maximum batch size run.
 
-    The largest batch is `batching.max_sequences`. Memory may limit the number further. The limit
-    holds until the next `LimitBatch`.
+    The maximum batch size is `batching.max_sequences`. Memory may limit the number further. The
+    limit holds until the next `LimitBatch`.
     """
 
     share: float
@@ -111,7 +110,10 @@ class StopProfile(Message, frozen=True, kw_only=True):
 
 
 class KvGranted(Message, frozen=True, kw_only=True):
-    """Slots for offered blocks. Blocks without a slot are already stored, or not wanted."""
+    """Slots for offered blocks.
+
+    A block without a slot is already stored, or cannot be stored now.
+    """
 
     slots: list[KvSlot]
 
@@ -121,11 +123,9 @@ class KvFound(Message, frozen=True, kw_only=True):
 
     number: int
     slots: list[int]
-    """Slots of the blocks from the first wanted block up to the first missing block."""
+    """Slots of the blocks from the first requested block up to the first missing block."""
     window_slots: list[int] = []
-    """Slots of the last window blocks before that point, if layers with sliding windows have
-    separate blocks.
-    """
+    """Slots of the last window blocks before the first missing block, if any exist."""
     more_from: int | None = None
     """Index in the sequence of the first block that is still being loaded, or None.
 
@@ -140,8 +140,9 @@ class AddAdapter(Message, frozen=True, kw_only=True):
     """Name that requests give as `adapter`. A name always stands for the same files."""
     folder: str
     is_checked: bool = False
-    """Whether an earlier worker has loaded the adapter. If so, the adapter is loaded when a request
-    needs it.
+    """Whether an earlier worker has loaded the adapter.
+
+    Such an adapter is not loaded at once, but when a request needs it.
     """
 
 
@@ -159,7 +160,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Progress of the worker's start."""
+    """Progress report during the worker's start."""
 
     stage: str
     """Current stage: imports, followers, weights, arena, warm_up, kv_pool or adapters."""
@@ -182,8 +183,7 @@ class Ready(Message, frozen=True, kw_only=True):
     fingerprint: Fingerprint = UNKNOWN
     """Fingerprint of everything that affects the exact bits of the worker's answers."""
     kv_space: bytes = b""
-    """Namespace of the worker's KV blocks in tiers outside the device, or "" if it uses no tiers.
-    """
+    """Namespace of the worker's KV blocks in tiers outside the device, or "" without such tiers."""
     computes_beside_loads: bool = True
     """Whether the worker computes the first blocks of a sequence while tiers load the last ones.
 
@@ -210,9 +210,7 @@ class AdapterAdded(Message, frozen=True, kw_only=True):
 
     name: str
     error: str = ""
-    """Why requests with the adapter cannot be computed, as one line for the operator, or "" if they
-    can.
-    """
+    """One-line reason for the operator why the adapter cannot be used, or "" if it can be used."""
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -229,7 +227,7 @@ class Admitted(Message, frozen=True, kw_only=True):
 
 
 class Rejected(Message, frozen=True, kw_only=True):
-    """Admission control has refused a request. The worker keeps no state of it."""
+    """Admission control has refused a request. The worker keeps no state for this request."""
 
     request_id: str
     needed_bytes: int
@@ -260,19 +258,19 @@ class ProfileDone(Message, frozen=True, kw_only=True):
 
 
 class StateReport(Message, frozen=True, kw_only=True):
-    """The worker's memory and load have changed."""
+    """Report of the worker's memory and load, sent when they have changed."""
 
     state: WorkerState
 
 
 class KvOffer(Message, frozen=True, kw_only=True):
-    """Blocks to copy to the host tier. The answer is `KvGranted`."""
+    """Offer of blocks to copy to the host tier. The answer is `KvGranted`."""
 
     blocks: list[KvBlock]
 
 
 class KvWritten(Message, frozen=True, kw_only=True):
-    """Granted slots that the worker has finished with."""
+    """Granted slots that the worker has finished writing or has given up."""
 
     stored: list[KvSlot]
     """Slots that now store their blocks."""
@@ -281,13 +279,13 @@ class KvWritten(Message, frozen=True, kw_only=True):
 
 
 class KvWanted(Message, frozen=True, kw_only=True):
-    """Blocks that a sequence can begin with. The answer is `KvFound`."""
+    """Query for stored blocks with which a sequence can begin. The answer is `KvFound`."""
 
     number: int
     """Number of the query, unique in this worker."""
     request_id: str
     first: int
-    """Index in the sequence of the first wanted block."""
+    """Index in the sequence of the first requested block."""
     keys: list[bytes]
     """Keys of the sequence's blocks, from its beginning."""
     is_rest: bool = False
@@ -298,19 +296,18 @@ class KvWanted(Message, frozen=True, kw_only=True):
 
 
 class KvRead(Message, frozen=True, kw_only=True):
-    """The slots of a `KvFound` are read, or not needed."""
+    """The worker has read the slots of a `KvFound`, or does not need them."""
 
     number: int
     num_blocks: int
-    """Number of blocks that the sequence began with."""
+    """Number of stored blocks with which the sequence began."""
 
 
 class KvDamaged(Message, frozen=True, kw_only=True):
-    """Blocks whose bytes may be corrupt, so that none of them is read again."""
+    """Blocks whose bytes may be corrupt and must not be read again."""
 
     chains: list[bytes] | None
-    """Key prefixes of the blocks, `ullage_kv.keys.CHAIN_BYTES` bytes each. None means all blocks.
-    """
+    """Key prefixes of the blocks, each of `ullage_kv.keys.CHAIN_BYTES` bytes. None means all."""
 
 
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged

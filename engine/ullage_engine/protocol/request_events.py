@@ -1,10 +1,10 @@
-"""The events of each request in an engine's two processes, as log lines and spans.
+"""Log lines and trace spans for the events of requests, in the engine's server and worker.
 
 Both processes log the client's request id, so that their lines and the router's can be joined. The
-server has a span for each call to its service. The worker, which knows when tokens are computed,
-makes the spans inside: queue, prefill and decode, each when it is over. The span that is open when
-a worker is killed is lost, and the server's span says that the request was continued. Log lines and
-spans never contain prompts or answers.
+server creates a span for each RPC to its service. Only the worker can tell when tokens are
+computed, so the worker creates the inner spans queue, prefill and decode, each when its phase ends.
+If a worker is killed, its open spans are lost, and the server's span records that the request was
+continued. Log lines and spans never contain prompts or answers.
 
 A worker has its own tracer, which sends spans from one thread. The alternative would be a message
 to the server for each span, even if nothing is traced.
@@ -23,7 +23,7 @@ from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.protocol.timeline import Timeline
 
 MAX_CHUNKS = 64
-"""Maximum number of a prompt's chunks that become events of its span. Only the first are kept."""
+"""Maximum number of a prompt's chunks that its span records as events. Later chunks are omitted."""
 
 # Fields of log lines that are attributes of the call's span under OpenTelemetry's names.
 _NAMES = {
@@ -43,12 +43,12 @@ def _log(logger: logging.Logger, request_id: str, event: str, fields: Mapping[st
 
 
 class ServedRequest:
-    """One call of the engine's service, in the log and as a span.
+    """One RPC to the engine's service, which is logged and traced as a span.
 
     Args:
         tracer: the server's tracer, or None if nothing is traced.
-        client_id: the request's name in the logs.
-        metadata: the call's metadata, with the trace that it continues.
+        client_id: the client's request id, for the logs.
+        metadata: the RPC's metadata, which may contain the trace to continue.
         attributes: attributes of the span.
     """
 
@@ -69,12 +69,12 @@ class ServedRequest:
 
     @property
     def traceparent(self) -> str:
-        """The parent of the worker's spans, empty if nothing is traced."""
+        """Trace parent for the worker's spans, or "" if nothing is traced."""
         return self._span.traceparent if self._span and self._span.is_recording else ""
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the call began, rounded for display."""
+        """Return the seconds since the RPC began, rounded for display."""
         return round(time.monotonic() - self._began, 4)
 
     def happened(self, event: str, **fields: object) -> None:
@@ -86,7 +86,7 @@ class ServedRequest:
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Add a span for a KV load from a tier that ends now, after the given seconds."""
+        """Add a span for a KV load from a tier that took the given seconds and ends now."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()
@@ -109,14 +109,14 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class _Computed:
-    """A request in the worker, in one of its phases."""
+    """The current phase of a request in the worker."""
 
     request: EngineRequest
     since: float
     """Unix time at which the phase began."""
     phase: str = "queue"
     is_again: bool = False
-    """Whether the phase repeats one after a preemption."""
+    """Whether the phase is repeated after a preemption."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """Unix time and number of tokens of each chunk of the prompt."""
 
@@ -162,7 +162,7 @@ class RequestEvents:
         self._say(request, "admitted", prompt_tokens=request.num_prompt_tokens)
 
     def on_started(self, request: EngineRequest, num_cached: int, ago_s: float = 0.0) -> None:
-        """Record that a request's first chunk, or the first after a preemption, is planned.
+        """Record that a request's first chunk, or its first chunk after a preemption, is planned.
 
         Args:
             request: the request.
@@ -180,12 +180,13 @@ class RequestEvents:
         self._enter(request.request_id, "prefill", is_again=is_again, ago_s=ago_s)
 
     def on_preempted(self, request: EngineRequest, count: int, is_swapped: bool) -> None:
-        """Record that a running request gave its memory to another one.
+        """Record that a running request was preempted to free its memory for another request.
 
         Args:
             request: the request.
             count: how often the request has been preempted.
-            is_swapped: whether its KV was copied to host memory. If not, the KV is recomputed.
+            is_swapped: whether the request's KV was copied to host memory. If not, the KV is
+                recomputed.
         """
         self._num_preemptions += 1
         total = self._num_preemptions
@@ -223,7 +224,7 @@ class RequestEvents:
     def note_step(
         self, seconds: float, sequences: int, tokens: int, prompt_tokens: int, **more: object
     ) -> None:
-        """Add a step that has ended to the timeline, and to the log at level debug."""
+        """Add a finished step to the timeline and, at debug level, to the log."""
         if not (self._timeline or self._is_debugging):
             return
         fields = {"sequences": sequences, "tokens": tokens, "prompt_tokens": prompt_tokens, **more}
@@ -247,7 +248,7 @@ class RequestEvents:
                 self._drop(output.request_id, output.finish)
 
     def forget(self, request_id: str, ended: str = "cancelled") -> None:
-        """Drop a request that ended in another way, such as when its client cancelled it."""
+        """Drop a request that ended in another way, for example by cancellation."""
         if computed := self.requests.get(request_id):
             self._say(computed.request, "finished", finish=ended)
             self._drop(request_id, ended)
@@ -272,7 +273,7 @@ class RequestEvents:
         ended: str = "",
         ago_s: float = 0.0,
     ) -> None:
-        """End the phase that a request is in, with its span, and begin the next."""
+        """End a request's current phase and its span, and begin the next phase."""
         computed = self.requests.get(request_id)
         if computed is None:
             return

@@ -1,4 +1,4 @@
-"""Requests as every package of the engine sees them, and their outputs."""
+"""Requests and their outputs, as all packages of the engine represent them."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from ullage_common.request_cost import charged_output
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of sampling, already validated by the server."""
+    """Sampling parameters that the server has already validated."""
 
     temperature: float = 1.0
     """Divisor of the logits, or 0 for greedy sampling."""
@@ -20,7 +20,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    """Always set. Noise is a function of (seed, position), so a resumed request repeats itself."""
+    """Sampling seed, always set.
+
+    Noise depends only on the seed and the position, so a resumed request repeats its output.
+    """
     logit_bias: dict[int, float] = {}
     """Biases added to the logits of these tokens, after penalties."""
     top_logprobs: int | None = None
@@ -39,7 +42,7 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     """Number of hypotheses that are kept."""
     length_penalty: float = 1.0
-    """Exponent of the length that divides a hypothesis' log-probability."""
+    """Exponent of the length by which a hypothesis's log-probability is divided."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,15 +50,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     client_id: str = ""
-    """The client's name of the request in logs, the same for all of its samples."""
+    """The client's request id for logs, the same for all samples of the request."""
     traceparent: str = ""
     """Trace parent of the worker's spans for the request, or "" if the request is not traced."""
     token_ids: list[int]
-    """Prompt, followed by the output already sent when the request is resumed."""
+    """Prompt tokens, followed by the output tokens already sent if the request is resumed."""
     num_prompt_tokens: int
-    """Number of `token_ids` that are prompt. Penalties and positions count from here."""
+    """Number of leading `token_ids` that belong to the prompt.
+
+    Penalties and positions count from this index.
+    """
     max_tokens: int
-    """Output limit, counting output that is already part of `token_ids`."""
+    """Maximum number of output tokens, including output that is already part of `token_ids`."""
     sampling: SamplingParams
     stop_token_ids: list[int] = []
     """Tokens that end the output. End-of-sequence tokens that the client ignores are not listed."""
@@ -67,32 +73,28 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     """Minimum number of output tokens before a stop token may be sampled."""
     grammar: str = ""
-    """Grammar that the output must match, in llguidance's form, or "" for any text."""
+    """Grammar in llguidance's form that the output must match, or "" for any text."""
     beam: BeamParams | None = None
     """Parameters of a beam search that replaces sampling."""
     adapter: str = ""
     """Name of the request's LoRA adapter, or "" for none."""
     embed: bool = False
-    """Whether the answer is the prompt's embedding instead of output. Then `max_tokens` is 0."""
+    """Whether to return the prompt's embedding instead of output. Then `max_tokens` is 0."""
     accepted_at: float = 0.0
-    """Time at which the server accepted the request, by `time.monotonic`, or 0 if it already has
-    output.
-    """
+    """`time.monotonic` when the server accepted the request, or 0 if it already has output."""
     num_stored_blocks: int = 0
-    """Number of leading blocks of `token_ids` whose KV is, or probably is, in tiers outside the
-    device.
-    """
+    """Number of leading blocks whose KV is, or probably is, in tiers outside the device."""
 
     @property
     def session_key(self) -> str:
-        """Return the session's unique name over all cache salts, or "" without a session."""
+        """Return a session name that is unique across all cache salts, or "" without a session."""
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
         """Return whether a previously admitted request has nothing left to generate.
 
         Args:
-            longest: maximum number of tokens in its sequence.
+            longest: maximum number of tokens in the request's sequence.
             resumed: whether an earlier worker had admitted the request.
         """
         num_produced = len(self.token_ids) - self.num_prompt_tokens
@@ -137,7 +139,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Embedding(msgspec.Struct, frozen=True, array_like=True):
-    """The embedding of one request, which ends it."""
+    """The result of an embedding request, which ends the request."""
 
     request_id: str
     vector: bytes

@@ -1,4 +1,4 @@
-"""Step plans: the chunks and copies of one step, and the tokens that it samples."""
+"""Step plans: the chunks and copies of one step, and the tokens that the step samples."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """Block table for positions 0 to end - 1, in order. May include blocks for later positions.
+    """Block table for positions 0 to end - 1, in order. It may include later blocks.
 
     All steps of a sequence share the same list object until an entry changes. The list may grow
     between steps.
@@ -34,10 +34,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams | None
     """Sampling parameters for the token after the last of `token_ids`.
 
-    None if nothing is sampled, because more of the prompt follows.
+    The value is None if nothing is sampled, because more of the prompt follows.
     """
     history: list[int]
-    """Prompt and output so far, including `token_ids`, a list that only grows.
+    """Prompt and output so far, including `token_ids`. The list only grows.
 
     Only penalties read the history, so other ranks receive it only for requests with penalties.
     """
@@ -68,9 +68,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block that is still held.
     """
     history_start: int = 0
-    """In messages between ranks, the number of tokens before `history`, which the receiver has."""
+    """In messages between ranks, the number of history tokens that the receiver already has."""
     num_sampled: int = 1
-    """With `sampling`, the number of last `token_ids` after each of which a token is sampled.
+    """With `sampling`, the number of trailing `token_ids` after each of which a token is sampled.
 
     The number is greater than 1 for a decode with a draft.
     """
@@ -114,19 +114,19 @@ def state_slots(max_sequences: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Copies of whole blocks over all layers, done once before the step, in field order.
+    """Copies of whole blocks in all layers, executed once before the step, in field order.
 
-    The copies allocate nothing and cannot run out of memory. Destinations of one kind are distinct.
-    The source of one `copy` may be the destination of a later `copy`. So these copies must be done
-    in order, or all sources must be read before any destination is written.
+    The copies allocate nothing and cannot run out of memory. All destinations of one kind are
+    distinct. The source of one `copy` may be the destination of a later `copy`. So these copies
+    must be executed in order, or all sources must be read before any destination is written.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (block, host slot) to copy."""
+    """Pairs (block, host slot) to copy from the device to host memory."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (host slot, block) to copy."""
+    """Pairs (host slot, block) to copy from host memory to the device."""
     copy: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (source block, destination block) to copy."""
+    """Pairs (source block, destination block) to copy on the device."""
     prefetch: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (host slot, block) to copy while the step runs.
 
@@ -147,7 +147,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, with at most one chunk per sequence, decodes first."""
+    """The plan of one step, with at most one chunk per sequence. Decodes come first."""
 
     chunks: list[Chunk]
     moves: Moves = field(default_factory=Moves)

@@ -11,11 +11,11 @@ from pathlib import Path
 _PROCESS = 1
 _STEPS = 0
 _MORE_STEPS = 1 << 20
-"""First of the lanes for overlapping steps, which occur with pipeline parallelism."""
+"""Index of the first lane for overlapping steps, which occur with pipeline parallelism."""
 
 
 class Timeline:
-    """The events of a trace."""
+    """Collects the events of one trace."""
 
     def __init__(self, began: float) -> None:
         """Begin a trace at `began`, in Unix seconds."""
@@ -33,7 +33,7 @@ class Timeline:
 
         Args:
             ended: Unix time at which the step ended.
-            seconds: its duration.
+            seconds: duration of the step.
             fields: details of the step, such as the number of tokens.
         """
         since = ended - seconds
@@ -54,7 +54,7 @@ class Timeline:
         until: float,
         fields: dict[str, object],
     ) -> None:
-        """Add a phase of a request, without any time before the beginning of the trace.
+        """Add a phase of a request, clipped to the beginning of the trace.
 
         Args:
             key: the request's key, which identifies its lane.
@@ -72,7 +72,7 @@ class Timeline:
         self._span(phase, lane, max(since, self.began), until, fields)
 
     def add_counters(self, at: float, values: dict[str, float]) -> None:
-        """Add values that are drawn over time."""
+        """Add values of counters, which trace viewers draw as graphs over time."""
         for name, value in values.items():
             self._events.append(
                 {

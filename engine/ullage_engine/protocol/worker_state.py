@@ -34,12 +34,11 @@ class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     allocated_bytes: int
     on_host: bool = False
-    """Whether the memory is pinned host memory, which does not count towards the device's budget.
-    """
+    """Whether the memory is pinned host memory, which is not part of the device's budget."""
 
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that a running request is predicted to give back."""
+    """Memory that a running request is predicted to release."""
 
     after_s: float
     num_bytes: int
@@ -52,7 +51,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_free_bytes: int
     """KV bytes of free blocks."""
     kv_reclaimable_bytes: int
-    """KV bytes kept for reuse and evicted as soon as they are needed."""
+    """KV bytes that are kept for reuse, and evicted as soon as the memory is needed."""
     kv_committed_bytes: int
     """KV bytes that are reserved and not yet allocated, or withheld from new requests."""
     kv_used_bytes: int = 0
@@ -62,36 +61,36 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     """Number of steps with work that were committed since the worker started."""
     expected_output_tokens: int
-    """Output length that blocks are reserved for when a request is admitted."""
+    """Output length in tokens for which blocks are reserved when a request is admitted."""
     prefill_backlog_tokens: int
     """Number of admitted prompt tokens that are not computed yet."""
     num_preemptions: int
-    """Preemptions since the worker started."""
+    """Number of preemptions since the worker started."""
     num_swaps: int = 0
-    """Preemptions by swapping since the worker started."""
+    """Number of preemptions by swapping since the worker started."""
     swap_out_bytes: int = 0
     """KV bytes copied to host memory since the worker started."""
     swap_in_bytes: int = 0
     """KV bytes copied back to the device since the worker started."""
     prefix_lookup_tokens: int = 0
-    """Tokens looked up in the prefix cache when requests first started."""
+    """Number of tokens looked up in the prefix cache when requests first started."""
     prefix_hit_tokens: int = 0
-    """Looked-up tokens whose KV was cached."""
+    """Number of looked-up tokens whose KV was cached."""
     prefix_merged_tokens: int = 0
-    """Tokens whose KV was computed twice and is now stored once."""
+    """Number of tokens whose KV was computed twice and is now stored once."""
     num_draft_tokens: int = 0
-    """Draft tokens verified since the worker started."""
+    """Number of draft tokens verified since the worker started."""
     num_accepted_tokens: int = 0
-    """Draft tokens that were accepted and became part of answers."""
+    """Number of draft tokens that were accepted and became part of answers."""
     num_sessions: int = 0
     session_bytes: int = 0
     """KV bytes that sessions keep between their requests."""
     num_adapter_loads: int = 0
-    """LoRA adapters loaded since the worker started."""
+    """Number of LoRA adapters loaded since the worker started."""
     num_adapter_unloads: int = 0
-    """Loaded adapters that were evicted to free their slot for another adapter."""
+    """Number of loaded adapters that were evicted to free their slot for another adapter."""
     figures: Figures = msgspec.field(default_factory=Figures)
-    """Times and sizes of steps, and how long requests waited, since the worker started."""
+    """Step times, batch sizes and waiting times of requests since the worker started."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -119,23 +118,22 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     decode_tokens_per_second: float
     prefill_tokens_per_second: float
     step_seconds: list[float] = []
-    """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on.
+    """Step duration in seconds for decoding 1 sequence, 2 to 3 sequences, 4 to 7 and so on.
 
-    Empty until measured.
+    The list is empty until measured.
     """
     pressure_level: int = 0
     """Current degrade level, where 1 is the mildest and 0 is none."""
     batch_share: float = 1.0
     """Share of `batching.max_sequences` that may run concurrently, 0 to 1."""
     batch_limit: float = 1.0
-    """Last upper bound that the server set for `batch_share`, where 1 means no bound."""
+    """Most recent upper bound that the server set for `batch_share`, where 1 means no bound."""
     num_oom_events: int
-    """Steps that ran out of memory since the worker started."""
+    """Number of steps that ran out of memory since the worker started."""
     num_nonfinite_logits: int = 0
-    """Requests that failed since the worker started because their logits were NaN or infinite."""
+    """Number of requests that failed because of NaN or infinite logits since the worker started."""
     num_overlapped_steps: int = 0
-    """Steps since the start that began while later pipeline stages still computed an earlier step.
-    """
+    """Number of steps that began while later pipeline stages still computed an earlier step."""
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int

@@ -15,11 +15,11 @@ _UNSUPPORTED = "tokenizer.json: decoder {} is not supported; use a byte-level to
 
 
 class TokenBytes:
-    """The bytes of each token in the text. Special tokens have none.
+    """The bytes that each token adds to the text. Special tokens add none.
 
     Attributes:
         problem: reason why tokens cannot be converted to text, because the decoder is neither
-            byte-level nor SentencePiece with byte fallback. Empty if they can be converted.
+            byte-level nor SentencePiece with byte fallback, or "" if tokens can be converted.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ class TokenBytes:
         return b"" if token_id in self._special else self.spelling(token_id)
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not. Empty for an id without a token."""
+        """Return the bytes of a token, special or not, or b"" for an id without a token."""
         text = self._known.get(token_id)
         if text is None:
             added = self._added.get(token_id)
@@ -55,18 +55,18 @@ class TokenBytes:
 
 
 class TextPiece(NamedTuple):
-    """New text, and the stop string that ended the text, or an empty string."""
+    """New text, and the stop string that ended the text, or "" if the text has not ended."""
 
     text: str
     stop_string: str
 
 
 class Detokenizer:
-    """The text of one answer, token by token.
+    """Converts the tokens of one answer to text as they arrive.
 
-    The pieces' concatenation, `flush` included, is the decoded text of all tokens up to the stop
-    string that is completed first. If one character completes two stop strings, the longer string
-    counts. With `special_tokens`, special tokens are also part of the text.
+    The concatenated pieces, including the result of `flush`, are the decoded text of all tokens up
+    to the stop string that is completed first. If one character completes two stop strings, the
+    longer stop string is used. With `special_tokens`, special tokens are also part of the text.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Add a token. After a piece with a stop string, no more tokens may be pushed."""
+        """Add a token and return new text. No tokens may be added after a stop string was found."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
@@ -156,7 +156,7 @@ def _speller(decoder: str) -> Callable[[str], bytes]:
 
 
 def _spell_nothing(token: str) -> bytes:
-    """Return no bytes, for decoders that are not supported."""
+    """Return no bytes, because the tokenizer's decoder is not supported."""
     return b""
 
 

@@ -1,7 +1,8 @@
 """Sampling parameters that a model's authors recommend, in generation_config.json or GGUF metadata.
 
-Every key is honoured, known not to affect sampling, or refused with its name and value. If a key
-were ignored silently, answers would differ from what the authors intend.
+Every key is honoured, ignored because it does not affect sampling, or refused with an error that
+gives its name and value. If a key were ignored silently, answers would differ from what the authors
+intend.
 """
 
 import math
@@ -139,7 +140,7 @@ _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
     }
 )
 _GGUF_HARMLESS = frozenset({"sequence", "penalty_last_n"})
-"""The order of samplers, which is fixed here, and the reach of penalties, here the whole text."""
+"""Ignored keys: samplers have a fixed order here, and penalties always cover the whole text."""
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mirostat": (0,),
@@ -153,11 +154,11 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
         "xtc_threshold": "xtc_probability",
     }
 )
-"""Parameters of a key that is refused if it would have an effect."""
+"""Keys that only have an effect together with another key, which is refused if it has an effect."""
 
 
 class GenerationError(Exception):
-    """A recommended value cannot be honoured. The message has key, value and remedy."""
+    """A recommended value is not supported. The message gives the key, the value and the remedy."""
 
 
 def sampling_defaults(config: Values) -> SamplingDefaults:
@@ -166,7 +167,7 @@ def sampling_defaults(config: Values) -> SamplingDefaults:
     A file with `do_sample: false` recommends greedy sampling, even if it has a temperature.
 
     Raises:
-        GenerationError: if a value is not valid or asks for an unsupported feature.
+        GenerationError: if a value is not valid or requires an unsupported feature.
     """
     defaults: dict[str, float | int] = {}
     for key, value in config.items():
@@ -191,7 +192,7 @@ def gguf_sampling_defaults(metadata: Values) -> SamplingDefaults:
     """Return the sampling parameters that GGUF metadata recommend under `general.sampling`.
 
     Raises:
-        GenerationError: as `sampling_defaults`.
+        GenerationError: if a value is not valid or requires an unsupported feature.
     """
     defaults: dict[str, float | int] = {}
     for key, value in metadata.items():
@@ -213,7 +214,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a value after checking that a request could also have this value."""
+    """Return a number after checking that a request could also set this value."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

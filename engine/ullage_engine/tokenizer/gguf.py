@@ -36,13 +36,12 @@ class _Kind:
     split: str = ""
     """Regular expression that matches one piece, or an empty string for GPT-2's expression."""
     single_digits: bool = False
-    """Whether every digit is a separate piece, split off before the regular expression is
-    applied."""
+    """Whether every digit is split off as a separate piece before the expression is applied."""
     whole_words: bool = False
     """Whether a piece that is in the vocabulary becomes one token without merging."""
     normal_form: Literal["", "NFC"] = ""
     adds_bos: bool = False
-    """Whether text begins with the beginning-of-sequence token if the file does not say."""
+    """Whether text begins with the beginning-of-sequence token if the file does not specify it."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -77,10 +76,10 @@ class UnsupportedTokenizer(Exception):
 
 
 def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
-    """Build the tokenizer that the `tokenizer.ggml.*` pairs describe.
+    """Build the tokenizer that the `tokenizer.ggml.*` metadata describe.
 
     Raises:
-        UnsupportedTokenizer: if a pair is missing or has a value that is not supported.
+        UnsupportedTokenizer: if a key is missing or has a value that is not supported.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
@@ -106,7 +105,7 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
 def _post_processor(
     metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
 ) -> processors.PostProcessor | None:
-    """Create the processor that adds special tokens around raw text, or None if there are none."""
+    """Create the post-processor that adds special tokens to raw text, or None if it adds none."""
     special = special_token_ids(metadata)
     added = {
         "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),
@@ -183,8 +182,8 @@ def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
 def _added_tokens(metadata: Mapping[str, Value], tokens: list[str]) -> Iterator[AddedToken]:
     """Yield the tokens that are matched whole in text: control tokens and user-defined ones.
 
-    Control tokens are omitted when decoding. Tokens with known names of end tokens are control
-    tokens, even if the file gives them another type.
+    Control tokens are omitted when decoding. A token that is named like a known end token is a
+    control token, even if the file gives the token another type.
     """
     ends = end_names(metadata)
     for token_id, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, read without numpy and without touching a tensor.
+"""Reads the metadata of a GGUF file, without numpy and without reading any tensor.
 
 A file begins with its metadata: magic `GGUF`, version (uint32), tensor count and pair count
 (uint64), then pairs of (string key, uint32 type, value). A string is a uint64 length and UTF-8
@@ -30,10 +30,10 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-"""Formats of `struct` by the type of a value, besides `_STRING` and `_ARRAY`."""
+"""`struct` formats of scalar values, by GGUF value type. Strings and arrays are read separately."""
 
 _SIZE = struct.Struct("<Q")
-"""Length of a string."""
+"""Format of a string's length."""
 
 Value = int | float | bool | str | list["Value"]
 
@@ -53,10 +53,10 @@ def read_metadata(path: Path) -> dict[str, Value]:
 
 
 def read_architecture(path: Path) -> Value | None:
-    """Read the architecture of a GGUF file, and the header only up to this key.
+    """Read the architecture of a GGUF file, without reading the metadata that follow it.
 
     Raises:
-        GgufError: as `read_metadata`.
+        GgufError: if the file is missing, is not a GGUF file, or ends before the architecture.
     """
     with _opened(path) as reader:
         pairs = reader.pairs()
@@ -120,7 +120,7 @@ class _Reader:
         return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
 
     def _strings(self, count: int) -> list[Value]:
-        """Read many strings with few calls. A vocabulary and its merges are 100,000 strings."""
+        """Read many strings with few Python calls, since a vocabulary has about 100,000."""
         data = self._data
         at = self._at
         texts = list[Value]()

@@ -23,10 +23,10 @@ _SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mask_token": ("mask",),
     }
 )
-"""Names of special tokens in chat templates, with their names in `tokenizer.ggml.*_token_id`."""
+"""Names of special tokens in chat templates, mapped to names in `tokenizer.ggml.*_token_id`."""
 
 _ENDS = ("eos", "eot", "eom")
-"""Names in `tokenizer.ggml.*_token_id` of ends of sequence, turn and message."""
+"""Names in `tokenizer.ggml.*_token_id` of the tokens that end a sequence, a turn or a message."""
 
 END_TOKENS = frozenset(
     {
@@ -56,7 +56,7 @@ END_TOKENS = frozenset(
 )
 """Names of tokens that end an answer, as in llama.cpp.
 
-Files with several ends often give the id of only one.
+Files with several end tokens often give the id of only one of them.
 """
 
 _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
@@ -66,11 +66,11 @@ _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
     # Gemma 4 has the end token of its predecessors for another purpose.
     (frozenset({"<|tool_response>"}), "</s>"),
 )
-"""Sets of names, each with a name that is no end in a vocabulary with all of the set."""
+"""Sets of token names, each with a name that is no end token in vocabularies with that set."""
 
 
 def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
-    """Return ids of special tokens by their names in chat templates.
+    """Return the ids of special tokens, by their names in chat templates.
 
     If a file names no end-of-sequence token, the first other end token is used in its place.
     """
@@ -88,8 +88,8 @@ def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
 def end_token_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
     """Return the tokens that end generation.
 
-    These are the ends of sequence, turn and message in the metadata, and others by their known
-    names.
+    These are the end-of-sequence, end-of-turn and end-of-message tokens that the metadata give, and
+    all tokens with known names of end tokens.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     names = end_names(metadata)
@@ -107,10 +107,10 @@ def _ids(metadata: Mapping[str, Value], names: Iterable[str]) -> list[int]:
 
 
 def end_names(metadata: Mapping[str, Value]) -> dict[str, int]:
-    """Return tokens with names of ends, and their ids.
+    """Return the end tokens that are recognised by name, with their ids.
 
-    A name that merges produce is an ordinary word, as `</s>` may be in a vocabulary of source code,
-    unless the file gives it a type of its own.
+    A name that BPE merges can produce is an ordinary word, such as `</s>` in a vocabulary of source
+    code, unless the file gives the token a special type.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
@@ -133,7 +133,7 @@ def token_type(metadata: Mapping[str, Value], token_id: int) -> Value:
 
 
 def _merged(metadata: Mapping[str, Value]) -> frozenset[str]:
-    """Return the names of ends that merges produce."""
+    """Return the names of end tokens that BPE merges can produce."""
     merges = metadata.get("tokenizer.ggml.merges")
     texts = (str(merge).replace(" ", "", 1) for merge in merges) if isinstance(merges, list) else ()
     return END_TOKENS.intersection(texts)

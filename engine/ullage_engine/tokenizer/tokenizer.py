@@ -44,12 +44,12 @@ _NO_DEFAULT = (
 
 
 class TokenizerError(Exception):
-    """The model's tokenizer cannot be used. The message is one line with file and remedy."""
+    """The model's tokenizer cannot be used. The message is one line with file name and remedy."""
 
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """A tokenizer, and the settings for its use in the model's files."""
+    """A tokenizer, with the settings from the model's files that define how to use it."""
 
     tokenizer: Tokenizer
     json_bytes: bytes
@@ -79,12 +79,12 @@ class ModelTokenizer:
 
     @property
     def add_bos(self) -> bool:
-        """Whether raw text begins with `bos_token`."""
+        """Whether `bos_token` is added in front of raw text."""
         return bool(self.bos_token) and self.affixes.prefix == (self._bos_id,)
 
     @cached_property
     def affixes(self) -> Affixes:
-        """Special tokens around raw text."""
+        """Special tokens that are added before and after raw text."""
         return affixes_of(self.tokenizer)
 
     @property
@@ -93,18 +93,18 @@ class ModelTokenizer:
         return token_id
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the ids of raw prompt text, with special tokens around it once."""
+        """Return the ids of raw prompt text, adding missing special tokens around the text."""
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat template, after a BOS token if `chat_adds_bos`.
+        """Return the ids of a rendered chat template, with a leading BOS token if `chat_adds_bos`.
 
         Special tokens in the text are recognised.
         """
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return a conversation's ids, after a BOS token if `chat_adds_bos`."""
+        """Return a conversation's ids, with a leading BOS token if `chat_adds_bos`."""
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
@@ -118,7 +118,7 @@ class ModelTokenizer:
 
 
 def load_tokenizer(path: Path, generation_defaults: bool = False) -> ModelTokenizer:
-    """Read the tokenizer of a model directory or of a GGUF file.
+    """Read the tokenizer from a model directory or from a GGUF file.
 
     Args:
         path: the directory or the file.
@@ -197,7 +197,8 @@ def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
 def _tokenizer_config(path: Path) -> Json:
     """Return tokenizer_config.json.
 
-    If it lists no added tokens, special_tokens_map.json overrides it, as in transformers.
+    If tokenizer_config.json lists no added tokens, special_tokens_map.json overrides its values, as
+    in transformers.
     """
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
@@ -222,8 +223,8 @@ def _text(value: object) -> str:
 def _chat_templates(path: Path, config: Json) -> tuple[str, str]:
     """Return the template for conversations without tools and the template for those with tools.
 
-    The templates are in separate files or in the configuration, where they have names if there are
-    several. A template is an empty string if it does not exist.
+    The templates are in separate files or in the configuration. Several templates in the
+    configuration have names. A template that does not exist is an empty string.
     """
     templates = _template_files(path) or _configured_templates(path, config)
     if templates and "default" not in templates:
@@ -271,7 +272,7 @@ def _odd_template(path: Path) -> TokenizerError:
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, eos_token: str) -> tuple[int, ...]:
-    """Return all end tokens of generation_config.json, of config.json and of the tokenizer."""
+    """Return all end tokens that generation_config.json, config.json and the tokenizer define."""
     token_ids = list[int]()
     for name in ("generation_config.json", "config.json"):
         values = _read_json(path / name)
@@ -285,7 +286,7 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, eos_token: str) -> tuple[int, ...
 
 
 def _token_ids(path: Path, value: object) -> list[int]:
-    """Return the tokens of an `eos_token_id`: none, one or several."""
+    """Return the token ids in the value of `eos_token_id`, which is null, an id or a list."""
     token_ids = list[int]()
     values = value if isinstance(value, list) else [] if value is None else [value]
     for item in values:
