@@ -1,4 +1,4 @@
-"""The HTTP application: all paths, and the replies to unknown paths and methods."""
+"""The HTTP application, which routes requests and rejects unknown paths and methods."""
 
 import asyncio
 import functools
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """Answer every request, including those that the server could not parse.
+    """Answer every request, including requests that the server could not parse.
 
     The path, the method and the API key are checked before the body is read.
 
@@ -73,7 +73,7 @@ class App:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """The served paths and methods. The paths are in OpenAPI's notation."""
+        """The served (path, method) pairs, with the paths in OpenAPI's notation."""
         return [
             (f"{path}{{name}}" if path.endswith("/") else path, method)
             for path, methods in self._routes.items()
@@ -96,7 +96,7 @@ class App:
 
 
 async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
-    """Answer OPTIONS, and refuse methods that the path does not allow."""
+    """Answer an OPTIONS request, and refuse a method that the path does not allow."""
     allow = (b"allow", allowed.encode())
     if request.method == "OPTIONS":
         await reply.whole(HTTPStatus.NO_CONTENT, [allow], b"")
@@ -111,7 +111,7 @@ class _SmallPages:
         self._service = service
 
     def models(self, request: Request) -> object:
-        """Return the models that the tenant of the request may use."""
+        """Return the models that the request's tenant may use."""
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         names = filter(tenant.may_use, self._names())
         return {"object": "list", "data": [self._describe(name, tenant) for name in names]}
@@ -167,7 +167,7 @@ class _SmallPages:
 
 
 def _sampling_defaults(model: Model) -> dict[str, float]:
-    """Return the model's recommended sampling parameters, which are the defaults of requests.
+    """Return the model's recommended sampling parameters, which requests use by default.
 
     The protobuf fields are float32, so 0.7 arrives slightly smaller. Rounding to seven digits
     restores the value.
@@ -177,7 +177,7 @@ def _sampling_defaults(model: Model) -> dict[str, float]:
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
-    """Return endpoints by path and method. A path that ends with a slash stands for its subtree."""
+    """Return endpoints by path and method. A path with a final slash matches its whole subtree."""
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)

@@ -29,22 +29,21 @@ from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scop
 MAX_PIPELINED = 16
 """Number of pipelined requests that may wait for earlier replies before parsing stops."""
 PARSED_BYTES = 4 << 10
-"""Number of bytes parsed at a time, so that one step yields few requests."""
+"""Maximum number of bytes that one step parses, so that a step yields few requests."""
 WRITE_BUFFER_BYTES = 16 << 10
-"""Unread bytes of replies at which the next reply waits.
+"""Number of unread reply bytes at which the next reply waits for the client.
 
-This process and the kernel may each hold this many.
+This process and the kernel may each buffer this many bytes.
 """
 STARTED_PER_TURN = 16
-"""Requests started in one turn of the event loop.
+"""Maximum number of requests that start in one iteration of the event loop.
 
-Starting a thousand requests at once would delay the tokens of other requests and the reports of
-engines.
+Starting a thousand requests at once would delay other requests' tokens and the engines' reports.
 """
 FRAMING_BYTES_PER_BYTE = 8
-"""Bytes of chunk framing allowed per byte of a body. A chunk of one byte needs five."""
+"""Bytes of chunk framing allowed per body byte. A one-byte chunk needs five bytes of framing."""
 EVENTS_PER_TURN = 1024
-"""Headers and pieces of bodies that one connection may deliver in one turn of the event loop."""
+"""Maximum number of headers and body pieces parsed per connection and event loop iteration."""
 _UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 log = logging.getLogger(__name__)
@@ -64,9 +63,9 @@ class ConnectionState(ServerState):
     """The state that all connections of a server share.
 
     Attributes:
-        limits: The limits of connections.
+        limits: The limits on connections.
         timeouts_s: Seconds that each phase of a connection may take.
-        is_leaving: Whether responses ask clients to use a new connection for the next request.
+        is_leaving: Whether responses tell clients to use a new connection for the next request.
         is_draining: Whether new connections are refused.
     """
 
@@ -85,7 +84,10 @@ class ConnectionState(ServerState):
         self._starts: deque[Callable[[], None]] = deque()
 
     def start_soon(self, start: Callable[[], None]) -> None:
-        """Start a request after all earlier requests, with a few starts per event loop turn."""
+        """Start a request after all earlier ones.
+
+        Each iteration of the event loop starts at most STARTED_PER_TURN requests.
+        """
         self._starts.append(start)
         if len(self._starts) == 1:
             asyncio.get_running_loop().call_soon(self._start_some)
@@ -103,8 +105,8 @@ class Cycle(RequestResponseCycle):
     """A request and its reply.
 
     The head of a reply is sent together with the first part of the body. Parts that are written in
-    one turn of the event loop are sent together. All headers come from this program, so uvicorn's
-    two regular-expression checks per header are skipped, which saves 12 us per request.
+    one iteration of the event loop are sent together. All headers come from this program, so
+    uvicorn's two regular-expression checks per header are skipped, which saves 12 us per request.
     """
 
     is_framed = True
@@ -115,7 +117,7 @@ class Cycle(RequestResponseCycle):
     task: asyncio.Task[None] | None = None
     _head = b""
     _held = b""
-    """Parts of the reply that are sent at the end of this turn of the event loop."""
+    """Parts of the reply that are sent at the end of this event loop iteration."""
     _is_flush_due = False
 
     async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
@@ -127,7 +129,7 @@ class Cycle(RequestResponseCycle):
             await super().run_asgi(app)  # type: ignore[arg-type]
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
-        """Write an ASGI message of the application to the connection."""
+        """Write the application's ASGI message to the connection."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
@@ -208,7 +210,7 @@ class Flow(FlowControl):
 
 
 class HTTPConnection(HttpToolsProtocol):
-    """uvicorn's protocol with size bounds, time limits, ordered refusals and cancellation.
+    """uvicorn's protocol with size and time limits, in-order error replies and cancellation.
 
     Cycles use the connection as their transport. The connection therefore tracks how many bytes the
     client has read, and can close without losing a reply.
@@ -228,26 +230,26 @@ class HTTPConnection(HttpToolsProtocol):
         self._shared = server_state
         self._limits = server_state.limits
         self._answered: Cycle | None = None
-        """The cycle that is being answered now, or is the next to be answered."""
+        """The cycle that is being answered now, or that will be answered next."""
 
         self._opened = self.loop.time()
         self._phase = Phase.OPENED
         self._phase_began = self._opened
-        """Time at which the phase began. A reply to the previous request resets it."""
+        """Time at which the phase began. The end of a previous reply resets this time."""
         self._ticked_at = self._opened
 
         self._budget = self._limits.max_head_bytes
-        """Bytes that may still arrive before the head ends, or before more of the body arrives."""
+        """Number of bytes that may still arrive before the head ends or more of the body comes."""
         self._num_events = 0
-        """Number of headers and body pieces received in this turn of the event loop."""
+        """Number of headers and body pieces received in this event loop iteration."""
 
         self._is_closing = False
         self._written_bytes = 0
         """Number of bytes that cycles have written."""
         self._sent_bytes = 0
-        """Number of written bytes that the kernel had accepted by the last tick."""
+        """Number of written bytes that the kernel had accepted at the last call of `tick`."""
         self._sent_at = self._opened
-        """Time of the last tick at which the client had read some bytes or no bytes were unsent."""
+        """Time of the last `tick` at which more bytes had been sent or no bytes were unsent."""
 
     # The event loop's calls.
 
@@ -301,14 +303,14 @@ class HTTPConnection(HttpToolsProtocol):
             self._answered.keep_alive = False
 
     def shutdown(self) -> None:
-        """Close the connection after the reply that is being sent."""
+        """Close the connection after the current reply."""
         self.leave()
         is_quiet = self._phase in (Phase.OPENED, Phase.IDLE) and not self.flow.unparsed
         if is_quiet and not self._answered:
             self.close()
 
     def abort(self) -> None:
-        """Close the connection at once, without sending unsent bytes."""
+        """Close the connection at once, and discard unsent bytes."""
         self.transport.abort()
 
     def tick(self, now: float) -> None:
@@ -350,7 +352,7 @@ class HTTPConnection(HttpToolsProtocol):
     # A cycle's calls.
 
     def write(self, data: bytes) -> None:
-        """Write bytes and count them."""
+        """Write bytes to the socket, and count them."""
         self._written_bytes += len(data)
         self.transport.write(data)
 
@@ -400,9 +402,10 @@ class HTTPConnection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parse until too many requests wait, or until this turn's limit of events is reached.
+        """Parse until too many requests wait, or until enough headers and body pieces are parsed.
 
-        The remaining bytes are kept, and reading pauses until they are parsed.
+        The limits are MAX_PIPELINED and EVENTS_PER_TURN. The remaining bytes are kept, and reading
+        pauses until they are parsed.
         """
         start = 0
         step = min(PARSED_BYTES, self._limits.max_head_bytes)
@@ -422,7 +425,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> int:
-        """Parse some bytes, and return the number of parsed bytes."""
+        """Feed bytes to the parser, and return how many of the bytes were consumed."""
         self._budget -= len(data)
         try:
             self.parser.feed_data(data)
@@ -465,13 +468,13 @@ class HTTPConnection(HttpToolsProtocol):
         self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines)))
 
     def on_message_begin(self) -> None:
-        """Begin the head of a request."""
+        """Start reading the head of a new request."""
         if self._phase is not Phase.CLOSED:
             super().on_message_begin()
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header of a request head. Drop trailers, which follow the last chunk of a body.
+        """Keep a header from a request head, and drop trailers, which follow a body's last chunk.
 
         Neither this server nor a proxy checks trailers as it checks heads. The first header above
         the limit is kept, so that the head is refused.
@@ -530,7 +533,7 @@ class HTTPConnection(HttpToolsProtocol):
         return head_error(version, headers)
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of the body."""
+        """Add a piece to the body of the current request."""
         self._num_events += 1
         if self._phase is Phase.BODY:
             # A piece of the body pays for the framing that follows it. Trailers get no budget,
@@ -540,7 +543,7 @@ class HTTPConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the request, so that the next head may arrive."""
+        """End the current request, so that the head of the next request may arrive."""
         if self._phase is Phase.BODY:
             self._budget = self._limits.max_head_bytes
             self._enter(Phase.IDLE)
@@ -571,7 +574,7 @@ class HTTPConnection(HttpToolsProtocol):
         return cycle
 
     def _refuse(self, error: ServiceError) -> None:
-        """Stop reading, and let the application reply with an error after the earlier replies."""
+        """Stop reading, and let the application send an error after the earlier replies."""
         phase = self._phase
         if phase is Phase.CLOSED:
             return
@@ -603,7 +606,10 @@ class HTTPConnection(HttpToolsProtocol):
 
 
 def _tune(sock: socket.socket) -> None:
-    """Send tokens without delay, and keep unread bytes in this process, where they are bounded."""
+    """Set socket options to send tokens at once and to keep few unsent bytes in the kernel.
+
+    The other unsent bytes stay in this process, where they are bounded.
+    """
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):

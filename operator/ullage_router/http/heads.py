@@ -52,7 +52,7 @@ def head_error(version: str, headers: Headers) -> ServiceError | None:
 
 
 def unknown_version(version: str) -> ServiceError:
-    """Return the error for a request with an HTTP version that the server does not support."""
+    """Return the error for a request with an unsupported HTTP version."""
     message = f"HTTP/{version} is not supported; use HTTP/1.1"
     return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
 

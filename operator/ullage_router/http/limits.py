@@ -14,27 +14,27 @@ class HTTPLimits:
     """Limits on each connection and on all connections of a server, in bytes and seconds."""
 
     max_head_bytes: int = 64 << 10
-    """Maximum bytes of the request line and the headers."""
+    """Maximum size of the request line and the headers together, in bytes."""
     max_headers: int = 100
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
-    """Maximum bytes of bodies that are arriving or waiting to become prompts.
+    """Maximum total size of bodies that are arriving or waiting to become prompts, in bytes.
 
     The limit covers all connections.
     """
     max_long_bytes: int = MAX_LONG_BYTES
-    """Maximum bytes of long bodies that are arriving or held at a time."""
+    """Maximum total size of long bodies that are arriving or held at a time, in bytes."""
     max_handled_bytes: int = MAX_HANDLED_BYTES
-    """Maximum bytes of long bodies that are being turned into prompts at a time."""
+    """Maximum total size of long bodies that are being converted to prompts, in bytes."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
-    """Age at which a connection closes after its reply, so that clients spread over routers."""
+    """Age in seconds at which a connection closes after a reply, so clients spread over routers."""
     head_timeout_s: float = 10.0
     """Maximum seconds from the first byte of a request to the end of its headers."""
     body_timeout_s: float = 30.0
     """Maximum seconds from the end of the headers to the end of the body."""
     idle_timeout_s: float = 75.0
-    """Maximum idle seconds between two requests."""
+    """Maximum idle time between two requests, in seconds."""
     stall_timeout_s: float = 60.0
     """Maximum seconds for which a client may leave a reply unread."""
     linger_s: float = 2.0
@@ -46,23 +46,23 @@ class HTTPLimits:
 
 @dataclass(slots=True)
 class BodyRoom:
-    """Memory for bodies that have not become prompts yet, over all connections of a server."""
+    """Memory budget for bodies that are not prompts yet, shared by all connections of a server."""
 
     limit: int
-    """Maximum bytes of all bodies. One tenant gets at most half of this."""
+    """Maximum total size of all bodies, in bytes. One tenant gets at most half of this."""
     taken: int = 0
-    """Bytes in use."""
+    """Number of bytes in use."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
-    """Grants the turns in which long bodies arrive."""
+    """Grants the turns in which long bodies are received."""
     handled: LongBodies = field(
         default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
     )
-    """Grants the turns in which long bodies become prompts."""
+    """Grants the turns in which long bodies are converted to prompts."""
     _of_tenants: dict[str, int] = field(default_factory=dict)
-    """Bytes in use by tenant."""
+    """Number of bytes in use, by tenant."""
 
     def take(self, size: int, tenant: str) -> bool:
-        """Reserve `size` bytes. If they are not free, reserve nothing and return False."""
+        """Reserve `size` bytes if they are free, and return whether they were reserved."""
         of_tenant = self._of_tenants.get(tenant, 0) + size
         if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
             return False

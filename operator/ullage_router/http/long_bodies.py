@@ -1,12 +1,12 @@
-"""Grants turns to long request bodies, which bounds their bytes in a process.
+"""Grants turns to long request bodies, to bound their memory in a process.
 
 A long body takes two turns in succession:
 
-    to arrive Only a few bodies arrive at a time. The others wait at their clients, and no more of
-    their bytes are received. A client that is slow while others wait loses its turn. to become a
-    prompt Even fewer bodies are parsed at a time, since parsing takes up to six times the bytes of
-    a body. No client can delay this turn: a request that waits for anything outside this router
-    gives its turn back.
+ * A turn to arrive. Only a few bodies arrive at a time. The other bodies wait at their clients, and
+   no more of their bytes are received. A client that is slow while others wait loses its turn.
+ * A turn to become a prompt. Even fewer bodies are parsed at a time, since parsing takes up to six
+   times the bytes of a body. No client can delay this turn: a request that waits for anything
+   outside this router gives its turn back.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from dataclasses import dataclass
 LONG_BODY_BYTES = 1 << 20
 """Maximum size in bytes of a body that needs no turn."""
 MAX_LONG_BYTES = 16 << 20
-"""Maximum total of the declared bytes of long bodies that are arriving or held.
+"""Maximum total declared size in bytes of long bodies that are arriving or held.
 
 One tenant gets at most half of this.
 """
 MAX_HANDLED_BYTES = 8 << 20
-"""Maximum bytes of long bodies that become prompts at a time, enough for one maximum-size body."""
+"""Maximum bytes of long bodies being converted to prompts, enough for one maximum-size body."""
 TURN_TIMEOUT_S = 20.0
-"""Maximum seconds that a body waits for its turn."""
+"""Maximum number of seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
-"""Seconds that a body with a turn may be too slow while other bodies wait for a turn."""
+"""Maximum seconds for which a body with a turn may be too slow while other bodies wait."""
 MIN_BYTES_PER_S = 512 << 10
 """Rate in bytes per second below which a body is too slow."""
 
 
 @dataclass(slots=True, eq=False)
 class BodyTurn:
-    """The turn of one long body."""
+    """A long body's turn to arrive or to become a prompt."""
 
     size: int
     """Maximum number of bytes that the body may have."""
@@ -47,13 +47,13 @@ class BodyTurn:
     is_lost: bool = False
 
     def lost_at(self) -> float:
-        """Return the time at which a waiting body takes the turn if no more bytes arrive."""
+        """Return the time at which this body may lose the turn if no more of its bytes arrive."""
         if self.idle_since is None or self.is_lost:
             return float("inf")
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that arrived. They offset earlier waits, but not later ones."""
+        """Count arrived bytes, which offset earlier waiting time but not later waiting time."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
@@ -77,7 +77,7 @@ class LongBodies:
         self._limit = limit
         self._tenant_limit = tenant_limit
         self._taken = Counter[str]()
-        """Bytes of granted turns by tenant."""
+        """Number of bytes in granted turns, by tenant."""
         self._turns: dict[BodyTurn, None] = {}
         self._waiting: OrderedDict[str, deque[tuple[BodyTurn, asyncio.Future[None]]]] = (
             OrderedDict()
@@ -109,7 +109,7 @@ class LongBodies:
         return turn
 
     def shrink(self, turn: BodyTurn, size: int) -> None:
-        """Free the part of the turn that a complete body did not need."""
+        """Release the bytes of the turn that a complete body did not need."""
         self._taken[turn.tenant] -= turn.size - size
         turn.size = size
         self._give_turns()
@@ -135,7 +135,7 @@ class LongBodies:
             turn.idle_since = None
 
     def give_back(self, turn: BodyTurn) -> None:
-        """End a turn, so that other bodies may have one."""
+        """End a turn, so that a waiting body may get one."""
         del self._turns[turn]
         self._taken[turn.tenant] -= turn.size
         if not self._taken[turn.tenant]:
@@ -183,7 +183,11 @@ class LongBodies:
             slow.lose()
 
     def _in_the_way(self) -> Iterator[BodyTurn]:
-        """Yield the turns that block others: the same tenant's, or all if the total is reached."""
+        """Yield the turns that block waiting bodies.
+
+        These are the turns of tenants with waiting bodies, or all turns if the total limit is
+        reached.
+        """
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
         is_full = any(self._taken.total() + size > self._limit for size in waiting.values())
         for turn in self._turns:

@@ -32,16 +32,16 @@ JSON = "application/json"
 Browsers let a page send text and forms to any server without a CORS preflight.
 """
 REFUSAL = "ullage.refusal"
-"""Key in an ASGI scope of the ServiceError that the connection found in the request's bytes."""
+"""ASGI scope key of the ServiceError that the connection detected in the request."""
 MAX_DISCARDED_BYTES = 64 << 10
 """Maximum length of an unread body that is discarded. For a longer body, the connection closes."""
 
 
 class Body:
-    """The bytes of a body. The reader takes them, so that no other frame keeps them alive.
+    """A request body. The reader takes its bytes, so that no other frame keeps them alive.
 
     Attributes:
-        num_bytes: Size of the body.
+        num_bytes: Size of the body in bytes.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -166,7 +166,7 @@ class Request:
         return await self._read_whole(tenant)
 
     async def _read_whole(self, tenant: str) -> bytes:
-        """Read a body whose declared length is within the limit."""
+        """Read the body, and end the turn of a long body if reading fails."""
         try:
             body = await self._read(tenant)
         except ServiceError:
@@ -207,7 +207,7 @@ class Request:
         return buffer.getvalue()
 
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
-        """Read the rest of a long body in its turn, then wait for the turn to become a prompt."""
+        """Read the rest of a long body in its turn, then wait for its turn to become a prompt."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -264,7 +264,7 @@ class Reply:
         self._start: Message | None = None
         self._nudge: asyncio.Task[None] | None = None
         self.headers: Headers = []
-        """Headers in addition to those of the endpoint."""
+        """Headers to send in addition to the endpoint's headers."""
         self.has_begun = False
         self.is_complete = False
 
@@ -297,7 +297,7 @@ class Reply:
         """Send a part without waiting, such as a keep-alive comment.
 
         If this part is still unsent when the next part comes, the next part replaces it. A client
-        that has other data to read does not need this part.
+        that still has other data to read does not need this part.
         """
         if not self.is_complete and (self._nudge is None or self._nudge.done()):
             message = {"type": "http.response.body", "body": data, "more_body": True}
@@ -322,7 +322,7 @@ class Reply:
 
 
 Endpoint = Callable[[Request, Reply], Awaitable[None]]
-"""Answers a request."""
+"""A function that answers a request."""
 Routes = Mapping[str, Mapping[str, Endpoint]]
 """Endpoints by path and HTTP method."""
 
@@ -351,7 +351,7 @@ def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
 
 
 def _merged(headers: Headers) -> dict[str, str]:
-    """Return header values by name. Values of the same name are joined by commas."""
+    """Return header values by name, with the values of a repeated name joined by commas."""
     merged: dict[str, str] = {}
     for raw_name, raw_value in headers:
         name = raw_name.decode("latin-1")

@@ -2,12 +2,12 @@
 
 /metrics         metrics in Prometheus' text format
 /stats           the router's state, as JSON
-/measures        a list of one item, the `PoolReport`s by pool, as JSON
+/measures        a JSON list with one item, the `PoolReport`s by pool
 /measures/wait   the same list, once a pool at zero replicas is needed, or after `WAIT_S`
 /console         the console, if enabled (`console/console.py`)
 
-/measures is a list because a router of version 0.1.0 could have several processes with one item
-each. During an upgrade, an operator reads routers of both versions.
+/measures is a list because a router of version 0.1.0 could have several processes, each with one
+item. During an upgrade, an operator reads reports from routers of both versions.
 """
 
 import logging
@@ -25,15 +25,15 @@ from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.load_report import LoadReporter
 
 WAIT_S = 10.0
-"""Maximum seconds after which /measures/wait replies."""
+"""Maximum number of seconds that /measures/wait waits before it replies."""
 ANSWER_TIMEOUT_S = 2.0
-"""Seconds that open requests for pages have to finish when the router stops."""
+"""Seconds that open page requests have to finish when the router stops."""
 JSON = "application/json"
 
 log = logging.getLogger(__name__)
 
 Page = Callable[[], Awaitable[tuple[str, bytes]]]
-"""Returns the content type and the body of a page."""
+"""A function that returns the content type and the body of a page."""
 
 
 class Pages:

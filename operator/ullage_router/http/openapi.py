@@ -40,11 +40,11 @@ REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
     CompletionRequest,
     EmbeddingsRequest,
 )
-"""Bodies that have fields that are refused unless their value has no effect."""
+"""Request bodies with fields that are refused if their value has an effect."""
 
 
 def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
-    """Return the names of a body's fields that are refused unless their value has no effect."""
+    """Return the names of a body's fields that are refused if their value has an effect."""
     if issubclass(body, EmbeddingsRequest):
         return tuple(body.NEUTRAL)
     return Unsupported.__struct_fields__
@@ -96,12 +96,12 @@ _ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
     "allow": (frozenset({405}), "The methods that the path allows."),
     "x-should-retry": (frozenset({409}), "Whether to retry: false."),
 }
-"""Headers of error responses, with the statuses that have them."""
+"""Headers of error responses, with the statuses for which they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One HTTP method of a path."""
+    """The description of one HTTP method of a path."""
 
     name: str
     summary: str
@@ -113,9 +113,9 @@ class Operation:
     body: Any = None
     """Type of the request body, or None if the request has no body."""
     events: tuple[type, ...] = ()
-    """Types of the events of a stream (empty if the response is never a stream)."""
+    """Event types of the response's stream (empty if the response is never a stream)."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Descriptions of statuses, in addition to those that every request may return."""
+    """Descriptions of the statuses that this operation may return in addition to ANY_REQUEST."""
     headers: tuple[str, ...] = ()
     """Headers that the request may have."""
     more: Mapping[int, Any] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class ProcessStatus(answers.Answer, frozen=True, kw_only=True):
 
 
 class Overloading(answers.Answer, frozen=True, kw_only=True):
-    """An overload that has started."""
+    """The response to a request that started an overload."""
 
     prefix: str
     """Prefix of the overload's request ids."""
@@ -286,7 +286,7 @@ def document(routes: Iterable[tuple[str, str]]) -> bytes:
 
 
 class Schemas:
-    """JSON schemas of types.
+    """Generates the JSON Schemas of types.
 
     Attributes:
         components: The schemas of structures, by name.
@@ -296,7 +296,7 @@ class Schemas:
         self.components: dict[str, Json] = {}
 
     def of(self, kind: Any) -> Json:
-        """Return the schema of a type. The schema refers to the components."""
+        """Return the schema of a type, with references to the components."""
         (schema,), named = msgspec.json.schema_components(
             [kind], schema_hook=_any, ref_template=_REF
         )
@@ -307,7 +307,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Add the descriptions of a structure's fields that the types do not describe."""
+        """Add the schemas of a structure's fields that the types do not describe."""
         for (struct, unread), kind in RAW_FIELDS.items():
             if struct.__name__ == name:
                 self._set(name, unread, self.of(kind))

@@ -1,4 +1,4 @@
-"""Decides which web pages may use a router, by checks of Host and Origin, and by CORS.
+"""Decides which web pages may use a router, by checking Host and Origin and by CORS.
 
 A router on a loopback address serves its own machine, where a browser may also run the pages of
 foreign sites. A foreign page may send requests to 127.0.0.1, which `Origin` reveals. Or the page's
@@ -23,7 +23,7 @@ from ullage_router.http.messages import Endpoint, Headers, Reply, Request
 from ullage_router.http.openai.errors import envelope, error_headers
 
 API = "/v1/"
-"""Prefix of the paths with CORS, whose responses are for every holder of an API key."""
+"""Prefix of the paths with CORS headers, whose responses any holder of an API key may read."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 """Pages that Prometheus and the operator read, possibly through the proxies of a service mesh."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
@@ -44,15 +44,15 @@ _PREFLIGHT_S = b"600"
 
 
 class OriginGuard:
-    """Refuse requests of foreign web pages, and add the CORS headers to responses.
+    """Refuse requests from foreign web pages, and add the CORS headers to responses.
 
     Args:
         serve: Serves all other requests.
         host: The address on which the server listens, or None for all addresses.
         cors: Origins that may use the API. None allows only pages of the router itself.
         is_api: Whether this is the API's port. On a forwarder's connection, the API checks only
-            requests with an Origin, which browsers send. The metrics port checks all pages but
-            those for machines.
+            requests with an Origin, which browsers send. The metrics port checks requests for all
+            pages except the pages that machines read.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class HTTPServer:
         )
 
     async def leave(self, within_s: float) -> None:
-        """Ask clients to reconnect elsewhere while their requests are still served.
+        """Tell clients to reconnect elsewhere, while the server still serves their requests.
 
         Args:
             within_s: Seconds after which the method returns, even if connections are still open.
@@ -91,7 +91,7 @@ class HTTPServer:
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, and wait until the requests on open ones are answered.
+        """Stop accepting connections, and wait until requests on open connections are answered.
 
         Args:
             grace_s: Seconds after which connections that are still open are aborted.

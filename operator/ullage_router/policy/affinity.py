@@ -6,13 +6,13 @@ all blocks before it, as in the engines' prefix caches. Sessions and prefixes ar
 of fixed size. A wrong guess costs only time, so hashes need not resist collisions, and only the
 first MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
 
-Another router process may have placed a request that this one does not remember. All processes draw
-the same two engines for a session, or for a prompt's first block, by consistent hashing (Karger et
-al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches no matter
-which process receives its next turn.
+Another router process may have placed a request that this one does not remember. All processes
+choose the same two engines for a session, or for a prompt's first block, by consistent hashing
+(Karger et al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches
+no matter which process receives its next turn.
 
 A tenant's entries are invisible to other tenants. When a table is full, a tenant with more than an
-equal share of it makes room. Neither the traffic of others nor `Pick` calls that only announce
+equal share loses an entry. Neither other tenants' traffic nor `Pick` requests that only announce
 traffic can take a tenant's share away.
 """
 
@@ -29,7 +29,7 @@ from ullage_common.config.router import AffinitySection
 RING_POINTS = 40
 """Number of points per engine on the hash ring. More points even out the engines' shares."""
 PREFIX_BLOCK_TOKENS = 64
-"""Tokens per hashed block."""
+"""Number of tokens per hashed block."""
 MAX_PREFIX_BLOCKS = 64
 """Maximum number of hashed blocks per prompt."""
 
@@ -39,7 +39,7 @@ class CacheKey(msgspec.Struct, frozen=True):
 
     session: str
     prefixes: tuple[int, ...]
-    """Hashes of the prompt's prefixes in whole blocks, shortest first."""
+    """Hashes of the prompt's prefixes that consist of whole blocks, shortest prefix first."""
     tenant: str = ""
 
     @property
@@ -49,7 +49,7 @@ class CacheKey(msgspec.Struct, frozen=True):
 
     @property
     def point(self) -> int | None:
-        """The request's point on the ring, or None where it has neither a session nor a block."""
+        """The request's point on the ring, or None if it has neither a session nor a block."""
         if self.session:
             return _point(f"{self.tenant}\0session\0{self.session}")
         return _point(f"{self.tenant}\0block\0{self.prefixes[0]}") if self.prefixes else None
@@ -93,7 +93,7 @@ def _engine_points(engine: str) -> tuple[tuple[int, str], ...]:
 
 
 class Table:
-    """An LRU table of engines by tenant and key.
+    """An LRU table that maps each tenant's keys to engines.
 
     Args:
         size: maximum number of entries. Beyond it, a tenant with more than an equal share loses its
@@ -109,7 +109,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Return the first of the keys' engines that is usable (empty where none is)."""
+        """Return the engine of the first key whose engine is usable (empty if there is none)."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -140,8 +140,8 @@ class Table:
     def _make_room(self) -> None:
         """Evict an entry of a tenant that has more than an equal share.
 
-        Such a tenant exists, because the table is over its size. Tenants within their share move to
-        the back, so the next search begins with the tenant that exceeded its share.
+        Such a tenant exists, because the table exceeds its maximum size. Tenants within their share
+        move to the back, so the next search begins with the tenant that exceeded its share.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
@@ -152,7 +152,7 @@ class Table:
             del self._tenants[tenant]
 
     def remove_engine(self, engine: str) -> None:
-        """Remove all entries of an engine that is gone."""
+        """Remove all entries that map to the engine."""
         for tenant, engines in list(self._tenants.items()):
             for key in [key for key, at in engines.items() if at == engine]:
                 del engines[key]
@@ -161,7 +161,7 @@ class Table:
                 del self._tenants[tenant]
 
     def check_integrity(self) -> None:
-        """Assert that the count agrees with the entries and that no tenant is empty."""
+        """Assert that the count matches the entries and that every tenant has entries."""
         assert self._len == sum(map(len, self._tenants.values())) <= self._size
         assert all(self._tenants.values())
 
@@ -226,7 +226,7 @@ class Affinity:
 
 
 def prefix_hashes(token_ids: Sequence[int], adapter: str = "") -> tuple[int, ...]:
-    """Return a hash for each prefix of whole blocks, shortest first.
+    """Return a hash of each prefix that consists of whole blocks, shortest prefix first.
 
     All router processes compute the same hashes.
     """

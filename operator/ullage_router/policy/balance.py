@@ -6,9 +6,9 @@ is:
 
     work(N) = N * (N + 1) / 2 + mlp_products * N
 
-`balance` takes the prompts longest first. It places each on the least loaded engine that has memory
-for the prompt. This is the LPT rule (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
-When engines are idle, its critical path is at most 4/3 of the shortest one.
+`balance` assigns the prompts from longest to shortest, each to the least loaded engine that has
+memory for the prompt. This is the LPT rule (Graham, "Bounds on Multiprocessing Timing Anomalies",
+1969). If the engines are idle, the critical path is at most 4/3 of the shortest possible path.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,14 @@ class EngineLoad:
 
     id: str
     work: int
-    """Work on the engine, without the prompts to place."""
+    """Prefill work on the engine, without the prompts to place."""
     room: int
-    """Bytes available for all prompts to place."""
+    """Number of bytes available for the prompts to place."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """A prompt to place."""
+    """A prompt to place on an engine for prefill."""
 
     work: int
     engine: str
@@ -82,7 +82,7 @@ def critical_path(
 
 
 def _longest_first(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Place tasks longest first. Return an empty list if memory does not suffice."""
+    """Place tasks from longest to shortest, and return their engines (empty if they do not fit)."""
     total = {engine.id: engine.work for engine in engines}
     room = {engine.id: engine.room for engine in engines}
     placement = [""] * len(tasks)

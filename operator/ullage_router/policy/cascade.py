@@ -4,8 +4,8 @@ A cascade sends a request to a small model first and hands it over to a larger o
 model is unsure. `features` reads a request before any model has seen it, `plan` chooses the first
 step, and `Confidence` judges a step's first tokens.
 
-Only the last turn is searched for code and maths, and only its two ends. The question is usually at
-one of the ends, and a long conversation costs no more to search than a short one.
+Only the two ends of the last turn are searched for code and maths. The question is usually at one
+of the ends, and a long conversation costs no more to search than a short one.
 """
 
 import itertools
@@ -23,13 +23,13 @@ SEARCHED_CHARACTERS = 4000
 CHARACTERS_PER_TOKEN = 4
 """Average number of characters per token, for estimates."""
 CODE_LINES = 2
-"""Number of code-like lines that make a prompt count as code."""
+"""Minimum number of code-like lines for a text to count as code."""
 MATHS_SHARE = 0.12
 """Minimum share of digits and operators among non-space characters for a text to count as maths."""
 MATHS_CHARACTERS = 8
 """Minimum number of digits and operators for a text to count as maths."""
 HELD_SHARE = 0.5
-"""Maximum share of the remaining time that one step may hold a request.
+"""Maximum share of the remaining time for which one step may hold a request.
 
 The rest is left for the next step.
 """
@@ -64,7 +64,7 @@ class Features:
     has_maths: bool = False
     has_tools: bool = False
     has_several_answers: bool = False
-    """Whether the request asks for several samples or beams, which one confidence cannot judge."""
+    """Whether the request has several samples or beams, which one confidence value cannot judge."""
     is_bound: bool = False
     """Whether the request has token ids of this model, which other models would misread."""
     priority: int = 0
@@ -73,7 +73,7 @@ class Features:
 def features(request: inference_pb2.GenerateRequest) -> Features:
     """Return a request's features.
 
-    The time is bounded by SEARCHED_CHARACTERS and the number of turns.
+    The run time is bounded by SEARCHED_CHARACTERS and the number of turns.
     """
     texts = [m.content for m in request.messages.messages] or [request.text]
     last = _ends(texts[-1])
@@ -90,7 +90,7 @@ def features(request: inference_pb2.GenerateRequest) -> Features:
 
 
 def estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Return the estimated number of prompt tokens, which is charged until they are counted."""
+    """Return the estimated number of prompt tokens, charged until the tokens are counted."""
     characters = sum(len(m.content) for m in request.messages.messages) + len(request.text)
     return len(request.token_ids.ids) or 1 + characters // CHARACTERS_PER_TOKEN
 
@@ -113,7 +113,7 @@ def has_maths(text: str) -> bool:
 
 
 def _ends(text: str) -> str:
-    """Return the first and the last SEARCHED_CHARACTERS of a text."""
+    """Return the first and the last SEARCHED_CHARACTERS characters of a text."""
     if len(text) <= 2 * SEARCHED_CHARACTERS:
         return text
     return f"{text[:SEARCHED_CHARACTERS]}\n{text[-SEARCHED_CHARACTERS:]}"
@@ -134,7 +134,7 @@ def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLoad:
-    """The load of the engines of this service."""
+    """The load on this service's engines."""
 
     pressure_level: int = 0
     """Pressure level of the ready engine with the lowest pressure (0 if no engine is ready)."""
@@ -144,7 +144,7 @@ class ServiceLoad:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps that one request may take."""
+    """The cascade steps that one request may take."""
 
     steps: tuple[int, ...]
     """Indices of the steps, in the order in which they are tried."""
@@ -156,7 +156,7 @@ class Plan:
 
 
 def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
-    """Return the steps of a request: the first by its features, then those of all larger models."""
+    """Return a request's steps: the first step by its features, then the steps of larger models."""
     last = len(policy.steps) - 1
     if features.is_bound:
         return Plan((policy.own,), False, False, "OWN_TOKENS")
@@ -182,7 +182,7 @@ def difficulty(features: Features, policy: HeuristicsSection) -> int:
 
 
 def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
-    """Return whether a request of this priority goes to the fallback, to relieve the engines."""
+    """Return whether a request of this priority uses the fallback, to relieve the engines."""
     if priority > policy.max_priority:
         return False
     return (

@@ -5,8 +5,8 @@
                                    └──── failure, twice the pause
 
 Only faults of the engine count (`errors.is_engine_fault`). A request that is invalid, cancelled,
-out of time or too large for the free memory says nothing about its engine. An answer that stalls
-after its first token does count.
+out of time or too large for the free memory does not indicate a fault of the engine. An answer that
+stalls after its first token does count.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class CircuitBreaker:
         """Time at which the pause ends, or None while the breaker is closed."""
         self._probe: object | None = None
         self.openings = 0
-        """Number of times that the breaker opened."""
+        """Number of times that the breaker has opened."""
 
     @property
     def failures(self) -> int:
@@ -45,7 +45,10 @@ class CircuitBreaker:
         return self._until is None
 
     def state(self, now: float) -> State:
-        """Return the state at a time. An open breaker becomes half-open when its pause is over."""
+        """Return the state at the given time.
+
+        An open breaker becomes half-open when its pause is over.
+        """
         if self._until is None:
             return "closed"
         return "open" if now < self._until else "half-open"
@@ -63,7 +66,7 @@ class CircuitBreaker:
         return float("-inf") if self._until is None else self._until
 
     def on_sent(self, request: object, now: float) -> None:
-        """Record that a request was sent. The first one sent while half-open is the probe."""
+        """Record a sent request. The first request that a half-open breaker admits is the probe."""
         if self.state(now) == "half-open" and self._probe is None:
             self._probe = request
 

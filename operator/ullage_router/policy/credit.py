@@ -1,9 +1,9 @@
 """Accounts for requests that are not yet included in an engine's reports.
 
-Bytes are reserved when a request is sent. The engine counts the request from the moment it answers
-Accepted, but a report that is already in flight may not include it. A reservation therefore ends
-with the second report after Accepted, or when the request ends, whichever comes first. Until then
-the request's bytes may be counted twice, but they are never missing.
+Bytes are reserved when a request is sent. The engine counts the request as soon as the engine
+answers Accepted, but a report that is already in flight may not include the request. A reservation
+therefore ends with the second report after Accepted, or when the request ends, whichever comes
+first. Until then the request's bytes may be counted twice, but they are never missing.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from ullage_router.policy.balance import pairs
 REPORTS_AFTER_ACCEPTED = 2
 """Number of reports after Accepted at which a reservation ends."""
 SPARE_LIMITS = 64
-"""Number of entries by which the heap may exceed twice the requests in flight.
+"""Number of entries by which the heap may exceed twice the number of requests in flight.
 
 Beyond that, the limits of ended requests are removed.
 """
@@ -29,7 +29,7 @@ class Credit:
     """The reservation of one request in flight."""
 
     size: int
-    """Reserved bytes."""
+    """Number of reserved bytes."""
     tokens: int
     """Number of prompt tokens."""
     step_limit_s: float = math.inf
@@ -64,7 +64,7 @@ class Held(NamedTuple):
 
     requests: int = 0
     size: int = 0
-    """Reserved bytes."""
+    """Number of reserved bytes."""
     tokens: int = 0
     """Number of prompt tokens."""
 
@@ -83,8 +83,8 @@ NOTHING_HELD = Held()
 class CreditBook:
     """The credits of one engine's requests in flight.
 
-    A credit is open until a report is certain to include its request. It is then counted until the
-    request ends.
+    A credit is open until a report is certain to include its request. The credit is then counted
+    until the request ends.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class CreditBook:
         self._accepted: deque[Credit] = deque()
         """Accepted credits, by the number of the report that must include them.
 
-        Some may have ended.
+        The requests of some credits may have ended.
         """
         self._counted: set[Credit] = set()
         self._step_limits: list[tuple[float, int, Credit]] = []
@@ -124,7 +124,7 @@ class CreditBook:
 
     @property
     def total(self) -> int:
-        """Bytes of the requests that no report is certain to include."""
+        """Reserved bytes of the requests that no report is certain to include."""
         return self._total
 
     @property
@@ -173,7 +173,7 @@ class CreditBook:
             size: bytes to reserve.
             tokens: prompt tokens.
             step_limit_s: longest step time with which the request would still end in time.
-            holder: the caller that does not pay for the reservation (empty if it is paid for).
+            holder: the caller that holds the reservation without paying (empty if it is paid for).
         """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)

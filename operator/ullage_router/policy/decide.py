@@ -84,7 +84,7 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Decide the common case from a few engines: the request fits at home unchanged.
+    """Decide the common case, in which the request fits at home unchanged, from a few engines.
 
     Args:
         sample: usable engines of the first pool, and of the large pool if there is one. A pool
@@ -103,7 +103,7 @@ def decide_among(
 
 
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
-    """Return whether a request that waits behind others may run now.
+    """Return whether a request that waits behind other requests may run now.
 
     This check is much cheaper than `decide`, which also computes the alternative.
     """
@@ -115,7 +115,7 @@ def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) ->
     """Return the minimum number of output tokens to which an answer may be shrunk.
 
     Args:
-        asked: output tokens that the client asked for, or None if the client set no limit.
+        asked: output tokens that the client requested, or None if the client set no limit.
         max_tokens: maximum number of output tokens of the request.
     """
     return min(max_tokens, max(rung.min_tokens, int((asked or 0) * rung.min_share)))
@@ -133,9 +133,9 @@ def _ladder(facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPoli
 
 @dataclass(slots=True)
 class _LadderRun:
-    """One pass of a request down the ladder.
+    """An attempt to place a request by trying the rungs of the ladder in order.
 
-    It has the engines that can ever hold the request, and the request's home pool.
+    The attempt considers only the engines that can hold the request when they are empty.
     """
 
     facts: RequestFacts
@@ -163,13 +163,13 @@ class _LadderRun:
         return self._reject()
 
     def at_home(self) -> Run | None:
-        """Return where the request runs unchanged, or None if it does not fit at home now."""
+        """Return the step that runs the request unchanged at home, or None if it cannot run now."""
         return self._full(self.home, self.home_reason)
 
     def on_one_of_two(self) -> Run | None:
-        """Decide like `at_home`, over the preferred engine and the first two others that fit.
+        """Decide like `at_home`, but only among the preferred engine and two engines that fit.
 
-        The engines come in random order, so the first two are a random draw.
+        The engines come in random order, so the first two that fit are a random draw.
         """
         facts = self.facts
         pool = self.home
@@ -184,7 +184,7 @@ class _LadderRun:
         return self._on_one_of(fits, self.home_reason) if fits else None
 
     def runs_before_waiting(self) -> bool:
-        """Return whether the request runs at home, or in another pool before it would wait."""
+        """Return whether the request would run now, at home or elsewhere, instead of waiting."""
         if self.at_home():
             return True
         ladder = self.policy.ladder
@@ -208,7 +208,7 @@ class _LadderRun:
                 return self._reject()
 
     def _shrink_context(self) -> ShrinkContext | None:
-        """Shorten the prompt until it fits the freest engine.
+        """Shorten the prompt to fit the home engine with the most free memory.
 
         Returns:
             None if no turn may be dropped, no engine is free, or too little of the prompt would be
@@ -224,7 +224,10 @@ class _LadderRun:
         return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
-        """Run with the longest output that fits the freest engine, if that is long enough."""
+        """Run with the longest output that fits the engine with the most free memory.
+
+        Return None if that output would be too short.
+        """
         free = self._free(pool)
         if not free:
             return None
@@ -236,7 +239,7 @@ class _LadderRun:
         return self._run(engine, output, "KV_HEADROOM")
 
     def _least_output(self, engine: EngineView) -> int:
-        """Return the minimum output tokens to which the request may be shrunk on this engine."""
+        """Return the fewest output tokens to which the request may be shrunk on this engine."""
         least = self.facts.min_tokens
         if self.policy.rungs.shrink_output.below_expected:
             return least
@@ -264,9 +267,9 @@ class _LadderRun:
         return Wait(reason, self.home, self._least(recoverable), longest_s, available)
 
     def _overflow(self) -> Run | None:
-        """Run in another pool that has room now.
+        """Run in another pool that has enough memory now.
 
-        The output is shrunk there only where shrinkOutput comes before route in the ladder.
+        The output is shrunk there only if the ladder has shrinkOutput before route.
         """
         ladder = self.policy.ladder
         may_shrink = "shrinkOutput" in ladder[: ladder.index("route")]
@@ -276,7 +279,7 @@ class _LadderRun:
         return None
 
     def _others(self) -> list[str]:
-        """Return the pools to which the request may go instead, in order of preference."""
+        """Return the other pools in which the request may run, in order of preference."""
         return [
             pool
             for pool in self.policy.rungs.route.pools or self.policy.pools
@@ -307,7 +310,7 @@ class _LadderRun:
     # Running on an engine
 
     def _full(self, pool: str, reason: str) -> Run | None:
-        """Run with the full output on an engine of the pool, by backfill if others wait at home."""
+        """Run with the full output on an engine of the pool, at home possibly by backfill."""
         fits = [e for e in self._free(pool) if self._demand(e).kv_bytes <= e.available]
         if not fits and pool == self.home:
             fits = self._open_to_backfill()
@@ -319,10 +322,10 @@ class _LadderRun:
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Return the engines to which the prefill window may move the request, with its bytes.
+        """Return the request's bytes on each engine to which the prefill window may move it.
 
-        There are none if the prompt will be computed soon or is cached, or if others wait for its
-        engine.
+        The result is empty if the prompt will be computed soon or is cached, or if other requests
+        wait for the chosen engine.
         """
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -383,10 +386,10 @@ class _LadderRun:
         )
 
     def _open_to_backfill(self) -> list[EngineView]:
-        """Return engines at home that have room for the request and regain the room in time.
+        """Return the engines at home on which the request may start before earlier requests.
 
-        The request must end before the head of the pool's queue could start, and before the head of
-        the engine's queue could start.
+        The request must fit now. It must also end before the head of the pool's queue could start,
+        and before the head of the engine's queue could start.
         """
         facts = self.facts
         head_bytes = facts.passable.get(self.home)
@@ -408,7 +411,7 @@ class _LadderRun:
         """Return whether the request would end on the engine before the queue's head could start.
 
         Args:
-            head_bytes: bytes that the head of the queue waits for, or None if nobody waits.
+            head_bytes: bytes that the head of the queue waits for, or None if no request waits.
         """
         if head_bytes is None:
             return True

@@ -1,7 +1,7 @@
 """The record of the router's decision about a request.
 
-Admission writes a `Decision`. Records, headers, logs and gRPC's trailing metadata read it. A
-`Decision` is immutable. Each rung of the ladder creates a new one.
+Admission writes a `Decision`, and records, headers, logs and gRPC's trailing metadata read it. A
+`Decision` is immutable, so each rung of the ladder creates a new `Decision`.
 """
 
 from collections.abc import Iterable
@@ -12,17 +12,20 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 
 KEPT_STEPS = 12
-"""Maximum number of steps up to which a trail is kept whole."""
+"""Maximum number of steps in a trail from which no steps are dropped."""
 MIB = 1 << 20
 
 Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow", "lost"]
-"""served     the client got this step's answer
-fallback   the client got this step's answer because the larger model's engines are busy
+"""The outcome of an attempt to answer with one step of a cascade.
+
+served     the client received this step's answer
+fallback   the client received this step's answer because the larger model's engines are busy
 escalated  the first tokens had too little confidence
-refused    the step's engines took no request like this one, or none at the time
-failed     the answer broke off before any of it was released
-slow       too few tokens came in the step's share of the time
-lost       the step was begun in parallel and its answer was not needed"""
+refused    the step's engines accept no such request, or did not accept one at the time
+failed     the answer broke off before any part of it was released
+slow       too few tokens arrived within the step's share of the time
+lost       the step was started in parallel, and its answer was not needed
+"""
 
 ANSWERED = frozenset({"served", "fallback"})
 
@@ -44,7 +47,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def discarded_tokens(self) -> int:
-        """Number of completion tokens of a discarded attempt (0 for the attempt that answered)."""
+        """Number of completion tokens that were discarded (0 for the attempt that answered)."""
         return 0 if self.outcome in ANSWERED else self.completion_tokens
 
     def to_wire(self) -> inference_pb2.CascadeAttempt:
@@ -75,24 +78,24 @@ class Decision(msgspec.Struct, frozen=True):
     """The state of a request's decision at one moment."""
 
     action: str = ""
-    """accept, shrink, queue, route4 or reject (empty until a decision is made)."""
+    """The action: accept, shrink, queue, route4 or reject (empty until a decision is made)."""
     pool: str = ""
     """The pool that the decision concerns (empty if another router decided)."""
     route: str = ""
-    """The pool's label in headers, logs and metrics (`route_of`)."""
+    """The pool's label in headers, logs and metrics, from `route_of`."""
     reason: str = ""
     engine: str = ""
     side: str = ""
-    """stable or canary (empty until an engine is chosen)."""
+    """The engine's side of a rollout: stable or canary (empty until an engine is chosen)."""
     revision: str = ""
     """Revision of the engine (empty if unknown)."""
     model: str = ""
     """Name of the model that serves the request."""
     prompt_tokens: int = 0
     predicted_bytes: int | None = None
-    """KV bytes that the request is predicted to take, or None before the prediction."""
+    """Predicted KV bytes of the request, or None before the prediction."""
     available_bytes: int | None = None
-    """KV bytes available on the engine, or on the freest engine of the pool. None if unknown."""
+    """KV bytes available on the engine, or on the pool's freest engine. None if unknown."""
     degraded: tuple[str, ...] = ()
     """Changes that were made to the request, such as `max_tokens=64`."""
     trail: tuple[str, ...] = ()
@@ -111,7 +114,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def predicted_mib(self) -> float:
-        """Predicted KV in MiB (0 before the prediction)."""
+        """Predicted KV size in MiB (0 before the prediction)."""
         return round((self.predicted_bytes or 0) / MIB, 3)
 
     @property

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Deferred(NamedTuple):
-    """A class of refused requests: their pool, tenant and priority."""
+    """The pool, tenant and priority that identify a class of refused requests."""
 
     pool: str
     tenant: str
@@ -31,7 +31,7 @@ class DeferralBook:
         self._sizes: dict[Deferred, int] = {}
         self._weights: dict[str, float] = {}
         self._due: dict[int, dict[Deferred, int]] = {}
-        """The same bytes, by the second in which their Retry-After ends."""
+        """Bytes of refused requests, by the second in which Retry-After ends and by class."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -54,7 +54,7 @@ class DeferralBook:
     def expire(self, now: float) -> None:
         """Remove requests whose Retry-After is over.
 
-        Those that came back are counted in the queue instead.
+        Requests that came back are counted in the queue instead.
         """
         for second in [second for second in self._due if second <= now]:
             for kind, size in self._due.pop(second).items():
@@ -93,7 +93,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """The deferral book as one request sees it. It is read only if that request is refused, too."""
+    """One request's view of the deferral book, which is read only if that request is refused."""
 
     book: DeferralBook
     now: float = 0.0
@@ -102,7 +102,7 @@ class Deferrals(NamedTuple):
     priority: int = 0
 
     def ahead(self, pool: str) -> int:
-        """Return the bytes of requests that were refused before this one and will come back."""
+        """Return the bytes of requests that were refused before this request and will come back."""
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:

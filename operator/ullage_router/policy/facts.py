@@ -15,7 +15,7 @@ from ullage_common.request_cost import Demand, MemoryProfile, most_tokens
 from ullage_router.policy.deferral import NOBODY, Deferrals
 
 WELL = 0.5
-"""Minimum health above which engines are compared by load instead of health."""
+"""Minimum health at which an engine is compared with others by load instead of health."""
 STEP_GROWTH = 1.5
 """Assumed slowdown of a step for each doubling of the batch beyond the measured batch sizes."""
 
@@ -32,12 +32,12 @@ class EngineState(Enum):
 
     USABLE = "usable"
     RECOVERING = "recovering"
-    """Connected, but the worker is not ready yet. Requests may wait for it."""
+    """Connected, but the worker is not ready yet. Requests may wait for the engine."""
     UNUSABLE = "unusable"
 
 
 class QueueState(Enum):
-    """The state of the queue, as it applies to one request."""
+    """Whether a request may wait in the queue, or else the reason why not."""
 
     OPEN = "open"
     FULL = "full"
@@ -51,16 +51,16 @@ class Release(msgspec.Struct, frozen=True):
     """A release of memory that an engine predicts."""
 
     after_s: float
-    """Seconds from now."""
+    """Seconds from now until the release."""
     size: int
-    """Bytes."""
+    """Number of bytes released."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
     """The state of one engine at one moment."""
 
     id: str
-    """The engine's key (`engine_key`)."""
+    """The engine's key, which `engine_key` returns."""
     pool: str
     standing: EngineState
     available: int
@@ -69,18 +69,18 @@ class EngineView(msgspec.Struct, frozen=True):
     """Size of the KV pool in bytes."""
     profile: MemoryProfile
     expected_output: int
-    """Number of output tokens that the engine expects of an answer."""
+    """Number of output tokens that the engine expects an answer to have."""
     max_model_len: int
     health: float = 1.0
-    """Health from 0 to 1."""
+    """Health of the engine, from 0 to 1."""
     load: int = 0
     """Number of requests that are running, waiting or in flight."""
     releases: tuple[Release, ...] = ()
     """Predicted releases of memory, soonest first."""
     backlog_tokens: int = 0
-    """Prompt tokens that are prefilled before those of a new request."""
+    """Number of prompt tokens to prefill before a new request's prompt."""
     prefill_pairs: int = 0
-    """Query-key pairs in the backlog that this router sent."""
+    """Number of query-key pairs in the part of the backlog that this router sent."""
     prefill_speed: float = 0.0
     """Prefill speed in prompt tokens per second (0 if unknown)."""
     decode_speed: float = 0.0
@@ -118,7 +118,7 @@ class EngineView(msgspec.Struct, frozen=True):
         return min(self.capacity, limit) if limit else self.capacity
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work ahead of a new request's prompt, as in `balance.work`."""
+        """Return the prefill work before a new request's prompt, in units of `balance.work`."""
         return self.prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
@@ -153,9 +153,9 @@ class TimeLimits(msgspec.Struct, frozen=True):
     """The time limits of a request, in seconds (infinite if there is no limit)."""
 
     ttft_s: float = math.inf
-    """Objective for the first token, from the request's arrival."""
+    """Objective for the time from the request's arrival to the first token."""
     e2e_s: float = math.inf
-    """Objective for the last token, from the request's arrival."""
+    """Objective for the time from the request's arrival to the last token."""
     waited_s: float = 0.0
     """Seconds since the request's arrival."""
     first_token_s: float = math.inf
@@ -165,26 +165,26 @@ class TimeLimits(msgspec.Struct, frozen=True):
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """One request, and the queue before it.
+    """A request, and the requests that wait before it.
 
-    The queue is described twice. `ahead`, `passable` and `waiting` describe its requests by pool.
-    `claimed` describes, by engine, only the requests that can use few engines, such as those with a
-    rare adapter.
+    The queue is described twice. `ahead`, `passable` and `waiting` describe the waiting requests by
+    pool. `claimed` describes, by engine, only the requests that can use few engines, such as
+    requests with a rare adapter.
     """
 
     # The request
     prompt_tokens: int
     max_tokens: int
-    """Maximum number of output tokens of each sample."""
+    """Maximum number of output tokens per sample."""
     min_tokens: int
-    """Minimum number of output tokens of an acceptable answer.
+    """Minimum number of output tokens in an acceptable answer.
 
-    The output is not shrunk below it.
+    The output is never shrunk below this number.
     """
     samples: int = 1
     """Number of answers to generate, each of up to `max_tokens`."""
     has_session: bool = False
-    """Whether the limit on the KV bytes of one session applies."""
+    """Whether the limit on KV bytes per session applies to the request."""
     droppable: bool = False
     """Whether the conversation has turns that may be dropped."""
 
@@ -211,7 +211,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests waiting before this one, by pool."""
     deferrals: Deferrals = NOBODY
-    """Requests that were refused before this one and will come back."""
+    """Requests that were refused before this request and will come back."""
 
     # Preferences
     limits: TimeLimits = TimeLimits()
@@ -222,9 +222,9 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
     # Memoised by `placement.py`, by kind of engine
     rooms: dict[tuple[int, ...], int] = msgspec.field(default_factory=dict)
-    """Number of output tokens for which an empty engine has room."""
+    """Number of output tokens for which an empty engine has room, by kind of engine."""
     prices: dict[tuple[int, ...], Demand] = msgspec.field(default_factory=dict)
-    """Predicted bytes of the request."""
+    """Predicted bytes of the request, by kind of engine."""
 
     def __post_init__(self) -> None:
         # `replace` would share these with a request of another size.
@@ -233,10 +233,10 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
 
 class RoutingPolicy(msgspec.Struct, frozen=True):
-    """The rules of the service's configuration that decisions follow."""
+    """The configured rules that decisions follow."""
 
     pools: tuple[str, ...]
-    """The pools in order of preference."""
+    """The pools of the service, in order of preference."""
     large_request_tokens: int
     """Prompt tokens above which a request is large."""
     large_request_kv: int
@@ -254,7 +254,7 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
 def engine_key(side: Side, pool: str, address: str) -> str:
     """Return the key of an engine in decisions.
 
-    An address alone is ambiguous. It may be in several pools, and a canary engine's address may
-    later belong to a stable engine.
+    An address alone is ambiguous: several pools may contain the same address, and a canary engine's
+    address may later belong to a stable engine.
     """
     return f"{side}/{pool}/{address}"

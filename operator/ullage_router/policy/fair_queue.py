@@ -2,14 +2,15 @@
 
 Three rules apply, from the outermost to the innermost.
 
- * Priority: of the heads of all levels, the one with the largest `priority * aging - arrival` is
-   served first. Waiting makes up for priority, so no level starves.
- * Fairness: within a level, tenants share the bytes served by their weights, by start-time fair
-   queueing (Goyal, Vin and Cheng, 1996). Each tenant's tag grows by cost / weight, the smallest tag
-   is served, and a tenant that starts to wait begins at the tag served last.
+ * Priority: among the heads of all levels, the head with the largest `priority * aging - arrival`
+   is served first. A long wait makes up for a low priority, so no level starves.
+ * Fairness: within a level, tenants share the served bytes in proportion to their weights, by
+   start-time fair queueing (Goyal, Vin and Cheng, 1996). Each tenant's tag grows by cost / weight,
+   and the tenant with the smallest tag is served. A tenant that starts to wait begins at the tag
+   served last.
  * Urgency: a tenant's own requests are ordered by deadline, but no deadline counts as later than
-   MAX_LEAD_S after arrival. So a request can overtake only those that arrived at most MAX_LEAD_S
-   earlier.
+   MAX_LEAD_S after arrival. A request can therefore overtake only requests that arrived at most
+   MAX_LEAD_S earlier.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from sortedcontainers import SortedList
 
 MAX_LEAD_S = 1.0
-"""Number of seconds by which a later request may overtake earlier requests of its tenant."""
+"""Maximum number of seconds by which a request may overtake its tenant's earlier requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +47,7 @@ class FairEntry:
 
     @property
     def due(self) -> float:
-        """The time, in seconds, by which the requests of a tenant are ordered."""
+        """The time, in seconds, by which a tenant's requests are sorted."""
         return min(self.deadline, self.arrival + MAX_LEAD_S)
 
 
@@ -63,7 +64,7 @@ class _Flow:
 
     @property
     def head(self) -> FairEntry:
-        """The tenant's next request."""
+        """The tenant's next request to serve."""
         entry: FairEntry = self.entries[0][2]
         return entry
 
@@ -84,7 +85,7 @@ class _Level:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request waits."""
+        """Whether the level has no waiting requests."""
         return not self._order
 
     @property
@@ -186,7 +187,7 @@ class FairQueue:
         return list(itertools.islice(entries, count))
 
     def add(self, entry: FairEntry) -> None:
-        """Add an entry."""
+        """Add a waiting request to the queue."""
         self._levels.setdefault(entry.priority, _Level()).add(entry)
         self._len += 1
 
@@ -208,14 +209,14 @@ class FairQueue:
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: FairEntry) -> tuple[float, int]:
-        """Return the sort key of the head of a level.
+        """Return the sort key of a level's head.
 
         The head with the largest key is served first.
         """
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:
-        """Assert that all levels are consistent and none is empty."""
+        """Assert that all levels are consistent and not empty."""
         for priority, level in self._levels.items():
             level.check_integrity()
             assert not level.is_empty

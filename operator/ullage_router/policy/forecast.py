@@ -1,4 +1,4 @@
-"""Predicts a request's first and last token on an engine, and whether they come in time.
+"""Predicts a request's first and last token on an engine, and whether they are in time.
 
 In time means within the service's objectives (TTFT and end to end) and the request's own limits.
 Engines report their backlog of prompt tokens, their prefill speed, and their step times by batch
@@ -7,13 +7,13 @@ size. For p prompt tokens and o expected output tokens on an engine with load L 
     first = max(B / prefill speed, wait for a place in the batch) + p / prefill speed + step(L + 1)
     end = first + (o - 1) * step(L + 1)
 
-Predictions miss some delays, so they may take only SHARE of an objective or a limit. Two rules
-relax this limit. A request that would miss an objective even on an idle engine gains nothing by
-waiting, so it may take STRETCH times as long as on an idle engine. And an idle engine may always
-try.
+Predictions miss some delays, so predicted times may use only SHARE of an objective or a limit. Two
+rules relax this limit. A request that would miss an objective even on an idle engine gains nothing
+by waiting, so it may take STRETCH times as long as on an idle engine. An idle engine may always
+take a request.
 
-Each admitted request sets an upper bound on the step time, so that the request will not be late. No
-request is added to an engine if that would make steps longer.
+Each admitted request sets an upper bound on the step time, so that the request will not be late. A
+request is not added to an engine if the steps would then exceed this bound.
 """
 
 import math
@@ -28,7 +28,7 @@ SHARE = 0.8
 The rest covers unpredicted delays.
 """
 STRETCH = 2.0
-"""Factor on the time on an idle engine, allowed if the request misses an objective even there."""
+"""Factor by which a request may exceed its idle-engine time if it misses an objective there."""
 UNMEASURED_LOAD = 4
 """Maximum number of concurrent requests on an engine that has not measured a step yet."""
 PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -38,7 +38,7 @@ PROBED_ENGINES = 4
 
 
 def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> bool:
-    """Return whether a request that goes to the engine now would be on time.
+    """Return whether a request that is sent to the engine now would be on time.
 
     Args:
         prompt: number of prompt tokens.
@@ -72,7 +72,7 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
 
 
 def end_s(engine: EngineView, prompt: int, output: int) -> float:
-    """Return the seconds until the end of a request that goes to the engine now.
+    """Return the seconds until the end of a request that is sent to the engine now.
 
     Returns:
         Infinity if the engine's batch is full or the engine's speed is not measured yet.
@@ -95,7 +95,7 @@ def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimit
 
 
 def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest wait, in seconds, after which an idle engine would be on time."""
+    """Return the longest wait, in seconds, after which an idle engine would still be on time."""
     return _slack_s(engine, 1, 0.0, prompt, output, limits)
 
 
@@ -142,9 +142,9 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
     """Yield (seconds, load) pairs at which the engine has the bytes and a free place in its batch.
 
     The load includes the request. Releases are probed in growing strides, so that a long list of
-    them costs little. The last probe is at the end of the known releases. It is later if other
-    requests need more releases than are known. Requests are then assumed to keep ending at the same
-    rate.
+    them costs little. The last probe is at the end of the known releases, or later if other
+    requests need more releases than are known. In that case, requests are assumed to keep ending at
+    the same rate.
     """
     releases = engine.releases
     available = engine.available
@@ -212,7 +212,7 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return the seconds of an objective that a prediction may use.
+    """Return how many seconds of an objective a prediction may use.
 
     Args:
         lone_s: seconds that the request takes on an idle engine.

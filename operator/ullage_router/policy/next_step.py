@@ -19,11 +19,11 @@ class Run(msgspec.Struct, frozen=True):
     reason: str
     pool: str
     engine: str
-    """Key of the engine."""
+    """Key of the engine that runs the request."""
     max_tokens: int
     demand: Demand
     step: Step
-    """The step that made the request fit: room at home, a shorter output, or another pool."""
+    """What made the request fit: enough memory at home, a shorter output, or another pool."""
     step_limit_s: float = math.inf
     """Longest step time, in seconds, that lets the request end in time on this engine."""
     choices: Mapping[str, int] = msgspec.field(default_factory=dict)
@@ -36,7 +36,7 @@ class Run(msgspec.Struct, frozen=True):
 class ShrinkContext(msgspec.Struct, frozen=True):
     """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
 
-    With the reason CONTEXT_TOO_LONG, it also helps if the prompt only gets closer to that length.
+    With the reason CONTEXT_TOO_LONG, a reduction that does not reach this length also helps.
     """
 
     reason: str
@@ -54,10 +54,10 @@ class Wait(msgspec.Struct, frozen=True):
     longest_s: float = math.inf
     """Longest useful wait in seconds.
 
-    After it, the request would be late even on an idle engine.
+    After a longer wait, the request would be late even on an idle engine.
     """
     available: int = 0
-    """Bytes available on the usable engine of the pool with the most free memory."""
+    """Bytes available on the pool's usable engine with the most free memory."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class Refuse(msgspec.Struct, frozen=True):
     message: str
     demand: Demand | None = None
     available: int = 0
-    """Bytes available on the usable engine of the pool with the most free memory."""
+    """Bytes available on the pool's usable engine with the most free memory."""
     retry_after_s: int | None = None
     pool: str = ""
     """The pool that would have served the request (empty if there is none)."""

@@ -1,9 +1,9 @@
 """Chooses a pool for each request, and an engine that has room for the request.
 
 A request's home is the first pool that can ever hold it, or the large pool if the request is large.
-Among the engines with room, the preferred one has the prompt's prefix in its caches. It is passed
-over if it is far busier than the better of two engines drawn at random (power of two choices;
-Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
+Among the engines with room, the preferred one has the prompt's prefix in its caches. The preferred
+engine is passed over if it is far busier than the better of two engines drawn at random (power of
+two choices; Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ullage_router.policy.facts import WELL, EngineView, RequestFacts, RoutingPo
 def home_of(
     facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPolicy
 ) -> tuple[str, str]:
-    """Return the request's home pool, and the reason for it.
+    """Return the request's home pool, and the reason for the choice.
 
     Args:
         able: the engines that can hold the request when they are empty, at least one.
@@ -54,7 +54,7 @@ def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
 
 
 def price_on(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
-    """Return the request's predicted bytes on this engine with a different output limit."""
+    """Return the request's predicted bytes on this engine with the given output limit."""
     return predict(
         engine.profile, facts.prompt_tokens, max_tokens, engine.expected_output, facts.samples
     )
@@ -81,8 +81,8 @@ def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy)
 def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
     """Draw two engines and return the better one.
 
-    With two choices, a burst of requests spreads over the engines although all see the same
-    reports.
+    With two choices, a burst of requests spreads over the engines although all decisions use the
+    same reports.
     """
     if len(fits) == 1:
         return fits[0]
@@ -97,7 +97,7 @@ def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> 
 
 
 def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:
-    """Return an engine's sort key: health, least prefill work, most memory, fewest requests."""
+    """Return a sort key that prefers healthy engines with little prefill work and much memory."""
     is_well = engine.health >= WELL
     memory = engine.available * engine.health
     return is_well, -engine.prefill_work(mlp_products), memory, -engine.load

@@ -37,7 +37,7 @@ class TokenBucket(msgspec.Struct, frozen=True):
         return TokenBucket(capacity, capacity, now)
 
     def refilled(self, now: float) -> "TokenBucket":
-        """Return the bucket as it is at a later time."""
+        """Return the bucket's state at a later time."""
         gained = max(0.0, now - self.at) * self.capacity / MINUTE_S
         return replace(self, level=min(self.capacity, self.level + gained), at=max(now, self.at))
 
@@ -61,7 +61,7 @@ class TokenBucket(msgspec.Struct, frozen=True):
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """The limit that keeps a request out."""
+    """The limit that prevents the admission of a request."""
 
     limit: Limit
     allowed: float
@@ -70,12 +70,12 @@ class Shortage(msgspec.Struct, frozen=True):
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """A tenant's limits, and the amounts left of them. A limit of None is no limit."""
+    """A tenant's limits, and what is left of each limit. None means that there is no limit."""
 
     requests: TokenBucket | None = None
-    """Bucket of requests per minute."""
+    """Bucket that limits the requests per minute."""
     tokens: TokenBucket | None = None
-    """Bucket of tokens per minute."""
+    """Bucket that limits the tokens per minute."""
     concurrency: int | None = None
     """Maximum number of concurrent requests."""
     active: int = 0
@@ -91,7 +91,7 @@ class Quota(msgspec.Struct, frozen=True):
         return max(0, count)
 
     def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
-        """Admit `count` requests, or return the limit that forbids it.
+        """Admit `count` requests, or return the limit that prevents their admission.
 
         Call `leave` for each admitted request.
 
@@ -131,6 +131,6 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Release requests that ended, and correct their charge to the tokens that they used."""
+        """Release ended requests, and adjust their charge to the tokens that they used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

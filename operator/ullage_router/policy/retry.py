@@ -22,7 +22,7 @@ from ullage_router.policy.facts import EngineView, Release
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
-"""Minimum Retry-After without a prediction."""
+"""Minimum Retry-After in seconds if there is no prediction."""
 JITTER = 0.2
 """Maximum jitter as a share of the predicted wait."""
 LEAST_SPAN_S = 0.1
@@ -94,7 +94,7 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Return Retry-After: the second soon after the forecast with the fewest returning bytes.
+    """Return Retry-After, soon after the forecast and when the fewest other bytes come back.
 
     Args:
         seconds: the forecast, or None if nothing is known.
@@ -102,9 +102,9 @@ def retry_after(
         draw: a random number that breaks ties.
 
     Returns:
-        A time at most JITTER of the forecast later, or at most twice UNKNOWN_RETRY_AFTER_S without
-        a forecast. A forecast beyond the upper bound cannot be met, so clients are spread over the
-        second half of the bound.
+        Retry-After in whole seconds. The value exceeds the forecast by at most the share JITTER.
+        Without a forecast, the value is at most twice UNKNOWN_RETRY_AFTER_S. A forecast above the
+        maximum delay cannot be met, so clients are then spread over the second half of that delay.
     """
     low = bounds.min_retry_delay
     high = bounds.max_retry_delay
@@ -151,7 +151,7 @@ class RetryBudget:
         self._tokens = float(section.burst)
         self._filled_at = now
         self.spent = 0
-        """Number of retries that were made."""
+        """Number of retries that the router has made."""
         self.refused = 0
         """Number of retries that were prevented because the bucket was empty."""
 
@@ -161,11 +161,11 @@ class RetryBudget:
         return self._tokens
 
     def on_request(self) -> None:
-        """Add a request's share of a token."""
+        """Add the share of a token that each request contributes."""
         self._tokens = min(self._section.burst, self._tokens + self._section.share)
 
     def take(self, now: float) -> bool:
-        """Take a token for one more retry, and return whether there was one."""
+        """Take a token for one more retry, and return whether a token was available."""
         self._fill(now)
         if self._tokens < 1.0:
             self.refused += 1

@@ -50,14 +50,14 @@ _CODE = "\ud800"
 MAX_MARKS = 200_000
 """Maximum number of line breaks and backticks, or of invisible runs.
 
-A text that exceeds it is not changed.
+A text that exceeds the maximum is not changed.
 """
 
 
 def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Turn], int]:
     """Cleanse all turns except system prompts.
 
-    Return the turns and the number of characters saved.
+    Return the cleansed turns, and the number of characters saved.
     """
     cleansed = []
     saved = 0
@@ -71,7 +71,7 @@ def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Tu
 
 
 def cleanse(text: str, rules: CleanseSection) -> str:
-    """Cleanse the text by these rules. Cleansing the result again changes nothing."""
+    """Cleanse the text according to the rules. Cleansing the result again changes nothing."""
     if not rules.is_any or _is_json(text):
         return text
     if rules.html and looks_like_html(text):
@@ -138,7 +138,7 @@ def _hidden(text: str) -> list[Span]:
 
 
 def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
-    """Return the text from start to end, without the hidden spans in it."""
+    """Return the text between `start` and `end`, without its hidden spans."""
     pieces = []
     at = start
     for i in range(bisect.bisect_left(hidden, (start, 0)), len(hidden)):
@@ -151,7 +151,7 @@ def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
 
 
 def _code_ranges(text: str, hidden: Sequence[Span]) -> list[Span]:
-    """Return the spans of code, found in the text without its hidden spans."""
+    """Return the spans of code in the text, as if the hidden spans were absent."""
     if not hidden:
         return find_code(text, _BREAK)
     starts = []

@@ -1,7 +1,7 @@
 """Finds code in Markdown: fenced blocks, indented blocks, and spans between backticks.
 
-The rules are those of https://spec.commonmark.org/0.31.2/, except that a text counts as code when
-in doubt. For example, fences may follow quote and list markers, and may have any indentation.
+The rules follow https://spec.commonmark.org/0.31.2/, except that a text counts as code when in
+doubt. For example, fences may follow quote and list markers, and may have any indentation.
 """
 
 import bisect
@@ -35,7 +35,7 @@ def find_code(text: str, line_break: re.Pattern[str]) -> list[Range]:
 
 
 def _lines(text: str, line_break: re.Pattern[str]) -> Iterator[Range]:
-    """Yield the lines without their line breaks."""
+    """Yield the ranges of the lines, without the line breaks."""
     at = 0
     for match in line_break.finditer(text):
         yield at, match.start()
@@ -96,7 +96,7 @@ def _inline(text: str, start: int, end: int) -> Iterator[Range]:
 def _runs(
     text: str, start: int, end: int
 ) -> tuple[list[tuple[int, int, int]], dict[tuple[int, int], list[int]]]:
-    """Return the backtick runs as (start, length, paragraph), and their indices by kind."""
+    """Return backtick runs as (start, length, paragraph), with indices by (paragraph, length)."""
     runs: list[tuple[int, int, int]] = []
     by_kind: dict[tuple[int, int], list[int]] = {}
     if text.find("`", start, end) < 0:

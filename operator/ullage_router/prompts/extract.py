@@ -20,11 +20,11 @@ from ullage_common.chat.turns import num_characters
 from ullage_router.prompts.key_facts import key_facts, share_kept
 
 MAX_SENTENCES = 4000
-"""Maximum number of sentences that are considered."""
+"""Maximum number of sentences that are considered for an extract."""
 FACT_WEIGHT = 4.0
-"""Weight of a fact, relative to a word of the usual weight."""
+"""Weight of a new fact. A new word that occurs in n sentences has the weight log(1 + n)."""
 LENGTHS = (0.3, 0.5, 0.7)
-"""Lengths of an extract as shares of its turns.
+"""Lengths of an extract to try, as shares of the turns' length.
 
 The shortest extract that keeps the facts is used.
 """
@@ -96,12 +96,12 @@ def _prose(text: str) -> Iterator[str]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Yield the numbers, and the words that are long enough to be meaningful in any language."""
+    """Yield a text's numbers, and words that are long enough to be meaningful in any language."""
     return (word for word in _WORD.findall(text.lower()) if len(word) > 3 or word.isdigit())
 
 
 def _chosen(turns: Sequence[Turn], sentences: Sequence[Sentence], budget: int) -> list[int]:
-    """Return the indices of the sentences for an extract of at most `budget` characters."""
+    """Return the indices of the sentences in an extract of at most `budget` characters."""
     counts = Counter(word for sentence in sentences for word in sentence.words)
     taken_words: set[str] = set()
     taken_facts: set[str] = set()

@@ -94,7 +94,7 @@ class _Page:
             self._parts.append(_SPACE.sub(" ", _unescape(raw)))
 
     def tag(self, name: str, is_open: bool, attributes: str) -> None:
-        """Add an opening or closing tag."""
+        """Add an opening or closing HTML tag."""
         if name in ("pre", "code"):
             self._mark_code(name, is_open)
         elif self._code is not None:
@@ -111,7 +111,7 @@ class _Page:
             self._block(name, is_open)
 
     def result(self) -> str:
-        """Return the Markdown."""
+        """Return the document as Markdown."""
         self._end_code()
         lines = "".join(self._parts).split("\n")
         return "\n".join(lines).strip("\n ")

@@ -3,7 +3,7 @@
 import re
 
 MAX_FACTS = 20_000
-"""Maximum number of facts of one text. The rest of the text is not searched."""
+"""Maximum number of facts to find in one text. The rest of the text is not searched."""
 MAX_PLACES = 100
 """Maximum number of occurrences that are checked per fact.
 

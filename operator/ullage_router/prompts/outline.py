@@ -19,22 +19,22 @@ from ullage_router.prompts.tools.tool_use import ToolUse
 from ullage_router.tokenizer.model import Model, PromptError
 
 LARGEST = 64 << 10
-"""Maximum characters of any outline. For a long conversation, the limit is 1/4 of its length."""
+"""Maximum number of characters of an outline, or 1/4 of the conversation if that is more."""
 EDGE = 16
 """Number of characters that are kept at each end of a stretch."""
 SAMPLE = 'Ab "\\<&>\n \u00e9'
-"""Characters that filters for letters, JSON, HTML and blanks would change."""
+"""Text that a template's filters for letters, JSON, HTML or whitespace would change."""
 TEXTS = ("content", "reasoning_content", "thinking")
 """Fields of a turn that may be long and to which no other turn refers."""
 MOST_FILLING = 4096
-"""Maximum characters added to a placeholder for a template that compares lengths."""
+"""Maximum number of characters added to a placeholder if the template compares lengths."""
 PART = 64 << 10
 """Number of characters in one part of a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of text that the template writes unchanged, except for blanks around it."""
+    """A stretch of text that the template writes unchanged, except for surrounding whitespace."""
 
     text: str
     start: int
@@ -51,7 +51,7 @@ class Stretch:
         return _as_json(content) if self.is_json else content
 
     def parts(self) -> Iterator[str]:
-        """Yield the stretch in parts of PART characters each."""
+        """Yield the stretch in parts of at most PART characters."""
         content = self.content
         return (content[i : i + PART] for i in range(0, len(content), PART))
 
@@ -68,7 +68,7 @@ class Outline:
     """A conversation with placeholders for its long stretches.
 
     Args:
-        model: the model. Words for which its chat template searches are kept.
+        model: the model. Words that its chat template searches for are kept.
         most: maximum number of characters of the outline.
     """
 
@@ -91,7 +91,7 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield the stretches whose placeholders are in the rendered outline, each once."""
+        """Yield each stretch whose placeholder is in the rendered outline, without repetitions."""
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
@@ -157,7 +157,7 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches that the template certainly writes, possibly among others.
+    """Return long stretches that the template is certain to write, though not necessarily all.
 
     Args:
         size: number of characters of the conversation.

@@ -32,13 +32,13 @@ TOKEN_BYTES = 12
 CHARACTER_BYTES = 8
 """Bytes of memory per character: at most 4 bytes in the turns and 4 in the request."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Maximum characters of an input per token of the context, which is 16 times the usual number."""
+"""Maximum number of input characters per token of the context: 16 times the usual number."""
 MAX_CONTEXTS = 16
 """Number of context lengths that a conversation may fill before turns are dropped."""
 COUNTED_CONTEXTS = 4
-"""Number of context lengths up to which the tokens of a too long text are counted for the error."""
+"""Number of context lengths up to which an overlong text's tokens are counted for the error."""
 USUAL_CHARACTERS_PER_TOKEN = 8
-"""Characters per token of the context above which turns are counted before they are rendered.
+"""Number of characters per context token above which turns are counted before rendering.
 
 This is twice the usual number.
 """
@@ -57,9 +57,9 @@ class Prompt(msgspec.Struct, frozen=True):
     """Whether shrinking the prompt has been tried."""
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Variables of the chat template."""
+    """Variables for the chat template."""
     weight: int = 0
-    """Characters of the original turns (`turns.weight`), even after they are shortened."""
+    """Number of characters of the original turns (`turns.weight`), even after shortening."""
 
     @property
     def memory_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
-        """Return whether turns may be dropped. This is tried only once."""
+        """Return whether turns may be dropped. Dropping is tried only once."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
@@ -77,7 +77,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptBuilder:
-    """Converts requests' input to prompts: cleansed, summarised if long, and tokenised.
+    """Converts input to prompts: cleanses and tokenises it, and summarises long conversations.
 
     Args:
         section: rules of cleansing.
@@ -273,7 +273,7 @@ class PromptBuilder:
             raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
-        """Refuse more tokens than any engine accepts, before they are copied."""
+        """Refuse a prompt with more tokens than any engine accepts, before they are copied."""
         context = self._engines.max_model_len
         if num_tokens > context:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
@@ -288,7 +288,7 @@ class PromptBuilder:
 
 
 def _num_characters(messages: inference_pb2.Messages) -> int:
-    """Return the characters of a conversation, plus TURN_CHARACTERS for each message."""
+    """Return the number of characters in a conversation, plus TURN_CHARACTERS for each message."""
     size = TURN_CHARACTERS * len(messages.messages) + len(messages.template_arguments)
     for message in messages.messages:
         size += len(message.content) + len(message.reasoning)

@@ -1,8 +1,8 @@
 """Replaces the oldest turns of a conversation that fills most of the context with a summary.
 
 The summary is a labelled turn of the user, followed by one word of the assistant, so that roles
-alternate as strict templates require. It consists of the turns' own sentences (`extract.py`). If
-the summary would lose facts (`key_facts.py`), the conversation is not changed.
+alternate as strict templates require. The summary consists of sentences from the turns
+(`extract.py`). If the summary would lose facts (`key_facts.py`), the conversation is not changed.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ class HistorySummarizer:
         self._saved_tokens = 0
 
     def as_json(self) -> dict[str, int]:
-        """Return the counts since the start, for /stats."""
+        """Return the counts of outcomes and saved tokens since the start, for /stats."""
         outcomes = {name: self._counts[name] for name in ("extractive", "refused")}
         return outcomes | {"saved_tokens": self._saved_tokens}
 

@@ -21,7 +21,7 @@ INLINE_CHARACTERS = 4096
 LONG_CHARACTERS = 256 << 10
 """Minimum characters of a text that counts as long. Processing it may take a second."""
 MAX_WAITING_CHARACTERS = 64 << 20
-"""Maximum characters of waiting texts. A single tenant may have half of them."""
+"""Maximum total characters in waiting texts. A single tenant may have half of this."""
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 @dataclass(order=True, slots=True)
 class _Job:
     start: float
-    """Virtual time at which the job starts, in characters of each tenant's share."""
+    """Virtual time at which the job starts, in characters processed for each tenant."""
     number: int
     size: int = field(compare=False)
     tenant: str = field(compare=False)
@@ -44,7 +44,7 @@ class TokenizerThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._short: list[_Job] = []
-        """Heap of jobs, including some that are no longer waiting."""
+        """Heap of jobs with short texts, including some that are no longer waiting."""
         self._long: list[_Job] = []
         """Heap of jobs with long texts, including some that are no longer waiting."""
         self._numbers = itertools.count()
@@ -73,7 +73,7 @@ class TokenizerThreads:
 
         Args:
             num_characters: approximate number of characters that the work processes.
-            tenant: the tenant to whose share the work counts.
+            tenant: the tenant whose share is charged for the work.
 
         Raises:
             ServiceError: too many texts are waiting.
@@ -88,7 +88,7 @@ class TokenizerThreads:
             self._leave_queue(job)
 
     def close(self) -> None:
-        """Cancel all waiting jobs."""
+        """Cancel all waiting jobs, and shut down the thread pool."""
         for job in (*self._short, *self._long):
             job.future.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -160,7 +160,7 @@ class TokenizerThreads:
 
 
 def _do_nothing() -> None:
-    """Do nothing, as the replacement for a cancelled job."""
+    """Do nothing. This function replaces a job's work, to free the text."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

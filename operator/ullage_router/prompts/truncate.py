@@ -13,7 +13,7 @@ from ullage_router.prompts.cleanse import cleanse_turns
 
 KEPT_ROLES = frozenset({"system"})
 INVISIBLE = CleanseSection(whitespace=True, zero_width=True)
-"""Cleansing rules for every conversation that must become shorter."""
+"""Cleansing rules that apply to every conversation that must become shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ def truncate(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int = 1,
 ) -> Truncated:
-    """Return the conversation with the fewest turns dropped to fit the budget.
+    """Drop the fewest turns that make the conversation fit the budget, and return the rest.
 
     If nothing fits, all droppable turns are dropped.
 
     Args:
         budget: maximum number of tokens.
         render: renders turns to token ids.
-        keep: see `droppable`.
+        keep: number of newest turns that are always kept.
     """
     clean, saved = cleanse_turns(turns, INVISIBLE)
     words = (f"cleansed_chars={saved}",) if saved else ()
@@ -89,9 +89,9 @@ def _fewest_dropped(
 
 
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
-    """Return how many turns may be dropped together, as a list in ascending order.
+    """Return the possible numbers of turns to drop, in ascending order.
 
-    The remaining turns begin with a user turn.
+    After each of these cuts, the remaining turns begin with a user turn.
     """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

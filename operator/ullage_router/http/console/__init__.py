@@ -1,5 +1,6 @@
-"""The console: a live page of engines, queue and decisions, with its event stream.
+"""The console: a live page that shows the engines, the queue and decisions as they change.
 
-The package has the files of the page, and sends the events to its readers. The console watches the
-router, and sends requests like any other client. It does not influence the router's decisions.
+The package contains the page's files, and sends events to the browsers that show the page. The
+console observes the router, and sends requests like any other client. It does not influence the
+router's decisions.
 """

@@ -64,7 +64,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RecordBuffer:
-    """Records that have not yet been sent to one reader."""
+    """A bounded buffer of records that have not been sent to one reader yet."""
 
     def __init__(self, latest: Sequence[RequestRecord]) -> None:
         self._pending = deque(latest, MAX_PENDING)
@@ -92,7 +92,7 @@ class Console:
     """Serve the page and its events, and send test overloads.
 
     Args:
-        service: The router that is shown.
+        service: The router whose state the page shows.
         section: The configuration of the console.
     """
 
@@ -109,7 +109,7 @@ class Console:
         service.observers.append(self._on_end)
 
     def serve_requests(self, app: Endpoint) -> None:
-        """Set the endpoint that serves the requests of the chat and of the overload."""
+        """Set the endpoint that serves the requests from the chat and from overloads."""
         self._app = app
 
     def routes(self) -> Routes:
@@ -208,7 +208,7 @@ class Console:
 
 
 class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Many requests that are sent at once, each with a long prompt."""
+    """A test overload: many requests that are sent at once, each with a long prompt."""
 
     requests: Annotated[int, msgspec.Meta(ge=1, le=500)] = 60
     sentences: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 75
@@ -246,7 +246,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _discard(message: Message) -> None:
-    """Discard a part of a reply that no client reads."""
+    """Ignore a part of the reply, because no client reads the reply."""
 
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:
@@ -254,7 +254,7 @@ def _event(name: bytes, data: dict[str, object]) -> bytes:
 
 
 def _page(name: str) -> dict[str, Endpoint]:
-    """Return the endpoint that serves a file of the page."""
+    """Return the endpoint that serves one of the page's files."""
     body = files("ullage_router.http.console").joinpath(name).read_bytes()
     kind = _TYPES[name.rpartition(".")[2]] + b"; charset=utf-8"
 

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's responses, as typed structures for the OpenAPI document.
 
 `responses.py` and `embeddings.py` write responses without these structures. Tests parse the written
-responses with these structures, and so find fields that only one side has.
+responses with these structures, and so detect fields that exist on only one side.
 """
 
 from typing import Literal
@@ -159,7 +159,7 @@ class Delta(Answer, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Answer, frozen=True, kw_only=True):
-    """A part of one streamed answer. The last part has both reasons."""
+    """A part of one streamed answer. The last part has the finish reason and the stop reason."""
 
     index: int
     finish_reason: FinishReason | None
@@ -190,7 +190,7 @@ class Resumption(Answer, frozen=True, kw_only=True):
 
 
 class StreamChunk(Answer, frozen=True, kw_only=True):
-    """An event of a stream."""
+    """An event of a streamed response."""
 
     id: str
     created: int
@@ -273,13 +273,13 @@ class ErrorDetails(Answer, frozen=True, kw_only=True):
 
 
 class ErrorAnswer(Answer, frozen=True, kw_only=True):
-    """OpenAI's error envelope."""
+    """An error response in OpenAI's envelope."""
 
     error: ErrorDetails
 
 
 class EventErrorDetails(ErrorDetails, frozen=True, kw_only=True):
-    """The error that ends a stream, with the number of seconds that Retry-After would have."""
+    """Details of the error that ends a stream, with the seconds to wait before a retry."""
 
     retry_after: int | UnsetType = UNSET
 

@@ -48,7 +48,7 @@ def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) ->
 
 
 def _template_arguments(chat: ChatRequest) -> str:
-    """Return the template's variables as JSON: those of vLLM, and OpenAI's `reasoning_effort`."""
+    """Return `chat_template_kwargs` and `reasoning_effort` as JSON variables for the template."""
     if not chat.chat_template_kwargs and chat.reasoning_effort is None:
         return ""
 

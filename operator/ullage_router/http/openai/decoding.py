@@ -95,7 +95,7 @@ def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) 
     """Decode one field of a body.
 
     Raises:
-        ServiceError: The field is invalid. The error names the place in the field.
+        ServiceError: The field is invalid. The error names the location within the field.
     """
     try:
         return decoder.decode(raw)
@@ -214,11 +214,11 @@ def _short(value: object) -> str:
 
 
 def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
-    """Return the token ids of a long JSON list, or of each list in it, at four bytes per id.
+    """Return the token ids of a long JSON list, or of each inner list, at four bytes per id.
 
     Returns:
         One array for a list of token ids, or several arrays for a list of lists. None if the JSON
-        is short, has another form, or has an error that the full decoder will name.
+        is short, has another form, or has an error that the full decoder will report.
 
     Raises:
         ServiceError: There are more token ids than a prompt may have.
@@ -247,7 +247,7 @@ def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
 
 
 def _token_ids(text: bytes) -> "array[int] | None":
-    """Return the token ids of a list without its brackets, or None if an item is no token id."""
+    """Return the token ids of a list without its brackets, or None if an item is not a token id."""
     ids = array("I")
     start = 0
     while start < len(text):

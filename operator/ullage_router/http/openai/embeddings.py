@@ -1,7 +1,7 @@
 """Serve POST /v1/embeddings.
 
-Each input is a separate request that is admitted and placed independently. All inputs of a body
-together get one response or one error.
+Each input is a separate request that is admitted and placed independently. A body gets one response
+or one error for all its inputs.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ MAX_INPUTS = 2048
 MAX_PARALLEL = 32
 """Maximum number of inputs of one body that run or are queued at a time."""
 MAX_VECTOR_BYTES = 64 << 20
-"""Maximum bytes of one body's embeddings, which are kept until the last one is computed."""
+"""Maximum total size in bytes of one body's embeddings, which are kept until all are computed."""
 MAX_ALL_VECTOR_BYTES = 256 << 20
 """Maximum bytes of all bodies' embeddings in a process. One tenant gets at most half of this."""
 PIECE_BYTES = 64 << 10
-"""Bytes of a response that are encoded before the event loop serves other requests."""
+"""Number of response bytes to encode before the event loop serves other requests."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Input = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/embeddings."""
+    """The body of a POST request to /v1/embeddings."""
 
     input: msgspec.Raw
-    """JSON of an `Input`."""
+    """The inputs as undecoded JSON of type `Input`."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     cache_salt: str | None = None
@@ -74,7 +74,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         return cls.NEUTRAL[name]
 
     def refused(self) -> tuple[str, object] | None:
-        """Return the first field that asks for an unsupported feature, with its value.
+        """Return the first field that requests an unsupported feature, with its value.
 
         Return None if there is no such field.
         """
@@ -89,7 +89,7 @@ _INPUT = msgspec.json.Decoder(Input)
 
 
 class EmbeddingsEndpoint:
-    """Serve /v1/embeddings.
+    """Serve requests to /v1/embeddings.
 
     Args:
         service: Serves requests, and provides the tenants.
@@ -140,15 +140,15 @@ class EmbeddingsEndpoint:
 
 
 class _Run:
-    """Serves the inputs of one body.
+    """Serves all inputs of one request body.
 
     Args:
         service: Serves requests.
-        name: The request id. A number is appended to it for each input but the first.
+        name: The request id. A number is appended to it for each input except the first.
         tenant: The tenant's session. Each input gets its own session.
         trace: The trace context.
         asked: The requests, one for each input.
-        room: Memory for the embeddings of all bodies.
+        room: Memory budget for the embeddings of all bodies.
         end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
 
     Attributes:
@@ -196,7 +196,7 @@ class _Run:
         """Compute all embeddings.
 
         Raises:
-            ServiceError: An input was refused or failed. The others were cancelled.
+            ServiceError: An input was refused or failed. The other inputs were cancelled.
         """
         error = await self._serve_all()
         if error:
@@ -206,7 +206,7 @@ class _Run:
                 del error  # the error refers to this frame: a reference cycle
 
     async def _serve_all(self) -> BaseException | None:
-        """Serve all inputs, and return the first error, or None without errors."""
+        """Serve all inputs, and return the first error, or None if all inputs succeed."""
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._time_out())
@@ -224,7 +224,7 @@ class _Run:
         return None
 
     def close(self) -> None:
-        """Free the memory of the embeddings."""
+        """Free the memory that the embeddings use."""
         self._room.give_back(self._taken_bytes, self._tenant.name)
         self._taken_bytes = 0
 
@@ -308,7 +308,7 @@ class _Run:
         self._num_done += 1
 
     def _take_room(self, size: int) -> None:
-        """Reserve memory for all embeddings of the body, once the size of the first one is known.
+        """Reserve memory for all embeddings of the body, once the size of one embedding is known.
 
         Args:
             size: Bytes of one embedding.
@@ -363,7 +363,7 @@ def _name(index: int, count: int) -> str:
 
 
 def _name_field(error: ServiceError, name: str) -> None:
-    """Replace the field name in an error by this endpoint's name for the invalid input."""
+    """Replace an error's field name with this endpoint's name for the invalid input."""
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Parsed(NamedTuple):
-    """The parts of a body that are kept: the request, and the options of the response."""
+    """The parts of a body that are needed after parsing: the request and the response options."""
 
     request: inference_pb2.GenerateRequest
     is_streamed: bool
@@ -70,7 +70,7 @@ def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The differences between the two endpoints."""
+    """The differences between the chat endpoint and the completions endpoint."""
 
     parse: Callable[[Body], Parsed]
     format: Callable[[ResponseOptions], Format]
@@ -174,7 +174,7 @@ class Writer:
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Send a comment if there was a long enough silence, and schedule the next check."""
+        """Send a comment after a long enough silence, and schedule the next check."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
             self.start_stream()
@@ -184,7 +184,7 @@ class Writer:
         self._timer = self._loop.call_at(due, self._keep_alive)
 
     async def events(self, data: bytes) -> None:
-        """Send events of the stream to the client."""
+        """Send encoded events of the stream to the client."""
         self._sent_at = self._loop.time()
         await self._reply.piece(data)
 
@@ -207,7 +207,7 @@ class Writer:
 
 
 class GenerateEndpoint:
-    """Serve /v1/chat/completions or /v1/completions.
+    """Serve requests to /v1/chat/completions or /v1/completions.
 
     Args:
         service: Serves requests, and provides the tenants.
@@ -296,7 +296,7 @@ class GenerateEndpoint:
 
 
 def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
-    """Return the error to send to the client. Log it if it is a fault of the router."""
+    """Return the error to send to the client, and log an error that is a fault of the router."""
     if isinstance(error, ServiceError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})

@@ -37,7 +37,7 @@ _FIELDS = {
     "grammar": "response_format",
     "samples.beam": "use_beam_search",
 }
-"""OpenAI's and vLLM's names of fields whose protobuf name differs, by protobuf prefix."""
+"""OpenAI's and vLLM's field names that differ from the protobuf names, by protobuf prefix."""
 
 
 def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
@@ -71,7 +71,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Return Retry-After if a retry helps, or `x-should-retry: false` if it would do harm."""
+    """Return a Retry-After header if a retry helps, or `x-should-retry: false` if it does harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:

@@ -36,7 +36,7 @@ _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _PROMPT = msgspec.json.Decoder(Prompt)
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SCHEMA = re.compile(r"\s*(\{|true\b|false\b)")
-"""The beginning of a JSON Schema, which is an object or a boolean."""
+"""Matches the beginning of a JSON Schema, which is an object or a boolean."""
 _FORMATS = "text, json_object, json_schema"
 
 
@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the number of answers or the beam search, or None for a single answer.
+    """Return the requested number of answers or beam search, or None for a single answer.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -193,7 +193,7 @@ def _beam_search(common: Common) -> inference_pb2.Samples:
 
 
 def _grammar(common: Common) -> Grammar | None:
-    """Return the grammar that the body asks for, or None if any text is allowed.
+    """Return the grammar that the body requests, or None if any text is allowed.
 
     Raises:
         ServiceError: The grammar is incomplete, or there are two grammars.
@@ -251,7 +251,7 @@ def _json_object() -> Grammar:
 
 
 def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
-    """Return the grammar of a JSON Schema, given as JSON or as a string of JSON. None for null."""
+    """Return the grammar of a JSON Schema, given as JSON or as a JSON string, or None for null."""
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError as error:

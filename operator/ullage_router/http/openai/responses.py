@@ -1,6 +1,6 @@
 """The bodies of OpenAI's chat and completion responses, whole or as the chunks of a stream.
 
-`finish_reason` has OpenAI's values. `stop_reason`, which vLLM also has, has the cause:
+`finish_reason` has OpenAI's values. `stop_reason`, which comes from vLLM, gives the cause:
 
     a stop string         "stop"      the string
     a lowered limit       "length"    the limit as in the header x-ullage-degraded: "max_tokens=64"
@@ -43,13 +43,13 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     id: str
     model: str
     created: int
-    """Unix time, in seconds."""
+    """Time of the response's creation, in Unix seconds."""
     logprobs: bool
     token_ids: bool
     usage: bool
     """Whether the stream ends with a usage chunk. Whole responses always have the usage."""
     n: int
-    """Number of choices."""
+    """Number of choices in the response."""
     tools: bool = False
     """Whether the answer may have tool calls instead of text."""
     lowered_limit: str = ""
@@ -58,7 +58,7 @@ class ResponseOptions(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Collected:
-    """The collected deltas of one choice of a whole response."""
+    """The deltas of one choice, collected for a whole response."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Collected:
     """The end of this choice, or None if the choice ended with the whole answer."""
 
     def add(self, delta: Delta) -> None:
-        """Append a delta."""
+        """Append a delta to the choice."""
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -88,7 +88,7 @@ class Collected:
 
 
 class Format(Protocol):
-    """The format of one endpoint's bodies."""
+    """The format of one endpoint's response bodies."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         """Return the chunks that come before the first text."""
@@ -97,7 +97,7 @@ class Format(Protocol):
         """Return the chunk for a delta, or nothing for an empty delta."""
 
     def ended(self, end: SampleFinished) -> list[JSON]:
-        """Return the last chunk of one of several choices."""
+        """Return the last chunk of a choice that ends before the whole response."""
 
     def closing(self, finished: Finished) -> list[JSON]:
         """Return the chunks after the last text: one for each unfinished choice, and the usage."""
@@ -232,7 +232,7 @@ class CompletionFormat:
 
 
 def usage(counted: inference_pb2.Usage) -> JSON:
-    """Return OpenAI's usage object."""
+    """Return OpenAI's usage object for the counted tokens."""
     return {
         "prompt_tokens": counted.prompt_tokens,
         "completion_tokens": counted.completion_tokens,
@@ -303,7 +303,7 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
 
 
 def _chat_message(part: Collected) -> JSON:
-    """Return the assistant's message. Its content is null if it has tool calls and no text."""
+    """Return the assistant's message, with null content if there are tool calls and no text."""
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:

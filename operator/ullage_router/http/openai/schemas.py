@@ -26,20 +26,20 @@ MAX_FIELD_BYTES = 64 << 10
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
 """Maximum size of a grammar's JSON in bytes: six bytes per character if all are escaped."""
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
-"""Fields with separate limits, or only with the limit of the whole body."""
+"""Fields that have separate limits, or no limit other than that of the whole body."""
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
 NULL = msgspec.Raw(b"null")
 
 _USUAL: tuple[object, ...] = (False, [], {})
 _SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
-"""Fields that are enabled unless a request disables them."""
+"""Boolean fields that are true unless a request sets them to false."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""Texts to choose from. Each text takes at least two bytes of a grammar."""
+"""The texts that an answer may have. Each text takes at least two bytes of a grammar."""
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -54,13 +54,13 @@ def unread() -> Any:
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a stream."""
+    """Options for a streamed response."""
 
     include_usage: bool | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of the content of a message."""
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
@@ -68,14 +68,14 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """A function call of the model, with the arguments as JSON."""
+    """A function call by the model, with the arguments as JSON."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call in a message of the assistant."""
+    """A tool call in an assistant message."""
 
     function: FunctionCall
     id: str = ""
@@ -118,7 +118,7 @@ class DefinedFunction(msgspec.Struct, frozen=True):
 
 
 class ToolDefinition(msgspec.Struct, frozen=True):
-    """A tool that the model may call, which `prompts/tools/toolbox.py` checks."""
+    """A tool that the model may call. `prompts/tools/toolbox.py` checks the definition."""
 
     type: Literal["function"]
     function: DefinedFunction
@@ -130,11 +130,11 @@ class JsonSchema(msgspec.Struct, frozen=True):
     name: str
     schema: msgspec.Raw = unread()
     strict: bool | None = None
-    """Has no effect: answers always follow the schema."""
+    """This field has no effect, because answers always follow the schema."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's constraint on the answer."""
+    """OpenAI's `response_format`, which constrains the answer."""
 
     type: str
     json_schema: JsonSchema | None = None
@@ -152,7 +152,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that would change the answer and that the service does not support."""
+    """Fields that would change the answer but that the service does not support."""
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
         "suffix": ("",),
@@ -200,7 +200,10 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         return (None, *usual, *cls.NEUTRAL.get(name, ()))
 
     def refused(self) -> tuple[str, object] | None:
-        """Return the first field whose value has an effect, with its value, or None."""
+        """Return the first unsupported field that has an effect, with its value.
+
+        Return None if there is no such field.
+        """
         if _unsupported(self) == _NOTHING:
             return None
         for name in Unsupported.__struct_fields__:
@@ -266,7 +269,7 @@ class Common(Unsupported, frozen=True, kw_only=True):
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of a POST request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
     tools: msgspec.Raw = unread()
@@ -279,10 +282,10 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of a POST request to /v1/completions."""
 
     prompt: msgspec.Raw
-    """JSON of a `Prompt`."""
+    """The prompt as undecoded JSON of type `Prompt`."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
 

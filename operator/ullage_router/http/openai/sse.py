@@ -26,14 +26,14 @@ class Chunks:
         self._form = form
         self._is_plain = not (options.logprobs or options.token_ids)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """The bytes before and after the text, by choice, of a chunk that has only text."""
+        """For each choice, the bytes before and after the text in a chunk that has only text."""
 
     def opening(self, accepted: inference_pb2.Accepted) -> bytes:
-        """Return the bytes before the first event."""
+        """Return the bytes to send before the first event."""
         return _events(self._form.opening(accepted))
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the bytes of an event of the answer (empty for an event without a chunk)."""
+        """Return the bytes to send for an event of the answer (empty if the event has no chunk)."""
         match event.WhichOneof("event"):
             case "finished":
                 return _events(self._form.closing(event.finished)) + _comment(event.finished)
@@ -62,7 +62,7 @@ def sse_event(data: bytes) -> bytes:
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the comment of an inexactly resumed answer (empty for any other answer)."""
+    """Return the comment for an inexactly resumed answer (empty for any other answer)."""
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 

@@ -1,4 +1,4 @@
-"""Reads tool calls and reasoning from the events of answers."""
+"""Extracts tool calls and reasoning from the events of answers."""
 
 import contextlib
 import uuid
@@ -19,7 +19,7 @@ async def read_calls(
     """Yield the events, with tool calls and reasoning separated from the text.
 
     Args:
-        events: any number of Delta and SampleFinished, then Finished.
+        events: any number of Delta and SampleFinished events, then one Finished event.
         use: creates the reader of each answer.
         num_samples: number of answers.
     """
@@ -54,13 +54,13 @@ class _Answer:
         self._is_over = False
 
     def read(self, delta: Delta) -> None:
-        """Replace the text of the delta with the pieces from the reader."""
+        """Replace the delta's text with the pieces that the reader returns."""
         pieces = self._reader.push(delta.text)
         delta.text = ""
         self._fill(delta, pieces)
 
     def end(self, finished: Finished) -> Iterator[Event]:
-        """Yield the rest of the answer. If it has calls, set its finish reason."""
+        """Yield the text that was held back. If the answer has calls, set the finish reason."""
         if not self._is_over:
             self._is_over = True
             last = Delta(sample=self._sample)

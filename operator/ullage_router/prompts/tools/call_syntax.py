@@ -24,7 +24,7 @@ class ParsedCall:
 
 
 ParseCalls = Callable[[str], list[ParsedCall] | None]
-"""Returns the calls in a text, or None if the text has anything else."""
+"""A function that returns the calls in a text, or None if the text has anything else."""
 
 
 def parse_json_calls(text: str) -> list[ParsedCall] | None:

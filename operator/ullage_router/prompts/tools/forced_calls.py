@@ -44,7 +44,7 @@ class Forced:
     opening: str
     """Text that is appended to the prompt."""
     json_schema: str
-    """Grammar of the answer (empty if the grammar is `lark`)."""
+    """JSON Schema that the answer must follow (empty if the grammar is `lark`)."""
     lark: str
     openings: Mapping[str, str]
     """Text before the arguments in the answer, by function name. Empty if `name` is set."""
@@ -57,7 +57,7 @@ class Forced:
 
 
 def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
-    """Force a call of one of the functions in `toolbox.forced`."""
+    """Return a forced call to one of the functions in `toolbox.forced`."""
     begin, between = _CALL[form]
     schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
     if len(schemas) == 1:
@@ -70,7 +70,10 @@ def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
 
 
 def _closed(schema: Schema) -> Schema:
-    """Return the schema with unnamed properties forbidden, if it names all properties itself."""
+    """Forbid unnamed properties in a schema that itself names all properties.
+
+    Return any other schema unchanged.
+    """
     if "properties" not in schema or _COMPOSED & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}
@@ -90,7 +93,7 @@ def _compact(schema: Schema) -> str:
 
 
 def _terminals(text: str) -> str:
-    """Return a text as terminals of the grammar, with special tokens separate from text."""
+    """Return a text as grammar terminals, with special tokens separated from ordinary text."""
     for mark in _HARMONY_MARKS:
         text = text.replace(mark, f"\0{mark}\0")
     parts = [part for part in text.split("\0") if part]

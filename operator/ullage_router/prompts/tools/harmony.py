@@ -26,7 +26,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
 _ROLE = "assistant"
 _HEADS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
-"""Beginnings of a header, possibly after the role. An answer without one is only text."""
+"""Beginnings of a header, possibly after the role. An answer without a header is only text."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _ADDRESSED = re.compile(r"to=\S")
@@ -78,7 +78,7 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the kind of body after a header, and begin a tool call if the header has one."""
+        """Return the kind of body after a header, and begin a call if the header names a tool."""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:

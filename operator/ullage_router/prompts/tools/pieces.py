@@ -1,7 +1,7 @@
 """The pieces of answers with tool calls, and the marks that separate the pieces.
 
-A reader gets an answer's text in chunks of any size. It returns the pieces that are certain so far,
-and holds back any text that may be the start of a mark.
+A reader gets an answer's text in chunks of any size. The reader returns the pieces that are certain
+so far, and holds back any text that may be the start of a mark.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text for the user."""
+    """A piece of the answer's text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Reasoning, which the model's format separates from the answer."""
+    """A piece of reasoning, which the model's format separates from the answer."""
 
     text: str
 
@@ -41,13 +41,13 @@ Piece = Text | Thought | CallStart | Arguments
 
 
 class Reader(Protocol):
-    """Reads one answer. How the text is split into pushes does not change the pieces in total."""
+    """Reads one answer. The result does not depend on how the text is split into pushes."""
 
     def push(self, text: str) -> list[Piece]:
         """Add text, and return the pieces that are now certain."""
 
     def close(self) -> list[Piece]:
-        """Return the text that was held back, when the answer has ended."""
+        """End the answer, and return the pieces that were held back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class WholeReader:
         self._names = names
         self._buffer = ""
         self._may_be_calls: bool | None = None
-        """The kind of answer, or None until enough of the answer has arrived to decide."""
+        """Whether the answer may consist of calls, or None until enough of the answer is known."""
 
     def push(self, text: str) -> list[Piece]:
         self._buffer += text

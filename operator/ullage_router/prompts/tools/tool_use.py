@@ -25,7 +25,7 @@ class ToolUse:
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that are passed to the chat template."""
     num_characters: int = 0
-    """Total number of characters of the tools."""
+    """Total number of characters in the tools."""
     forced: Forced | None = None
     """The call that the model must make, if any."""
     new_reader: Callable[[], Reader] | None = None
@@ -41,7 +41,7 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Set the grammar in a request to an engine, and whether the text needs special tokens."""
+        """Set an engine request's grammar, and whether its text needs special tokens."""
         request.output.special_tokens = self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
@@ -49,7 +49,7 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Rewrite an engine's error in terms of the request, whose tools determine the grammar."""
+        """Rewrite an engine's grammar error as an error in the tools that determine the grammar."""
         if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
             return error
         text = f"a forced function's parameters cannot be followed: {error.message}"
@@ -71,7 +71,7 @@ def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUs
 
 
 def _without_tools(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Return a reader only for harmony, whose answers have marks even without tools."""
+    """Return a use without tools. Only harmony gets a reader, as its answers always have marks."""
     if form is not ToolFormat.HARMONY or request.output.echo:
         return ToolUse()
     return ToolUse(new_reader=lambda: HarmonyReader(()), special_tokens=True)
