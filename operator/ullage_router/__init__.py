@@ -1,5 +1,5 @@
-"""The router of Ullage: predicts each request's memory, places it, and streams the answer.
+"""The Ullage router predicts each request's memory, picks an engine, and streams the answer.
 
-The packages of the router are layered (`docs/reasons/code-map.md`). The router talks to engines and
-to the operator only over the network.
+Its packages form layers (`docs/reasons/code-map.md`). The router talks to engines and to the
+operator only over the network.
 """

@@ -1,4 +1,4 @@
-"""The call that passes through the router's stages, and the interfaces of its answer."""
+"""The call that the router's stages pass along, and the stream interfaces of its answer."""
 
 import asyncio
 import contextlib
@@ -21,19 +21,19 @@ from ullage_router.tenants.session import TenantSession
 
 Event = inference_pb2.GenerateResponse
 NOT_RENDERED = cast(Prompt, None)
-"""Stands for the prompt of a call until `render` has returned one."""
+"""Placeholder for a call's prompt until the prompt is rendered."""
 
 
 class PausableDeadline:
-    """The deadlines of an answer's first and last token, paused while the request is held.
+    """Deadlines for an answer's first and last token, which are paused while the request is held.
 
     Args:
-        at: deadline of the last token, on the monotonic clock.
-        first_token_at: deadline of the first token, on the same clock.
-        token_timeout_s: longest time in seconds to the first token, and between two tokens.
+        at: deadline for the last token, on the monotonic clock.
+        first_token_at: deadline for the first token, on the same clock.
+        token_timeout_s: maximum seconds until the first token, and between two tokens.
 
     held_s
-        seconds for which the deadline was paused so far
+        total seconds for which the deadlines have been paused so far
     """
 
     def __init__(self, at: float, first_token_at: float, token_timeout_s: float) -> None:
@@ -45,12 +45,12 @@ class PausableDeadline:
 
     @property
     def at(self) -> float:
-        """Return the deadline of the last token, on the monotonic clock."""
+        """Return the deadline for the last token, on the monotonic clock."""
         return self._at + self.held_s
 
     @property
     def first_token_at(self) -> float:
-        """Return the deadline of the first token, on the monotonic clock."""
+        """Return the deadline for the first token, on the monotonic clock."""
         return self._first_token_at + self.held_s
 
     @property
@@ -63,7 +63,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Within the block, pause the timeout whenever the deadline is paused."""
+        """Pause the timeout whenever the deadlines are paused during the `with` block."""
         self._timeouts.append(timeout)
         try:
             yield
@@ -72,7 +72,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Postpone the deadline and its timeouts by the duration of the block."""
+        """Postpone the deadlines and their timeouts by the duration of the `with` block."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         ends = [timeout.when() for timeout in self._timeouts]
@@ -91,14 +91,14 @@ class PausableDeadline:
 def deadline_of(
     request: inference_pb2.GenerateRequest, record: RequestRecord, timeout_s: float, stall_s: float
 ) -> PausableDeadline:
-    """Return the deadline of a request that has arrived.
+    """Return the deadlines of a request, counted from its arrival.
 
-    An answer that does not arrive token by token may use the whole time limit for its first token.
-    Embeddings may not.
+    An answer that does not grow token by token may use the whole time limit for its first token.
+    This exception does not apply to embeddings.
 
     Args:
-        timeout_s: seconds from the arrival to the last token.
-        stall_s: longest time in seconds without a token.
+        timeout_s: maximum seconds from the arrival to the last token.
+        stall_s: maximum seconds without a token.
     """
     is_bounded = request.embed or is_growing(request)
     token_timeout_s = min(timeout_s, stall_s) if is_bounded else timeout_s
@@ -107,10 +107,10 @@ def deadline_of(
 
 
 class DecisionLog:
-    """The latest decision about one run of a request, which the record also needs after a failure.
+    """The latest decision about one run of a request, which the log needs even after a failure.
 
-    A `Call` is frozen, so the stages change its decision here. A copy of a call that runs on its
-    own gets its own log.
+    A `Call` is frozen, so the stages change its decision here. If a copy of a call runs
+    independently, for example in a cascade, the copy gets a separate log.
 
     latest
         the latest decision
@@ -122,132 +122,137 @@ class DecisionLog:
         self.latest = latest
 
     def change(self, **changes: object) -> None:
-        """Change fields of the latest decision."""
+        """Change the given fields of the latest decision."""
         self.latest = replace(self.latest, **changes)
 
     def add_step(self, step: str, reason: str, /, **changes: object) -> None:
-        """Add a step to the decision's trail, and change fields."""
+        """Add a step to the decision's trail, and change the given fields."""
         self.latest = replace(self.latest.after(step, reason), **changes)
 
     def adopt(self, decision: Decision, **changes: object) -> None:
-        """Replace the latest decision by another one, with some fields changed."""
+        """Replace the latest decision by another decision, with the given fields changed."""
         self.latest = replace(decision, **changes) if changes else decision
 
 
 def _nothing() -> None:
-    """Do nothing, for a request whose body takes no room."""
+    """Do nothing, because the request's body holds no memory to release."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
-    """A request with its context, as its protocol made it. Later stages get changed copies."""
+    """A request with its context, independent of HTTP or gRPC. Stages pass on changed copies."""
 
     request: inference_pb2.GenerateRequest
     record: RequestRecord
-    """The log record. `RequestRecord` names the stages that write it."""
+    """The request's log record. `RequestRecord` documents which stages write to it."""
     tenant: TenantSession
-    """The tenant's session, which holds the request's part of the quota."""
+    """The tenant's session, which tracks the request's use of the quota."""
     deadline: PausableDeadline
     metadata: tuple[tuple[str, str], ...] = ()
-    """Metadata for the engine: the trace context."""
+    """Metadata to send to the engine, which is the trace context."""
     authorization: str | None = None
-    """The client's credentials, for routers of other services."""
+    """The client's credentials, to be forwarded to other services' routers."""
     is_streamed: bool = True
-    """Whether the client reads tokens as they arrive, rather than the whole answer at the end."""
+    """Whether the client reads tokens as they arrive, rather than a complete answer."""
     path: tuple[str, ...] = ()
-    """Names of the cascades that forwarded the request to this router."""
+    """Names of the cascades that have forwarded the request so far, to detect loops."""
     release_body: Callable[[], None] = _nothing
-    """Frees the memory of the request's body. It is called once the prompt is rendered."""
+    """Releases the memory of the request's body, and is called once the prompt is rendered."""
     end_turn: Callable[[], None] = _nothing
-    """Ends the turn of a long body. It is called before a wait outside of this router."""
+    """Gives up a long body's turn. It is called before the request waits outside this router."""
     prompt_cache_key: str = ""
-    """OpenAI's key of requests with a common prefix. They go to one engine, which holds no
-    memory for them. A session takes precedence."""
+    """OpenAI's `prompt_cache_key`, which marks requests with a common prefix.
+
+    Requests with the same key prefer the same engine, but the engine reserves no memory for them. A
+    session takes precedence over this key.
+    """
     replace_key: str = ""
-    """The key with which a later call of the tenant replaces this call (empty for none)."""
+    """The key by which a later call of the same tenant replaces this call (empty for none)."""
     idempotency_key: str = ""
-    """The key with which a later call of the tenant gets the same answer, or empty for none."""
+    """The key by which a later call of the same tenant gets the same answer (empty for none)."""
     decisions: DecisionLog = msgspec.field(default_factory=DecisionLog)
     span: Span | None = None
-    """The span of the request, or None where tracing is off."""
+    """The request's trace span, or None if tracing is off."""
 
     adapter: str = ""
-    """The adapter that the request names as its model, or empty for the model itself.
+    """The adapter that the request names as its model (empty for the base model).
 
-    It is known once the request is opened.
+    The field is set when the request's permissions and quota have been checked.
     """
     hands_on: bool = False
-    """Whether a refusal leads to the next step of a cascade, rather than to the client."""
+    """Whether a refusal moves the request to the next cascade step instead of failing it."""
     side: Side = Side.STABLE
-    """The rollout's side that was drawn for the request."""
+    """The side of the rollout, stable or canary, that was drawn for the request."""
     prompt: Prompt = NOT_RENDERED
-    """The prompt, which is known once it is rendered for the side's model."""
+    """The prompt, once it has been rendered for the model of the chosen side."""
 
 
 class EngineStream(Protocol):
-    """The part of an answer that one engine generates. Its first token has arrived."""
+    """The part of an answer that one engine generates, starting from its first token."""
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """Return the engine's acceptance."""
+        """Return the engine's acceptance message."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last event has been read."""
+        """Return whether the stream's last event has been read."""
 
     @property
     def has_stalled(self) -> bool:
-        """Return whether the answer is over because no token came for too long."""
+        """Return whether the answer ended because no token arrived for too long."""
 
     async def read(self) -> Event:
-        """Return the next event. The last event is Finished.
+        """Return the next event of the answer. The last event is Finished.
 
         Raises:
             ServiceError: the engine failed.
         """
 
     def close(self) -> None:
-        """End the engine's work on the answer, unless it has ended."""
+        """Stop the engine's work on the answer if it is still running."""
 
 
 class ResponseStream(Protocol):
-    """An answer that has begun."""
+    """The stream of an answer whose first token has arrived."""
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """Return the engine's acceptance with the complete decision."""
+        """Return the engine's acceptance message, completed with the router's decision."""
 
     @property
     def output_tokens(self) -> int:
         """Return the number of tokens read so far, or the engine's count after the last event."""
 
     def events(self) -> AsyncIterator[Event]:
-        """Yield any number of Delta (and SampleFinished, for several samples), then Finished.
+        """Yield Delta events (with SampleFinished events, for several samples), then Finished.
 
         Raises:
-            ServiceError: the engine fails after tokens were sent.
+            ServiceError: the engine failed after tokens were sent.
         """
 
     def close(self) -> None:
-        """End the work on the answer, unless it has ended."""
+        """Stop generating the answer if it is still running."""
 
 
 Handler = Callable[[Call], Awaitable[ResponseStream]]
-"""Starts an answer and returns it with its first token. Raises ServiceError when the request is
-refused, or fails before its first token."""
+"""A function that starts an answer, and returns its stream once the first token has arrived.
+
+It raises ServiceError if the request is refused or fails before its first token.
+"""
 
 
 def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
-    """Return max_tokens of a request, or None when it is not set."""
+    """Return the request's max_tokens, or None if the client did not set it."""
     return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return the number of answers that the engine generates. It may return fewer of them."""
+    """Return how many answers the engine generates, which may be more than it returns."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
 def timed_out(accepted: inference_pb2.Accepted, output_tokens: int) -> Event:
-    """Return the last event of an answer whose time limit passed between two tokens."""
+    """Return the final event of an answer that hit its time limit between two tokens."""
     usage = inference_pb2.Usage(
         prompt_tokens=accepted.prompt_tokens, completion_tokens=output_tokens
     )

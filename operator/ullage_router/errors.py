@@ -1,4 +1,6 @@
-"""The router's errors, all ServiceError (`ullage_common.wire.errors`), and their HTTP statuses.
+"""Defines the router's errors, which are all ServiceError, and maps them to HTTP statuses.
+
+ServiceError comes from `ullage_common.wire.errors`. These are the statuses:
 
 gRPC status         HTTP  type
 INVALID_ARGUMENT    400   invalid_request_error
@@ -66,12 +68,15 @@ STATUSES_BY_REASON = {
     "TRANSFER_ENCODING_NOT_SUPPORTED": 501,
     "HTTP_VERSION_NOT_SUPPORTED": 505,
 }
-"""HTTP statuses of reasons that are more precise than the gRPC status."""
+"""HTTP statuses for error reasons that need a more specific status than their gRPC code."""
 
 LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
-"""Reasons that mean that an engine currently takes no requests."""
+"""Error reasons for an engine that currently accepts no requests."""
 OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-"""Statuses of an engine that rejects the router or its ticket. Clients show engines no keys."""
+"""gRPC statuses by which an engine rejects the router's credentials or ticket.
+
+Clients send no API keys to engines, so these errors are not the client's fault.
+"""
 _NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
 _FAULTS = OF_THE_ROUTER | frozenset(
     {
@@ -98,12 +103,12 @@ _KINDS = {
 
 
 def http_status(error: ServiceError) -> int:
-    """Return the HTTP status of an error."""
+    """Return the HTTP status for an error."""
     return STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, (500, ""))[0]
 
 
 def error_type(error: ServiceError) -> str:
-    """Return the `type` of the OpenAI error envelope."""
+    """Return an error's `type` field in OpenAI's error format."""
     if error.reason == "CASCADE_LOOP":
         return "invalid_request_error"
     if error.reason == RATE_LIMIT_EXCEEDED:
@@ -112,7 +117,7 @@ def error_type(error: ServiceError) -> str:
 
 
 def retry_after_s(error: ServiceError) -> int | None:
-    """Return the whole seconds of Retry-After, or None for an error that waiting does not help."""
+    """Return the Retry-After value in whole seconds, or None if the error has no such header."""
     if error.retry_after_s is not None and error.reason == RATE_LIMIT_EXCEEDED:
         return max(1, math.ceil(error.retry_after_s))  # exact, so not bounded like a forecast
     if error.retry_after_s is not None:
@@ -125,11 +130,11 @@ def retry_after_s(error: ServiceError) -> int | None:
 
 
 def is_engine_fault(error: ServiceError) -> bool:
-    """Return whether an error counts against the engine rather than the request.
+    """Return whether the engine, rather than the request, is to blame for an error.
 
     Invalid and cancelled requests, deadlines and full memory do not count against the engine. A
-    stalled answer does. A request that killed the engine's worker does not count, or one bad
-    request could block one engine after another.
+    stalled answer does. A request during which the engine's worker died does not count, because a
+    single bad request could otherwise block one engine after another.
     """
     if error.reason == ENGINE_STALLED:
         return True
@@ -139,16 +144,16 @@ def is_engine_fault(error: ServiceError) -> bool:
 
 
 def is_failure(error: ServiceError) -> bool:
-    """Return whether an error counts against a revision of the service.
+    """Return whether an error counts as a failure of a service revision in a rollout.
 
-    All errors count except the request's own and a lack of memory. Errors that count against no
-    single engine are included.
+    All errors count, except errors that the request itself, full memory or a missing engine caused.
+    Errors for which no single engine is to blame also count.
     """
     return error.code not in _THE_REQUESTS and error.reason not in LEAVING
 
 
 def stalled(engine: str, timeout_s: float) -> ServiceError:
-    """Return the error of an answer that got no further token in time."""
+    """Return the error for an answer whose next token did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_STALLED,
@@ -157,7 +162,7 @@ def stalled(engine: str, timeout_s: float) -> ServiceError:
 
 
 def silent_engine(engine: str, silent_s: float) -> ServiceError:
-    """Return the error of a request whose engine has stopped answering."""
+    """Return the error for a request whose engine has stopped responding."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         ENGINE_SILENT,
@@ -167,14 +172,14 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
 
 
 def no_stream(engine: str) -> ServiceError:
-    """Return the error of a request whose stream to the engine is not open."""
+    """Return the error for a request when the stream to its engine is not open."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", f"the stream to engine {engine} is not open"
     )
 
 
 def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
-    """Return the error of an answer that ended at its time limit on a silent engine."""
+    """Return the error for an answer that reached its time limit on an unresponsive engine."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_SILENT,
@@ -184,7 +189,7 @@ def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
 
 
 def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceError:
-    """Return the error of an answer that no other engine could resume in time."""
+    """Return the error for an answer that no other engine could resume in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_LOST,
@@ -194,7 +199,7 @@ def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceEr
 
 
 def refusal(refuse: Refuse) -> ServiceError:
-    """Return the error of a decision to refuse."""
+    """Return the error for a request that the admission decision refuses."""
     metadata = {}
     if refuse.kind == "invalid":
         metadata["field"] = "input"
@@ -213,17 +218,17 @@ def refusal(refuse: Refuse) -> ServiceError:
 
 
 def some_retry_after_s() -> int:
-    """Return a retry delay for a wait of unknown length, with jitter that spreads the clients."""
+    """Return a retry delay for a wait of unknown length, with jitter to spread clients' retries."""
     return unknown_retry_after(random.getrandbits(30))
 
 
 def _soon_s() -> int:
-    """Return a short retry delay with jitter, for memory that is soon free again."""
+    """Return a short retry delay with jitter, for memory that will soon be free again."""
     return random.randint(1, UNKNOWN_RETRY_AFTER_S)
 
 
 def no_engine() -> ServiceError:
-    """Return the error of a request that came before any engine was known."""
+    """Return the error for a request that arrived before any engine was known."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "NO_ENGINE",
@@ -233,7 +238,7 @@ def no_engine() -> ServiceError:
 
 
 def stopped(model: str) -> ServiceError:
-    """Return the error of a request to a service that was stopped on purpose."""
+    """Return the error for a request to a service that was stopped intentionally."""
     return ServiceError(
         grpc.StatusCode.FAILED_PRECONDITION,
         STOPPED,
@@ -243,7 +248,7 @@ def stopped(model: str) -> ServiceError:
 
 
 def draining() -> ServiceError:
-    """Return the error of a request to a router that is stopping."""
+    """Return the error for a new request while the router is shutting down."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",
@@ -253,7 +258,7 @@ def draining() -> ServiceError:
 
 
 def deadline(timeout_s: float) -> ServiceError:
-    """Return the error of a request that got no first token in time."""
+    """Return the error for a request whose first token did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "DEADLINE",
@@ -264,12 +269,12 @@ def deadline(timeout_s: float) -> ServiceError:
 def unknown_model(
     name: str, served: str, adapters: Iterable[str] = (), allowed: Collection[str] = ()
 ) -> ServiceError:
-    """Return the error of a request for an unknown model, with the names that may be used.
+    """Return the error for a request that names an unknown model. It lists the usable names.
 
     Args:
         name: The requested name.
         served: The name of the served model.
-        adapters: The names of its adapters.
+        adapters: The names of the served model's adapters.
         allowed: Names that the tenant may use, or empty for all.
     """
     usable = [adapter for adapter in adapters if not allowed or adapter in allowed]
@@ -286,12 +291,12 @@ def unknown_model(
 
 
 def broken_stream(reason: str) -> ServiceError:
-    """Return the error of an answer whose stream broke off."""
+    """Return the error for an answer whose stream ended unexpectedly."""
     return ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", f"the answer broke off: {reason}")
 
 
 def cancelled_by_engine() -> ServiceError:
-    """Return the error of an answer that a stopping engine cancelled."""
+    """Return the error for an answer that an engine cancelled because it is shutting down."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",
@@ -301,18 +306,18 @@ def cancelled_by_engine() -> ServiceError:
 
 
 def unauthenticated(message: str) -> ServiceError:
-    """Return the error of a request with a missing or wrong API key."""
+    """Return the error for a request with a missing or invalid API key."""
     return ServiceError(grpc.StatusCode.UNAUTHENTICATED, INVALID_API_KEY, message)
 
 
 def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
-    """Return the error of a request that its sender is not allowed to make."""
+    """Return the error for a request that the client has no permission to make."""
     metadata = {"field": field} if field else {}
     return ServiceError(grpc.StatusCode.PERMISSION_DENIED, reason, message, metadata=metadata)
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Return the error of an exhausted quota: the limit, its size and the time to retry."""
+    """Return the error for an exhausted quota, with the limit and the time after which to retry."""
     limit = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
@@ -326,7 +331,7 @@ def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
 
 
 def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
-    """Return the error of a prompt that exceeds its key's tokens per minute."""
+    """Return the error for a prompt that is longer than the key's tokens per minute."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "PROMPT_ABOVE_QUOTA",
@@ -337,7 +342,7 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
 
 
 def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
-    """Return the error of a body whose inputs exceed even an unused quota."""
+    """Return the error for a request whose inputs would exceed even an unused quota."""
     tokens = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -349,40 +354,40 @@ def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) ->
 
 
 def internal(request_id: str = "") -> ServiceError:
-    """Return the error of a router failure, whose cause is only in the router's log."""
+    """Return the error for an internal failure, whose cause appears only in the router's log."""
     where = f"its log names request {request_id}" if request_id else "its log has the cause"
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
 
 
 def console_busy(message: str) -> ServiceError:
-    """Return the error of a console that takes no further reader or overload."""
+    """Return the error for a console that has too many readers or already runs an overload."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
     )
 
 
 def unknown_path(path: str, see: str) -> ServiceError:
-    """Return the error of a path that the server does not have."""
+    """Return the error for a request to a path that does not exist."""
     return ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"there is no {path}; see {see}")
 
 
 def method_not_allowed(path: str, allowed: str) -> ServiceError:
-    """Return the error of a method that the path does not allow."""
+    """Return the error for an HTTP method that the path does not support."""
     return invalid_head("METHOD_NOT_ALLOWED", f"{path} takes {allowed}")
 
 
 def invalid_head(reason: str, message: str) -> ServiceError:
-    """Return an error in a request's method, version or headers."""
+    """Return the error for a request with an invalid method, version or header."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message)
 
 
 def malformed(cause: str) -> ServiceError:
-    """Return the error of bytes that are not an HTTP request."""
+    """Return the error for bytes that cannot be parsed as an HTTP request."""
     return invalid_head("MALFORMED_REQUEST", f"this is not an HTTP/1.1 request: {cause}")
 
 
 def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
-    """Return the error of a request whose line or headers are too long."""
+    """Return the error for a request whose request line or headers are too long."""
     return invalid_head(
         "HEADERS_TOO_LARGE",
         f"request line and headers are too long; send at most {max_bytes} bytes and "
@@ -391,7 +396,7 @@ def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
 
 
 def late(part: str, limit_s: float) -> ServiceError:
-    """Return the error of a request whose `part` did not arrive in time."""
+    """Return the error for a request whose head or body (`part`) did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "REQUEST_TIMEOUT",
@@ -400,12 +405,12 @@ def late(part: str, limit_s: float) -> ServiceError:
 
 
 def length_required() -> ServiceError:
-    """Return the error of a request without a body."""
+    """Return the error for a request that should have a body but has none."""
     return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
 
 
 def content_type_not_supported(kind: str) -> ServiceError:
-    """Return the error of a body that is not declared as JSON."""
+    """Return the error for a request whose Content-Type is not JSON."""
     given = f"is {kind[:60]!r}" if kind else "is missing"
     return invalid_head(
         "CONTENT_TYPE_NOT_SUPPORTED",
@@ -414,7 +419,7 @@ def content_type_not_supported(kind: str) -> ServiceError:
 
 
 def body_too_large(size: str, limit: int) -> ServiceError:
-    """Return the error of a body above the size limit."""
+    """Return the error for a request whose body exceeds the size limit."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "BODY_TOO_LARGE",
@@ -424,7 +429,7 @@ def body_too_large(size: str, limit: int) -> ServiceError:
 
 
 def bodies_full() -> ServiceError:
-    """Return the error of a body for which there is no memory or no turn."""
+    """Return the error for a request whose body cannot be read because memory is short."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
@@ -434,7 +439,7 @@ def bodies_full() -> ServiceError:
 
 
 def texts_full() -> ServiceError:
-    """Return the error of a long text for which there is no memory to tokenise it."""
+    """Return the error for a long text that cannot be tokenised because memory is short."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "TEXTS_FULL",
@@ -444,7 +449,7 @@ def texts_full() -> ServiceError:
 
 
 def vectors_full() -> ServiceError:
-    """Return the error of embeddings for which there is no memory."""
+    """Return the error for embeddings that cannot be returned because memory is short."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "VECTORS_FULL",

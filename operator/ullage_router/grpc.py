@@ -1,4 +1,4 @@
-"""The router's gRPC service, which serves requests through the same pipeline as HTTP."""
+"""The router's gRPC service, which uses the same request pipeline as HTTP."""
 
 import logging
 import uuid
@@ -35,11 +35,11 @@ Response = inference_pb2.GenerateResponse
 
 
 class CallGate:
-    """Find the tenant of a call before its messages are received.
+    """Authenticates an RPC before any of its messages are received.
 
     Args:
-        tenants: The tenants, by their keys.
-        pipeline: Counts refusals.
+        tenants: Looks up tenants by API key.
+        pipeline: Counts requests that are refused.
     """
 
     def __init__(self, tenants: Tenants, pipeline: RequestPipeline) -> None:
@@ -47,14 +47,14 @@ class CallGate:
         self._pipeline = pipeline
 
     def admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the tenant of a call, or None for health and reflection, which are open to all.
+        """Return the tenant of an RPC, or None for health and reflection, which need no key.
 
         Args:
             method: The full name of the method, such as `/ullage.inference.v1.Service/Method`.
-            metadata: The call's metadata.
+            metadata: The RPC's metadata.
 
         Raises:
-            ServiceError: The key is missing or wrong.
+            ServiceError: The key is missing or invalid.
         """
         service, _, name = method.removeprefix("/").partition("/")
         if service != SERVICE:
@@ -70,14 +70,14 @@ class CallGate:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The methods Generate, Pick and GetModel.
+    """Implements the RPCs Generate, Pick and GetModel.
 
     Args:
         pipeline: Serves requests.
         engines: Describes the served model.
-        tenants: The tenants, by their keys.
-        issuer: Places requests that clients send to engines themselves.
-        limits: Time limits of a request. A client's own deadline may be earlier.
+        tenants: Looks up tenants by API key.
+        issuer: Issues tickets for requests that clients send directly to engines.
+        limits: Time limits for requests. A client may set an earlier deadline.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Pick(
         self, request: inference_pb2.PickRequest, context: Context
     ) -> inference_pb2.PickResponse:
-        """Place requests that the client sends to engines itself, and return their tickets."""
+        """Place requests that the client will send directly to engines, and return tickets."""
         authorization = _text(context).get("authorization")
         try:
             if self._pipeline.is_draining:
@@ -145,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
-        """Describe the served model or an adapter."""
+        """Describe the served model or one of its adapters."""
         try:
             tenant = self._tenants.open_session(_text(context).get("authorization"))
             return self._engines.describe(request.model, tenant.rules.models)
@@ -155,9 +155,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _open_session(
         self, context: Context, record: RequestRecord, metadata: Mapping[str, str]
     ) -> TenantSession:
-        """Open the tenant's session, or abort the call.
+        """Open the tenant's session, or abort the RPC.
 
-        The key was valid before the message arrived (`CallGate`), but may have been removed since.
+        `CallGate` has checked the key before the message arrived, but the key may have been removed
+        since then.
         """
         try:
             return self._tenants.open_session(metadata.get("authorization"))
@@ -178,17 +179,17 @@ async def _responses(stream: ResponseStream) -> AsyncIterator[Response]:
 
 
 def _record_id(request_id: str) -> str:
-    """Return the client's request id, or a new one if it is empty or too long to keep."""
+    """Return the client's request id, or a new id if the client's is empty or too long."""
     is_usable = 0 < len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
     return request_id if is_usable else uuid.uuid4().hex
 
 
 def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the cascades that handed the request on."""
+    """Return the names of the cascades that have forwarded the request."""
     value = metadata.get(PATH_KEY)
     return tuple(value.split(",")) if value else ()
 
 
 def _text(context: Context) -> dict[str, str]:
-    """Return the call's metadata without binary values."""
+    """Return the RPC's metadata without binary values."""
     return text_metadata(context.invocation_metadata())

@@ -1,8 +1,8 @@
-"""A thread for long requests that are not yet admitted, in which tenants take turns.
+"""A worker thread that prepares long requests before admission, with tenants taking turns.
 
-A long body is parsed, checked and converted to a conversation here, since that would block the
-event loop for too long. Python code releases the GIL and parsers do not, so the size of texts for
-parsers is bounded beforehand (`ullage_common.wire.json_size`).
+A long body is parsed, checked and converted to a conversation in this thread, because this work
+would block the event loop for too long. Python code releases the GIL regularly, but parsers do not.
+The size of texts for parsers is therefore bounded beforehand (`ullage_common.wire.json_size`).
 """
 
 import asyncio
@@ -13,31 +13,31 @@ from functools import partial
 from typing import Any, TypeVar
 
 INLINE_BYTES = 16 << 10
-"""Maximum bytes of a body that is handled on the event loop, in about a millisecond."""
+"""Maximum size of a body that the event loop handles itself, which takes about a millisecond."""
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class IntakeThread:
-    """Runs functions one after another. A tenant with much work delays only its own work.
+    """Runs functions one at a time, with tenants in turn, so that a busy tenant delays only itself.
 
-    More threads would be no faster, since all of them need the GIL. Two threads that contend for
-    the GIL also make the event loop wait for both.
+    More threads would be no faster, because all of them need the GIL. Two threads that contend for
+    the GIL would also make the event loop wait for both.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
-        """Work by tenant. The first tenant's turn is next."""
+        """Waiting work by tenant, starting with the tenant whose turn is next."""
         self._is_running = False
 
     async def run(self, num_bytes: int, tenant: str, work: Callable[[], T]) -> T:
-        """Run `work` and return its result. Small work runs at once on the event loop.
+        """Run `work` in the thread, or on the event loop if it is small, and return its result.
 
         Args:
-            num_bytes: size of the body that the work handles.
-            tenant: whose turn the work takes.
+            num_bytes: size of the body that `work` handles.
+            tenant: the tenant whose turn the work uses.
             work: the function to run.
         """
         if num_bytes <= INLINE_BYTES:
@@ -54,7 +54,7 @@ class IntakeThread:
             del done, work
 
     def close(self) -> None:
-        """Start no more work."""
+        """Stop the thread after the current function, and drop all waiting work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_next(self) -> None:

@@ -1,4 +1,4 @@
-"""`ullage-router`: HTTP and gRPC on one event loop in one process."""
+"""The `ullage-router` command, which serves HTTP and gRPC on one event loop in one process."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ from ullage_router.server.service import RouterService
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
 LEAVE_S = 2.0
-"""Seconds for clients to move their connections to another router."""
+"""Seconds that clients have during shutdown to move their connections to another router."""
 
 EPILOG = """examples:
   ullage-router --config router.yaml
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
-    """A port is taken or not allowed. The message names the port."""
+    """Raised when a port is in use or not permitted. The message names the port."""
 
 
 class Router:
-    """A running router.
+    """The router process, with its HTTP, gRPC, probe and metrics servers.
 
     http_port, grpc_port, probe_port, metrics_port
-        the ports on which the router listens, even if the configuration has 0
+        the ports on which the router actually listens, even if the configuration has port 0
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -95,10 +95,10 @@ class Router:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Start both protocols, and return once the router serves them.
+        """Start the HTTP and gRPC servers, and return once they accept requests.
 
         Raises:
-            ConfigError: keys or certificates cannot be read. No port is bound then.
+            ConfigError: keys or certificates cannot be read. In this case, no port has been bound.
             CannotListen: a port cannot be used.
         """
         config = self._config
@@ -132,11 +132,11 @@ class Router:
         log.info("listening", extra={**ports, "metrics_port": self.metrics_port})
 
     async def stop(self) -> None:
-        """Send clients to other routers, let requests end, and close everything.
+        """Shut down gracefully, so that clients move to other routers and requests finish.
 
-        Clients with open connections do not yet know that the router stops. Their requests are
-        still served, and the answers close the connections, so that clients connect to another
-        router.
+        Clients with open connections do not know yet that the router is stopping. Their requests
+        are still served, but each response closes its connection, so that the client connects to
+        another router.
         """
         if self._readiness:
             self._readiness.cancel()
@@ -158,7 +158,7 @@ class Router:
         await self._monitoring.stop(ANSWER_TIMEOUT_S)
 
     def _stats(self, authorization: str | None) -> bytes:
-        """Return the body of /stats.
+        """Return the response body for /stats.
 
         Raises:
             ServiceError: UNAUTHENTICATED, if /stats is protected and the key is unknown.
@@ -174,7 +174,7 @@ class Router:
         await self._monitoring.start(listener)
 
     async def _serve_probes(self) -> None:
-        """Serve health without TLS, since the kubelet's probes do not speak TLS."""
+        """Serve health checks without TLS, because the kubelet's probes do not support TLS."""
         if section := self._config.probes:
             self._probes = new_probe_server()
             self._health.attach_alone(self._probes)
@@ -188,7 +188,7 @@ class Router:
 
 
 async def serve(config: RouterConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then drain."""
+    """Run the router until SIGINT or SIGTERM, then shut down gracefully."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -201,20 +201,21 @@ async def serve(config: RouterConfig) -> None:
 
 
 def _longest_request_s(config: RouterConfig) -> float:
-    """Return the seconds after which every accepted request has ended.
+    """Return the maximum duration of an accepted request, in seconds.
 
-    A request may be held for a sleeping pool before its answer begins.
+    The duration includes the time for which a request may be held until its pool has been woken.
     """
     held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
     return held_s + config.limits.total_timeout
 
 
 def _listen(name: str, host: str | None, port: int) -> socket.socket:
-    """Return a listening socket.
+    """Return a socket that listens on a host and a port.
 
     Args:
-        name: name of the configuration's section, for the error.
-        host: None for every address.
+        name: name of the configuration section, for the error message.
+        host: host to listen on, or None for all addresses.
+        port: port to listen on.
 
     Raises:
         CannotListen: the port cannot be used.
@@ -253,17 +254,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the hard limit. Shells and containers often set 1024."""
+    """Raise the limit on open files to the hard limit, because the default is often only 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the router.
+    """Run the `ullage-router` command.
 
     Returns:
-        The exit status: 0 after a clean stop, 2 when the configuration cannot be used.
+        The exit status, which is 0 after a clean shutdown, or 2 if the configuration cannot be
+        used.
     """
     options = _arguments(argv)
     try:

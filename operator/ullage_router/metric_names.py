@@ -1,4 +1,7 @@
-"""Every metric of the router, `ullage_router_*`. Each label has few values."""
+"""The names, labels and help texts of all router metrics (`ullage_router_*`).
+
+Each label has only a few values.
+"""
 
 from ullage_common.process.metrics import SECONDS, CounterName, GaugeName, HistogramName
 

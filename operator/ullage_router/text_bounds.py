@@ -1,7 +1,7 @@
-"""A lower bound of a text's tokens, and places to cut the text without changing its tokens.
+"""Computes lower bounds on token counts, and cuts long texts without changing their tokens.
 
-Both are derived from a tokenizer when its model is loaded. A text that cannot fit the context is
-refused before it is tokenised, and a text that may fit is tokenised in pieces of bounded size.
+Both are derived from a tokenizer when its model is loaded. A text that cannot fit in the context is
+refused before it is tokenised. A text that may fit is tokenised in pieces of bounded size.
 """
 
 import json
@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 PIECE_CHARACTERS = 32 << 10
-"""Usual size of a piece. Tokenising one takes a few megabytes."""
+"""Usual size of a piece in characters. Tokenising such a piece takes a few megabytes of memory."""
 LONGEST_PIECE = 128 << 10
-"""Size up to which a text without a place to cut is tokenised."""
+"""Maximum size in characters of a piece that has no place to cut. Longer texts are refused."""
 COUNTED_AT_ONCE = 64 << 10
 
 _LETTERS = (string.ascii_letters + string.digits).encode()
@@ -27,7 +27,7 @@ Json = Mapping[str, Any]
 
 
 class UncutText(Exception):
-    """A long text has no place to cut. The message is one line."""
+    """Raised when a long text has no place to cut. The message is a single line."""
 
 
 # --- Bounds ---
@@ -35,32 +35,35 @@ class UncutText(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """A lower bound of a text's tokens.
+    """Computes a lower bound on the number of tokens in a text.
 
-    Every character of a text is part of one token. If no token with a character is longer than `n`
-    characters, the character is at least 1/n of its token. So a text has at least the sum of these
-    shares in tokens. ASCII letters and digits, ASCII punctuation, and all other characters have
-    separate lengths, since the longest tokens are runs of blanks.
+    Each character of a text belongs to one token. If no token that contains a certain character is
+    longer than `n` characters, the character makes up at least 1/n of its token. The sum of these
+    shares over the text is therefore a lower bound on its number of tokens. The maximum token
+    length is stored separately for ASCII letters and digits, for ASCII punctuation, and for all
+    other characters, because the longest tokens are runs of blanks.
 
-    A length of 0 means that the characters are not counted, since tokens may contain any number of
-    them.
+    A length of 0 means that such characters are not counted, because a token may contain any number
+    of them.
     """
 
     letter: int = 0
     mark: int = 0
     other: int = 0
     shrink: int = 1
-    """Most characters that a normalizer may merge into one."""
+    """Maximum number of characters that the normalizer may merge into one character."""
     counts_bytes: bool = False
-    """Whether a character outside ASCII counts by its bytes, as in byte-level tokenizers."""
+    """Whether non-ASCII characters count by their UTF-8 bytes, as in byte-level tokenizers."""
     composed: int = 0
-    """Length that counts for letters and marks that a normalizer may join with following accents,
-    or 0 if it joins none."""
+    """Token length to use for letters and marks in texts with non-ASCII characters.
+
+    It applies if the normalizer may join a letter with the accents that follow. Otherwise it is 0.
+    """
     counts_words: bool = False
-    """Whether a word is at most one token, so that words are counted instead of characters."""
+    """Whether a token never spans two words, so that words are counted instead of characters."""
 
     def fewest(self, text: str) -> int:
-        """Return a lower bound of the text's tokens, in about 3 ms a megabyte."""
+        """Return a lower bound on the text's number of tokens, in about 3 ms per megabyte."""
         if self.counts_words:
             return sum(map(_num_words, _slices(text)))
         letters = marks = others = 0
@@ -94,7 +97,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the bound for a tokenizer. It is always 0 if no bound is known."""
+    """Return the token bound for a tokenizer, which is always 0 if no better bound is known."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -132,17 +135,17 @@ def token_bound(tokenizer: Tokenizer) -> TokenBound:
 
 
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
-"""Pre-tokenizers that drop no blanks, unless their behaviour is `Removed`."""
+"""Pre-tokenizers that keep blanks, unless their behaviour is `Removed`."""
 
 
 _PARTING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
-"""Pre-tokenizers that drop blanks, and nothing else."""
+"""Pre-tokenizers that drop blanks but keep all other characters."""
 
 
 def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) -> int:
-    """Return the length of the longest token with one of the characters.
+    """Return the length of the longest token that contains any of the characters.
 
-    The length is 0 if the model lacks some of the characters, since it may drop them.
+    The length is 0 if the vocabulary lacks some of the characters, because the model may drop them.
     """
     if not vocabulary.keys() >= set(characters.decode()):
         return 0
@@ -151,20 +154,20 @@ def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) ->
 
 
 def _may_remove_words(step: Json) -> bool:
-    """Return whether a pre-tokenizer may remove more than blanks."""
+    """Return whether a pre-tokenizer step may remove more than blanks."""
     if step["type"] in ("Punctuation", "Split"):
         return bool(step["behavior"] == "Removed")
     return step["type"] not in _KEEPING | _PARTING
 
 
 def _has_affixes(model: models.BPE | models.Unigram) -> bool:
-    """Return whether the model spells tokens within a word differently."""
+    """Return whether the model marks tokens inside or at the end of a word with an affix."""
     names = ("continuing_subword_prefix", "end_of_word_suffix")
     return any(getattr(model, name, None) for name in names)
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether no character is dropped or part of a token of unbounded length."""
+    """Return whether no character is dropped or becomes part of a token of unbounded length."""
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -175,19 +178,19 @@ def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Normalizer:
-    """The characters that a normalizer may remove from a text."""
+    """Describes how a normalizer may shorten a text."""
 
     kinds: frozenset[str] = frozenset()
     shrink: int = 1
-    """Most ASCII characters, other than blanks, that the normalizer may merge into one."""
+    """Maximum number of ASCII characters (except blanks) that the normalizer may merge into one."""
     keeps_all: bool = True
-    """Whether the normalizer shortens no text."""
+    """Whether the normalizer never shortens a text."""
     composes: bool = False
-    """Whether the normalizer may join a letter with the accents after it."""
+    """Whether the normalizer may join a letter with the accents that follow."""
 
     @classmethod
     def of(cls, state: Json | None) -> "_Normalizer | None":
-        """Return the effect of a normalizer, or None if it is not known."""
+        """Describe the effect of a normalizer, or return None if the effect is unknown."""
         if state is None:
             return cls()
         shrink = 1
@@ -216,15 +219,15 @@ class _Normalizer:
 
 _RUNS_OF_BLANKS = frozenset({" {2,}", r"\s+", r"\s{2,}", " +"})
 _LENGTHENING = frozenset({"ByteLevel", "Lowercase", "Prepend"})
-"""Normalizers that shorten no text."""
+"""Normalizers that never shorten a text."""
 _SHORTENING = frozenset(
     {"BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Strip", "StripAccents"}
 )
-"""Normalizers that keep ASCII characters other than blanks, perhaps with an added accent."""
+"""Normalizers that keep all ASCII characters except blanks, possibly adding an accent."""
 
 
 def _state(part: Any) -> Json | None:
-    """Return the settings of a normalizer or pre-tokenizer."""
+    """Return the serialised settings of a normalizer or pre-tokenizer, or None without one."""
     state: Json | None = json.loads(part.__getstate__()) if part else None
     return state
 
@@ -244,30 +247,29 @@ def _steps(state: Json | None) -> Iterator[Json]:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A kind of place where a text may be cut."""
+    """Describes a kind of place at which a text may be cut."""
 
     place: str
-    """Pattern of the place, which is empty or one blank."""
+    """Pattern that matches the place, which is a position in the text or a single blank."""
     crossed: str
-    """Pattern of a vocabulary token that spans such a place."""
+    """Pattern that matches any vocabulary token that would span such a place."""
     drops_blank: bool = False
-    """Whether the blank at the place is dropped, since tokenizers put one before every text."""
+    """Whether to drop the blank at the place, because tokenizers add a blank before each text."""
 
 
 _BLANK = "[ \u2581\u0120]"
 _BREAK = "[\n\u010a]"
 _WORD_BYTE = "[A-Za-z0-9\u0080-\u00ff\u0121-\u0143]"
-"""Matches a letter, a digit or a byte of another character, as byte-level vocabularies spell them.
-"""
+"""Matches a letter, a digit, or one byte of another character in a byte-level vocabulary."""
 _NOT_BLANK = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
 _MARKS_IN_DATA = '",;|]}'
-"""Punctuation that is frequent in tables, lists and JSON, and that no word contains."""
+"""Punctuation marks that are frequent in tables, lists and JSON but do not occur in words."""
 _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-"""Punctuation of Chinese and Japanese, which have no blanks between words."""
+"""Punctuation marks of Chinese and Japanese, which have no blanks between words."""
 
 
 def _spelled(characters: str) -> str:
-    """Return a pattern of the characters as vocabularies spell them, in bytes or as they are."""
+    """Return a pattern that matches the characters in either plain or byte-level spelling."""
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
     return "|".join(map(re.escape, [*characters, *in_bytes]))
@@ -310,15 +312,15 @@ _SAMPLES = (
 
 
 class TextCutter:
-    """Cuts long texts at places where the tokenizer is known to cut.
+    """Cuts long texts at places where cutting does not change the tokens.
 
-    A rule holds if no token of the vocabulary, and so no merge, spans its places, and if samples
-    that are cut at each of their places keep their tokens.
+    A rule for cutting is used only if no token of the vocabulary, and therefore no merge, spans its
+    places. In addition, sample texts must keep their tokens when they are cut at these places.
 
     Args:
         tokenizer: the model's tokenizer.
-        usual: characters of a piece, if there is a place to cut.
-        longest: characters of a piece without a place to cut.
+        usual: usual size of a piece in characters.
+        longest: maximum size of a piece that has no place to cut, in characters.
     """
 
     def __init__(
@@ -331,14 +333,15 @@ class TextCutter:
         self._has_rules = bool(rules)
 
     def pieces(self, text: str, is_part: bool = False) -> Iterator[str]:
-        """Yield pieces whose tokens, one after another, are those of the text.
+        """Yield pieces of the text whose concatenated tokens are the text's tokens.
 
         Args:
-            is_part: whether the text is a part of a text that may be cut in other places. The part
-                is then refused only if the whole text would be.
+            text: the text to cut.
+            is_part: whether the text is part of a larger text, which may be cut at other places.
+                The part is then refused only if the larger text would be refused.
 
         Raises:
-            UncutText: a piece would be too long.
+            UncutText: a piece would be too long because the text has too few places to cut.
         """
         start = 0
         longest = self._longest + self._usual if is_part else self._longest
@@ -369,7 +372,7 @@ class TextCutter:
 
 
 def _rules(tokenizer: Tokenizer) -> list[_Rule]:
-    """Return the rules that hold, with only one of the rules for blanks."""
+    """Return the cutting rules that are valid for a tokenizer, with at most one rule for blanks."""
     if not isinstance(tokenizer.model, models.BPE | models.Unigram):
         return []
     if isinstance(tokenizer.model, models.BPE) and tokenizer.model.dropout:
@@ -390,7 +393,7 @@ def _is_for_blanks(rule: _Rule) -> bool:
 
 
 def _keeps(tokenizer: Tokenizer, rule: _Rule) -> bool:
-    """Return whether samples keep their tokens when the rule cuts them."""
+    """Return whether all sample texts keep their tokens when they are cut by the rule."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,5 +1,5 @@
-"""Places requests on engines: ladder, queue, load balancing, and pools scaled to zero.
+"""Request admission: the ladder of steps, the queue, load balancing, and scale to zero.
 
-The package carries out the decisions of `policy` and depends on the engines. It depends on neither
-HTTP nor the streams of answers.
+This package carries out the decisions that `policy` makes. It depends on the engines, but on
+neither HTTP nor the response streams.
 """

@@ -1,6 +1,6 @@
-"""Carries out decisions: shortens prompts, waits, refuses, or reserves memory on an engine.
+"""Carries out admission decisions: shortens prompts, queues requests, reserves memory, or refuses.
 
-`Admission.admit` collects the facts about a request, asks `policy.decide` for the next step, and
+`Admission.admit` collects the facts about a request, lets `policy.decide` choose the next step, and
 carries it out. This repeats until the request has a reservation or is refused.
 """
 
@@ -49,42 +49,42 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """The canary cannot run the unchanged request now, so a stable engine should run it."""
+    """Raised if the canary cannot run the request unchanged now, so that a stable engine should."""
 
 
 @dataclass(slots=True, eq=False)
 class AdmissionRequest:
-    """A request that is being admitted."""
+    """A request during admission, with its current prompt, queue entry and preferred engine."""
 
     call: Call
     progress: Progress = NO_PROGRESS
-    """The part of the answer that was received earlier, if the request resumes an answer."""
+    """The tokens received so far, if the request resumes an interrupted answer."""
     refused_by: Mapping[str, int] = field(default_factory=dict)
-    """Keys of engines that refused or failed the request.
+    """Keys of the engines that refused the request or failed while serving it.
 
-    Each key has the number of reports that the engine had sent at that time.
+    The value is the number of headroom reports that the engine had sent by that time.
     """
     is_trial: bool = False
-    """Whether to try only a canary that has room now.
+    """Whether to try only canary engines that have free memory now.
 
-    If no canary has room, stable engines serve the request.
+    If no canary engine has room, the stable engines serve the request.
     """
     prompt: Prompt = field(init=False)
-    """The prompt, without the turns that have been dropped."""
+    """The prompt, without the conversation turns that were dropped to shorten it."""
     cache_key: CacheKey = field(init=False)
     preferred: Preferred = NO_PREFERENCE
-    """The engine that has the prompt's prefix in its caches."""
+    """The engine whose caches hold the prompt's prefix."""
     entry: QueueEntry | None = None
     """The request's place in the queue, or None while the request is not queued."""
     queue_state: QueueState = QueueState.OPEN
     deciding_s: float = 0.0
-    """Duration of the latest decision in seconds."""
+    """Time that the latest decision took to compute, in seconds."""
 
     def __post_init__(self) -> None:
         self.prompt = self.call.prompt
 
     def leave_queue(self) -> None:
-        """Give up the request's place in the queue, if it has one."""
+        """Remove the request from the queue if it is queued."""
         if self.entry:
             self.entry.leave()
             self.entry = None
@@ -95,10 +95,10 @@ class Admission:
 
     Args:
         config: the routing policy and the limits.
-        engines: the engines to which requests may go.
+        engines: the engines that may serve requests.
         queue: the queue in which requests wait for memory.
-        threads: threads that render shortened conversations.
-        balancer: finds the engine that has a request's prefix in its caches.
+        threads: the thread pool that renders shortened conversations.
+        balancer: finds the engine whose caches hold a request's prefix.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Admission:
         self._deferrals = DeferralBook()
 
     async def admit(self, request: AdmissionRequest) -> Reservation:
-        """Try the steps of the ladder until memory for the request is reserved on an engine.
+        """Follow the admission ladder until memory for the request is reserved on an engine.
 
         Raises:
             ServiceError: the request can never fit, does not fit now, or no engine is ready.
@@ -156,17 +156,17 @@ class Admission:
 
     @property
     def has_engine(self) -> bool:
-        """Whether any engine takes requests."""
+        """Whether any engine currently accepts requests."""
         return self._engines.is_ready
 
     def has_stable_engine(self, call: Call) -> bool:
-        """Return whether a stable engine takes requests with the call's tokens and adapter."""
+        """Return whether a ready stable engine can use the call's token ids and adapter."""
         model = self._engines.model_of(Side.STABLE)
         is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
     def facts(self, request: AdmissionRequest) -> RequestFacts:
-        """Return the current facts about the request for `decide`."""
+        """Collect the current facts about the request, as input for `decide`."""
         call = request.call
         prompt = request.prompt
         entry = request.entry
@@ -218,7 +218,7 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the refused requests that are expected back, as seen from this request."""
+        """Return the refused requests that are expected to retry, as they affect this request."""
         now = time.monotonic()
         self._deferrals.expire(now)
 
@@ -228,7 +228,7 @@ class Admission:
         )
 
     def _rare_adapter(self, call: Call) -> str:
-        """Return the request's adapter if some engines lack it (empty otherwise).
+        """Return the request's adapter if it is missing on some engines (empty otherwise).
 
         A request with a rare adapter waits in a separate line, so that it does not block engines
         that it cannot use.
@@ -236,7 +236,10 @@ class Admission:
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
-        """Return the time limits. The SLOs apply only until the answer has started."""
+        """Return the request's time limits.
+
+        The SLOs apply only until the answer has started.
+        """
         now = time.monotonic()
         deadline = request.call.deadline
         if request.progress.is_accepted:
@@ -272,10 +275,9 @@ class Admission:
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Return the engine that has the request's prefix in its caches.
+        """Return the engine that the request should prefer because of its cached prefix.
 
-        The rest of a resumed answer prefers an engine with the same numerics as the earlier
-        engines.
+        A resumed answer prefers an engine with the same numerics as the earlier engines.
         """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
@@ -286,7 +288,7 @@ class Admission:
         return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
-        """Return whether a request behind the head of its line may run now."""
+        """Return whether a request that is not at the head of its queue line may run now."""
         call = request.call
         model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
@@ -304,7 +306,7 @@ class Admission:
         return self._balancer.cache_key(name, token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
-        """Reserve the memory, leave the queue, and enter the prefill window if that helps."""
+        """Reserve memory, leave the queue, and enter the prefill window if balancing may help."""
         engine = self._engines.at(run.engine)
         prompt = request.prompt
         available = engine.available
@@ -327,7 +329,7 @@ class Admission:
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Shorten the prompt as decided. This is tried only once per prompt."""
+        """Shorten the prompt as the decision requires. Each prompt is shortened at most once."""
         call = request.call
         prompt = request.prompt
         call.decisions.change(action="shrink", reason=shrink.reason)
@@ -354,9 +356,9 @@ class Admission:
         _log_decision(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
-        """Wait for the request's turn, as long as its answer could still end in time.
+        """Wait for the request's turn in the queue, while its answer could still end in time.
 
-        If the wait ends before the request's turn, the request's `queue_state` has the reason.
+        If the wait ends before the request's turn, `queue_state` records the reason.
         """
         call = request.call
         started = time.monotonic()
@@ -389,9 +391,9 @@ class Admission:
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Return the request's place in its line.
+        """Return the request's place in its queue line, joining the line first if necessary.
 
-        The place is kept while the line stays the same.
+        A request that is already in the right line keeps its place.
         """
         adapter = self._rare_adapter(request.call)
         if request.entry and request.entry.line == (wait.pool, adapter):
@@ -413,7 +415,7 @@ class Admission:
         return request.entry
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
-        """Record a refusal, and return its error."""
+        """Record the refusal of a request, and return the error for the client."""
         call = request.call
         demand = refuse.demand
         if call.adapter and refuse.reason == "NO_ENGINE":
@@ -439,7 +441,7 @@ class Admission:
         return refusal(refuse)
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
-        """Give a refused request precedence over later ones until its Retry-After has passed."""
+        """Let a refused request precede later requests until its Retry-After has passed."""
         assert refuse.demand
         assert refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
@@ -463,7 +465,7 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
-    """Return the decision after a reservation. Its action is the furthest step of the ladder taken.
+    """Return the decision to log for a reservation, with the last ladder step as its action.
 
     Args:
         available: bytes that were available on the engine.
@@ -492,7 +494,7 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
 
 
 def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
-    """Add the request's decision to its timeline and to the log.
+    """Record the request's decision in its timeline and in the log.
 
     Most requests are accepted at once. Their acceptance is logged only at DEBUG, because the log
     line at the end of a request has the same timeline.

@@ -1,4 +1,4 @@
-"""Prefers engines whose caches hold a request's prefix, and bounds the router's retries."""
+"""Chooses engines by their cached prefixes, and limits the number of retries."""
 
 import time
 from collections import Counter
@@ -15,7 +15,7 @@ from ullage_router.policy.retry import RetryBudget
 
 
 class Preferred(NamedTuple):
-    """The engine that a request should go to because of its cached prefix."""
+    """The engine that should serve a request, because the request's prefix may be in its cache."""
 
     engine: str = ""
     """Key of the engine (empty if unknown)."""
@@ -27,11 +27,11 @@ NO_PREFERENCE = Preferred()
 
 
 class LoadBalancer:
-    """Owns the affinity tables and the retry budget. The circuit breakers belong to the engines.
+    """Owns the affinity tables and the retry budget. Circuit breakers belong to each engine.
 
     Args:
-        section: the settings of placement.
-        engines: the engines to which requests may go.
+        section: the placement settings.
+        engines: the engines that may serve requests.
     """
 
     def __init__(self, section: PlacementSection, engines: Engines) -> None:
@@ -40,22 +40,22 @@ class LoadBalancer:
         self.budget = RetryBudget(section.retries, time.monotonic())
         self._engines = engines
         self.choices: Counter[str] = Counter()
-        """Number of requests by outcome of affinity: kept, yielded or none."""
+        """Number of requests by affinity outcome: `kept`, `yielded` or `none`."""
         engines.on_forgotten = self._affinity.remove_engine
 
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""
     ) -> CacheKey:
-        """Return the key by which a request's prefix is looked up in the affinity tables."""
+        """Return the key that looks up a request's prefix in the affinity tables."""
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
-        """Return the engine that has the longest prefix of the request in its caches.
+        """Return the engine that is known or expected to cache the request's longest prefix.
 
-        If this router knows no such engine, another router may. All routers therefore choose
-        between the same two engines of the hash ring. A session goes to the first engine, unless
-        that engine is much busier than the second. A prompt goes to the engine with fewer requests,
-        if that engine has no prompts to prefill.
+        If this router has no record of the prefix, another router may have placed it. All routers
+        therefore choose between the same two engines on the hash ring. A session prefers the first
+        engine, unless that engine is much busier than the second. A prompt without a session
+        prefers the engine with fewer requests, if that engine has no prompts to prefill.
         """
         if not (cache_key.session or cache_key.prefixes):
             return NO_PREFERENCE
@@ -72,13 +72,13 @@ class LoadBalancer:
         refusing: Collection[str],
         adapter: str = "",
     ) -> Preferred:
-        """Return an engine that would continue an answer bit for bit, if one takes requests.
+        """Return an engine that can continue an answer bit for bit, or else the preferred engine.
 
-        The preferred engine is chosen if it is one of them, otherwise the engine with the fewest
-        requests.
+        Among the engines that can continue the answer, the preferred engine comes first, then the
+        engine with the fewest requests.
 
         Args:
-            fingerprints: numerics of the engines that generated the answer so far.
+            fingerprints: numerics fingerprints of the engines that generated the answer so far.
             refusing: keys of engines that refuse the request.
             adapter: the adapter of the answer (empty if it has none).
         """
@@ -94,7 +94,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
-        """Return the key of the engine that all routers choose (empty if there is none)."""
+        """Return the key of the engine that every router would choose (empty if there is none)."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
@@ -110,20 +110,20 @@ class LoadBalancer:
         return engine is not None and engine.side is side and engine.state == "ready"
 
     def on_placed(self, cache_key: CacheKey, preferred: Preferred, engine: Engine) -> None:
-        """Record that a request was placed on this engine."""
+        """Record that a request was placed on an engine, and whether that engine was preferred."""
         choice = "kept" if preferred.engine == engine.key else "yielded"
         self.choices[choice if preferred.is_remembered else "none"] += 1
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Take a retry from the budget, and return whether there was one left.
+        """Take one retry from the budget, and return whether the budget allowed it.
 
-        A request that failed before its first token may then be sent to another engine.
+        With a retry, a request that failed before its first token may try another engine.
         """
         return self.budget.take(time.monotonic())
 
     def as_json(self) -> dict[str, object]:
-        """Return the counts for /stats."""
+        """Return the affinity and retry counts for /stats."""
         return {
             "sessions": self._affinity.sessions,
             "prefixes": self._affinity.prefixes,

@@ -1,10 +1,10 @@
-"""Balances prompts over the engines of a pool before the prompts are prefilled.
+"""Balances prompts across a pool's engines before their prefill begins.
 
 Under load, prompts are collected during a short pause, which is the prefill window. A request
 enters the window only if the prompts queued on its engine take longer than the window. The pause
 therefore costs the request nothing: its prompt could not start earlier, and its memory stays
-reserved. When the window closes, its requests are balanced over the engines of their pool
-(`policy/balance.py`), and each moves together with its reservation.
+reserved. When the window closes, its requests are balanced over their pool's engines
+(`policy/balance.py`). A request that moves takes its reservation along.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from ullage_router.prompts.prompts import Prompt
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request's reserved memory on an engine.
+    """Memory that is reserved for a request on an engine.
 
-    The holder must release the credit when it is done.
+    The holder must release the credit when the request is done.
     """
 
     engine: Engine
@@ -32,9 +32,9 @@ class Reservation:
     prompt: Prompt
     max_tokens: int
     choices: Mapping[str, int]
-    """Bytes needed on each engine that the request may move to, by engine key.
+    """Bytes that the request needs on each engine to which it may move, by engine key.
 
-    Empty if it cannot move.
+    Empty if the request cannot move.
     """
     is_final: asyncio.Event | None = None
     """Set when the prefill window closes, or None if the request did not enter a window."""
@@ -50,10 +50,10 @@ class Reservation:
 
 
 class PrefillWindow:
-    """The prefill windows of all pools.
+    """Manages the prefill windows, one for each pool.
 
     Args:
-        section: the length of a window, and the cost of prompts.
+        section: the window length, and the cost model for prompts.
         engines: the engines to which reservations may move.
     """
 
@@ -63,19 +63,19 @@ class PrefillWindow:
         self._engines = engines
         self._open: dict[str, list[Reservation]] = {}
         self.waited = 0
-        """Number of requests that waited in a window."""
+        """Number of requests that have waited in a window."""
         self.balanced = 0
-        """Number of requests that a window moved to another engine."""
+        """Number of requests that moved to another engine when their window closed."""
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
     def as_json(self) -> dict[str, int]:
-        """Return the counts for /stats."""
+        """Return the numbers of waiting and moved requests for /stats."""
         return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
 
     async def settle(self, reservation: Reservation) -> None:
-        """Wait until the window of the reservation's pool closes.
+        """Wait in the prefill window of the reservation's pool until the window closes.
 
         If the request is cancelled during the wait, it leaves the window and its memory is
         released.
@@ -98,7 +98,7 @@ class PrefillWindow:
             raise
 
     def _close(self, pool: str) -> None:
-        """Balance the reservations in a pool's window, unless one of their engines has failed."""
+        """Close a pool's window, and balance its reservations if all their engines are usable."""
         reservations = self._open.pop(pool)
         keys = {key for reservation in reservations for key in reservation.choices}
         engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
@@ -123,7 +123,7 @@ class PrefillWindow:
                 self.balanced += 1
 
     def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
-        """Return the engine's load without the requests in the window."""
+        """Return an engine's load, not counting the requests in the window."""
         own = [r.credit for r in reservations if r.engine is engine]
         return EngineLoad(
             engine.key,

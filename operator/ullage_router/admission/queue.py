@@ -1,10 +1,11 @@
-"""The bounded queue of requests that wait for memory.
+"""The bounded queue in which requests wait for memory.
 
-Each pool has one line, and an additional line for each adapter that some of its engines lack. Only
-the head of a line is woken. So requests are served in order (`policy/fair_queue.py`), and a burst
-of headroom reports costs one decision per line. While the head cannot run, requests behind it that
-fit may be backfilled, if they end before the head could begin (`policy/decide.py`). At most
-`backfill` requests may overtake a head. A full queue is also shared fairly (`queue_bounds.py`).
+Each pool has one line, and an additional line for each adapter that some of its engines lack.
+Normally only the head of a line is woken. Requests are therefore served in order
+(`policy/fair_queue.py`), and a burst of headroom reports costs only one decision per line. While
+the head cannot run, requests behind it that fit may be backfilled, if they end before the head
+could begin (`policy/decide.py`). At most `backfill` requests may overtake a head. A full queue is
+also shared fairly (`queue_bounds.py`).
 
 The heads of a pool's lines are ordered by priority and arrival. A request that can use every engine
 avoids the engines that have the adapter of an earlier head, unless the request may overtake that
@@ -22,30 +23,30 @@ from ullage_router.admission.queue_bounds import QueueBounds
 from ullage_router.policy.fair_queue import FairEntry, FairQueue
 
 LOOKED_AHEAD = 16
-"""Number of requests at the front of a line that may be woken to overtake the head."""
+"""Maximum number of requests at the front of a line that are considered for backfill."""
 
 LineKey = tuple[str, str]
-"""A line: (pool, adapter), with the adapter as in `Waiter`."""
+"""The key of a queue line: (pool, adapter), with the adapter as in `Waiter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """The properties of a waiting request. Times are in seconds, on the monotonic clock."""
+    """The properties of a waiting request, with times in seconds on the monotonic clock."""
 
     size: int
-    """Bytes that the request waits for, which is its predicted KV."""
+    """Predicted size of the request's KV cache, in bytes."""
     arrival: float
     deadline: float
-    """Time by which the first token must have arrived."""
+    """Time by which the request's first token must arrive."""
     prompt_bytes: int = 0
-    """Bytes of this process's memory that the request holds."""
+    """Router memory that the request holds while it waits, in bytes."""
     priority: int = 0
     tenant: str = ""
     weight: float = 1.0
     is_charged: bool = False
-    """Whether the request came back from an engine. Its tenant is then not charged again."""
+    """Whether the request came back from an engine, so that its tenant is not charged again."""
     adapter: str = ""
-    """The adapter that the request needs and some engines lack (empty if there is none)."""
+    """The adapter that the request needs but some engines lack (empty if there is none)."""
 
 
 class QueueEntry:
@@ -58,12 +59,12 @@ class QueueEntry:
         self.is_evicted = False
         """Whether the entry was evicted in favour of another request."""
         self.num_passed = 0
-        """Number of requests that overtook this one while it was the head of its line."""
+        """Number of requests that overtook this entry while it was the head of its line."""
         self._queue = queue
         self._event = asyncio.Event()
 
     async def wait_turn(self, timeout_s: float) -> bool:
-        """Wait until the entry is woken. Return False if the timeout passes first.
+        """Wait until the entry is woken, and return False if the timeout passes first.
 
         An entry is woken when it is the head of its line and memory may be available, when it may
         overtake the head, or when it is evicted.
@@ -77,12 +78,12 @@ class QueueEntry:
         return True
 
     def wake(self) -> None:
-        """Wake the entry from `wait_turn`."""
+        """Wake the task that waits in `wait_turn`."""
         self._event.set()
 
     @property
     def line(self) -> LineKey:
-        """The line in which the entry waits."""
+        """The key of the line in which the entry waits."""
         return self.pool, self.waiter.adapter
 
     @property
@@ -91,20 +92,20 @@ class QueueEntry:
         return self._queue.head(self.line) is self
 
     def serve(self) -> None:
-        """Leave the queue, because an engine of the pool serves the request."""
+        """Leave the queue because an engine of the entry's pool now serves the request."""
         self._queue.remove(self, served=True)
 
     def leave(self) -> None:
-        """Leave the queue. Further calls have no effect."""
+        """Leave the queue. Repeated calls have no effect."""
         self._queue.remove(self)
 
 
 class RequestQueue:
-    """The lines of all pools, with bounds that they share.
+    """The queue lines of all pools, which share the same bounds.
 
     Args:
-        section: the bounds, the rate at which waiting makes up for priority, and the number of
-            requests that may overtake one head.
+        section: the bounds, the rate at which waiting raises a request's priority, and the number
+            of requests that may overtake one head.
     """
 
     def __init__(self, section: QueueSection) -> None:
@@ -112,29 +113,29 @@ class RequestQueue:
         self._bounds = QueueBounds(section)
         self._lines: dict[LineKey, FairQueue] = {}
         self._entries: dict[int, QueueEntry] = {}
-        """Entries by number."""
+        """Queue entries by their sequence number."""
         self._numbers: Iterator[int] = itertools.count()
         self.passed = 0
-        """Number of times that a request overtook a head."""
+        """Number of requests that overtook the head of a line."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def size(self) -> int:
-        """Bytes that all entries wait for."""
+        """Total predicted KV bytes of all queue entries."""
         return self._bounds.total.size
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of this process's memory that all entries hold."""
+        """Router memory that all queue entries hold, in bytes."""
         return self._bounds.total.prompt_bytes
 
     def join(self, pool: str, waiter: Waiter) -> QueueEntry:
-        """Add an entry to a line of a pool. If the entry is a new head, it is woken at once.
+        """Add a request to a pool's line, and wake it at once if it becomes the head.
 
         Raises:
-            QueueFull: a bound is reached, and no other request may be evicted.
+            QueueFull: a bound is reached, and no queued request may be evicted instead.
         """
         for evicted in self._bounds.make_room(waiter):
             evicted.is_evicted = True
@@ -151,7 +152,7 @@ class RequestQueue:
         return entry
 
     def remove(self, entry: QueueEntry, served: bool = False) -> None:
-        """Remove an entry, if it is in the queue, and wake a new head."""
+        """Remove an entry from the queue, and wake the next head. An absent entry is ignored."""
         if entry.place.number in self._entries:
             self._bounds.remove(entry)
             self._leave_line(entry, served)
@@ -176,11 +177,11 @@ class RequestQueue:
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Return the bytes that earlier requests wait for, by pool.
+        """Return the bytes that earlier requests are waiting for, by pool.
 
-        Only lines whose engines include all engines of the request count. A pool in which the
-        request is next is absent. All requests of the same priority count as earlier, since every
-        arrival may change their order.
+        A line counts only if its engines include all engines that the request can use. The result
+        has no entry for a pool in which the request is next. All requests with the same priority
+        count as earlier, because each arrival may change their order.
 
         Args:
             entry: the request's place, or None if the request is not in the queue.
@@ -195,16 +196,16 @@ class RequestQueue:
         return result
 
     def head(self, key: LineKey) -> QueueEntry | None:
-        """Return the head of a line, or None if the line is empty."""
+        """Return the entry at the head of a line, or None if the line is empty."""
         line = self._lines.get(key)
         place = line.head if line else None
         return self._entries[place.number] if place else None
 
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
-        """Return the bytes that earlier heads of lines with other adapters wait for.
+        """Return the bytes that earlier heads of other adapters' lines are waiting for.
 
-        Each head has a claim on the engines of its pool that have its adapter. A claim of 0 bytes
-        belongs to a head that may no longer be overtaken.
+        Each such head has a claim on the engines of its pool that have its adapter. A claim of 0
+        bytes means that the head may no longer be overtaken.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -213,9 +214,10 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the bytes of the smallest head ahead of a request, by pool, for backfill.
+        """Return the size of the smallest head that a request may overtake by backfill, by pool.
 
-        The pools are those in `ahead`, except pools with a head that may no longer be overtaken.
+        The pools are the same as in `ahead`, except pools with a head that may no longer be
+        overtaken. Sizes are in bytes.
         """
         sizes: dict[str, int] = {}
         full = set()
@@ -228,7 +230,7 @@ class RequestQueue:
     def on_passed(
         self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
     ) -> None:
-        """Count the heads that a request overtakes by taking memory of an engine.
+        """Count the queue heads that a request overtakes when it takes memory on an engine.
 
         Args:
             pool: the engine's pool.
@@ -243,22 +245,22 @@ class RequestQueue:
         self.passed += bool(passed)
 
     def _is_full(self, head: QueueEntry) -> bool:
-        """Return whether no more requests may overtake a head."""
+        """Return whether a head has been overtaken as often as the configuration allows."""
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads ahead of a request, in lines whose engines include all of its engines."""
+        """Yield the heads ahead of a request, in lines that can use all of its engines."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the first request of each given line, if it is served before another request.
+        """Yield the head of each given line, if the head is served before the given entry.
 
-        The first requests of other pools always count as served before.
+        The heads of other pools always count as served before the entry.
 
         Args:
-            entry: the other request's place, or None if it is not queued and comes after all
+            entry: the entry of a request, or None if the request is not queued and comes after all
                 others.
-            keys: the lines.
+            keys: the keys of the lines.
         """
         for key in keys:
             if (head := self.head(key)) is None:
@@ -272,10 +274,10 @@ class RequestQueue:
                 yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
-        """Wake requests that need at most `available` bytes behind a head that cannot run.
+        """Wake requests behind a blocked head that need at most `available` bytes.
 
         Args:
-            available: bytes available on the engine of the pool with the most free memory.
+            available: free bytes on the engine that has the most free memory in the pool.
         """
         if not self._is_full(head) and available > 0:
             for place in self._lines[head.line].first(LOOKED_AHEAD):
@@ -290,7 +292,7 @@ class RequestQueue:
         return result
 
     def waits(self) -> Mapping[str, tuple[int, int, float]]:
-        """Return (requests, bytes, earliest arrival) for each pool with waiting requests."""
+        """Return (request count, bytes, earliest arrival) for each pool with waiting requests."""
         result: dict[str, tuple[int, int, float]] = {}
         for entry in self._entries.values():
             number, size, oldest = result.get(entry.pool, (0, 0, math.inf))
@@ -299,7 +301,7 @@ class RequestQueue:
         return result
 
     def sizes(self) -> Mapping[str, int]:
-        """Return the bytes that each tenant waits for."""
+        """Return the bytes that each tenant's requests are waiting for."""
         return self._bounds.sizes()
 
     def _wake_head(self, line: FairQueue) -> None:
@@ -307,7 +309,7 @@ class RequestQueue:
             self._entries[line.head.number].wake()
 
     def check_integrity(self) -> None:
-        """Assert that the lines and the bounds agree with the entries."""
+        """Assert that the lines and the bounds are consistent with the entries."""
         assert len(self) == sum(map(len, self._lines.values()))
         assert len(self) == self._bounds.total.requests
         self._bounds.check_integrity()

@@ -1,9 +1,9 @@
-"""The bounds of the queue, and the evictions when a bound is reached.
+"""Bounds on the queue, and evictions when a bound is reached.
 
-The queue has bounds on the number of requests, their predicted bytes and the memory of their
+The queue bounds the number of requests, their predicted KV bytes, and the router memory of their
 prompts. When a bound is reached, tenants share it by their weights: a new request evicts the least
-urgent request of the tenant with the largest share. A request of a higher priority may evict one of
-a lower priority from any tenant.
+urgent request of the tenant with the largest share. A request may also evict a request with a lower
+priority from any tenant.
 """
 
 from collections.abc import Iterator
@@ -28,20 +28,20 @@ The entry with the smallest key is evicted first.
 
 
 class QueueFull(Exception):
-    """The queue has no room for the request."""
+    """Raised when the queue has no room for a request."""
 
 
 class Amounts(NamedTuple):
-    """The amounts that entries use of each bound."""
+    """How much of each bound a set of queue entries uses."""
 
     requests: int = 0
     size: int = 0
-    """Predicted KV bytes."""
+    """Predicted size of the entries' KV caches, in bytes."""
     prompt_bytes: int = 0
-    """Bytes of this process's memory."""
+    """Router memory that the entries' prompts use, in bytes."""
 
     def plus(self, waiter: "Waiter", sign: int = 1) -> "Amounts":
-        """Return the amounts after adding a request, or removing one if the sign is -1."""
+        """Return the amounts after a request is added, or removed if `sign` is -1."""
         return Amounts(
             self.requests + sign,
             self.size + sign * waiter.size,
@@ -51,38 +51,38 @@ class Amounts(NamedTuple):
 
 @dataclass(slots=True)
 class _Holding:
-    """The queue entries of one tenant."""
+    """One tenant's queue entries and their total amounts."""
 
     weight: float
     amounts: Amounts = Amounts()  # noqa: RUF009 - immutable
     entries: "SortedList[_EvictionKey]" = field(default_factory=SortedList)
 
     def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
-        """Yield (amount / weight, tenant) for each bound."""
+        """Yield a (weighted share, tenant) tuple for each bound."""
         for amount in self.amounts:
             yield amount / self.weight, tenant
 
 
 class QueueBounds:
-    """Counts the queue's entries against the bounds of the queue.
+    """Tracks how much of each bound the queue entries use, and selects entries for eviction.
 
     Args:
-        section: the bounds, over all pools.
+        section: the configured bounds, which apply to all pools together.
     """
 
     def __init__(self, section: QueueSection) -> None:
         self._limits = (section.max_requests, section.max_bytes, section.max_prompt_bytes)
         self.total = Amounts()
-        """Total amounts of all entries."""
+        """Sum of the amounts of all entries."""
         self._holdings: dict[str, _Holding] = {}
-        """Entries by tenant."""
+        """Each tenant's entries, by tenant name."""
         self._entries: SortedList[_EvictionKey] = SortedList()
-        """All entries, in the order of eviction."""
+        """All entries, in the order in which they would be evicted."""
         self._shares = [SortedList[tuple[float, str]]() for _ in Amounts()]
-        """A (amount / weight, tenant) tuple for each tenant, by bound."""
+        """For each bound, the sorted (amount / weight, tenant) tuples of all tenants."""
 
     def add(self, entry: "QueueEntry") -> None:
-        """Count an entry."""
+        """Count an entry against the bounds."""
         waiter = entry.waiter
         holding = self._holdings.setdefault(waiter.tenant, _Holding(waiter.weight))
         if holding.entries:
@@ -96,7 +96,7 @@ class QueueBounds:
         self._add_shares(waiter.tenant, holding)
 
     def remove(self, entry: "QueueEntry") -> None:
-        """Stop counting an entry."""
+        """Stop counting an entry against the bounds."""
         tenant = entry.waiter.tenant
         holding = self._holdings[tenant]
         self._remove_shares(tenant, holding)
@@ -112,7 +112,9 @@ class QueueBounds:
             del self._holdings[tenant]
 
     def make_room(self, waiter: "Waiter") -> "list[QueueEntry]":
-        """Evict entries from the counts until a new request has room, and return these entries.
+        """Select entries to evict until a new request has room, and return these entries.
+
+        The evicted entries are no longer counted.
 
         Raises:
             QueueFull: too few entries may be evicted. All entries remain counted.
@@ -129,21 +131,22 @@ class QueueBounds:
         return evicted
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes that each tenant waits for."""
+        """Return the bytes that each tenant's requests are waiting for."""
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _exceeded(self, waiter: "Waiter") -> int | None:
-        """Return the index of the bound that a new request would exceed, or None if it has room."""
+        """Return the index of a bound that a new request would exceed, or None if there is room."""
         pairs = zip(self.total.plus(waiter), self._limits, strict=True)
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
     def _victim(self, waiter: "Waiter", bound: int) -> "QueueEntry | None":
-        """Return the entry that a new request evicts, or None if it may not evict any.
+        """Return the entry that a new request evicts, or None if no entry may be evicted.
 
-        The tenant with the largest share of the bound loses an entry of a lower priority. It loses
-        an entry of the same priority only if its share is then still at least the new request's
-        share. Otherwise the entry with the lowest priority of all is evicted, if the new request
-        has a higher priority.
+        The first candidate is the least urgent entry of the tenant with the largest share of the
+        bound. This entry is evicted if it has a lower priority. If it has the same priority, it is
+        evicted only if its tenant's share afterwards is at least the new request's share. Otherwise
+        the entry with the lowest priority of all tenants is evicted, if the new request has a
+        higher priority.
         """
         if not self._entries:
             return None
@@ -173,7 +176,7 @@ class QueueBounds:
             shares.remove(share)
 
     def check_integrity(self) -> None:
-        """Assert that the totals and the shares agree with the entries."""
+        """Assert that the totals and the shares are consistent with the entries."""
         waiters = [entry.waiter for *_, entry in self._entries]
         assert self.total.requests == len(waiters)
         assert self.total.size == sum(waiter.size for waiter in waiters)

@@ -1,7 +1,7 @@
 """Holds requests for pools that are scaled to zero until an engine has started.
 
-The number of held requests is bounded. While requests are held, the router reports their pools as
-wanted, and the operator starts an engine.
+The number of held requests is bounded. While requests are held, the router reports demand for their
+pools, and the operator starts an engine.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from ullage_router.policy.facts import EngineState, EngineView, RequestFacts, Ro
 from ullage_router.policy.placement import home_of, is_large, room_of
 
 RESOLVE_INTERVAL_S = 0.5
-"""Seconds between two DNS look-ups while requests are held."""
+"""Seconds between DNS look-ups while requests are held."""
 WANTED_S = 15.0
-"""Seconds for which a pool is reported as wanted after a request that could not be held."""
+"""Seconds for which the router reports demand for a pool after a request that it could not hold."""
 
 
 class ColdStartQueue:
     """Holds a bounded number of requests for pools that are scaled to zero.
 
     Args:
-        section: the bounds.
-        is_scaled_to_zero: returns whether a pool may sleep and none of its engines takes requests.
-        resolve_engines: starts a DNS look-up for engines as soon as a look-up is allowed.
+        section: the bounds on held requests.
+        is_scaled_to_zero: returns whether a pool may be scaled to zero and has no ready engine.
+        resolve_engines: requests a DNS look-up of engines, which starts as soon as it is allowed.
     """
 
     def __init__(
@@ -46,43 +46,47 @@ class ColdStartQueue:
         self._resolve_engines = resolve_engines
         self._held: dict[str, set[asyncio.Future[bool]]] = {}
         self._requested: dict[str, float] = {}
-        """Time of the last request that was not held, by pool."""
+        """Time of the last request that could not be held, by pool."""
         self._changed = asyncio.Event()
         self._refusal: ServiceError | None = None
-        """The error with which all requests are refused, or None while requests may be held."""
+        """The error for all requests while they are refused, or None while they may be held."""
         self.is_closed = False
-        """Whether the router is stopping and therefore holds no more requests."""
+        """Whether the router is stopping and therefore holds no new requests."""
         self.held_bytes = 0
-        """Bytes of this process's memory that held requests use."""
+        """Router memory that held requests use, in bytes."""
         self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
     def held(self, pool: str) -> int:
-        """Return the number of requests that are held until this pool wakes."""
+        """Return the number of requests that are held until an engine of this pool has started."""
         return len(self._held.get(pool, ()))
 
     def request_wake(self, pool: str) -> None:
-        """Record a request for the pool that cannot be held."""
+        """Record demand for a pool from a request that cannot be held."""
         self._requested[pool] = time.monotonic()
         self._notify()
 
     def wanted(self, pool: str) -> int:
-        """Return the number of held requests for a pool, or 1 after a recent one not held."""
+        """Return the demand for a pool, which is its number of held requests.
+
+        If no request is held, the demand is 1 for a while after a request that could not be held.
+        """
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
         return self.held(pool) or int(is_recent and self._is_scaled_to_zero(pool))
 
     async def hold(self, pool: str, size: int, held_s: float) -> None:
-        """Wait until the pool is awake.
+        """Hold a request until an engine of the pool is ready.
 
         Args:
-            size: bytes of this process's memory that the request uses.
+            size: router memory that the request uses, in bytes.
             held_s: seconds for which the request has already been held.
 
         Raises:
-            ServiceError: too many requests are held, the pool took too long, or the router stops.
+            ServiceError: too many requests are held, no engine started in time, or the router
+                stops.
         """
         self._check(pool, size)
         future = asyncio.get_running_loop().create_future()
@@ -97,30 +101,30 @@ class ColdStartQueue:
             self.held_bytes -= size
 
     def on_engines_change(self) -> None:
-        """Release the requests of pools that are awake, because engines may have been added."""
+        """Release the held requests of pools that now have a ready engine."""
         for pool, futures in self._held.items():
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests, including held ones, with an error. None stops refusing."""
+        """Refuse all requests with an error, including held requests. None ends the refusal."""
         self._refusal = error
         if error:
             self._requested.clear()
             self.end()
 
     def close(self) -> None:
-        """Refuse new requests, so that clients use another router. Held requests remain held."""
+        """Refuse new requests, so that clients use another router. Held requests keep waiting."""
         self.is_closed = True
         self._notify()
 
     def end(self) -> None:
-        """Refuse all held requests."""
+        """Refuse all requests that are still held."""
         for futures in self._held.values():
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until a pool is wanted, the time has passed, or the router stops."""
+        """Wait until there is demand for a pool, `within_s` has passed, or the router stops."""
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -131,7 +135,7 @@ class ColdStartQueue:
                 return
 
     def as_json(self) -> Mapping[str, object]:
-        """Return the counts for /stats."""
+        """Return the counts of held and refused requests for /stats."""
         return {
             "held": len(self),
             "held_bytes": self.held_bytes,
@@ -193,12 +197,12 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the request's home if that pool is scaled to zero (empty otherwise).
+    """Return the request's home pool if that pool is scaled to zero (empty otherwise).
 
     Args:
-        views: running engines, and the remembered engines of empty pools.
-        scaled_to_zero: empty pools. A pool without a view has never had an engine that this router
-            saw, so the request may fit there.
+        views: the running engines, and the last known engine of each empty pool.
+        scaled_to_zero: the empty pools. This router has never seen an engine of a pool without a
+            view, so the request may fit there.
     """
     able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
     unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]
@@ -215,12 +219,12 @@ def empty_home(
 
 
 class ScaleToZero:
-    """Holds requests for pools without engines, and remembers the last engines of these pools.
+    """Holds requests for pools without engines, and remembers each pool's last engine.
 
     Args:
         config: the pools that may be scaled to zero, and the bounds.
-        engines: the running engines.
-        admission: predicts the memory of requests.
+        engines: the engines of all pools.
+        admission: predicts how much memory requests need.
     """
 
     def __init__(self, config: RouterConfig, engines: Engines, admission: Admission) -> None:
@@ -235,15 +239,15 @@ class ScaleToZero:
 
     @property
     def scaled_to_zero(self) -> frozenset[str]:
-        """Pools that may be scaled to zero and have no engine that takes requests."""
+        """The pools that may be scaled to zero and have no ready engine."""
         return frozenset(filter(self.is_scaled_to_zero, self.pools))
 
     def is_scaled_to_zero(self, pool: str) -> bool:
-        """Return whether the pool may be scaled to zero and none of its engines takes requests."""
+        """Return whether the pool may be scaled to zero and has no ready engine."""
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until the model is known, since memory is predicted with its tokenizer.
+        """Hold the request until an engine has described the model, whose tokenizer is needed.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -257,7 +261,7 @@ class ScaleToZero:
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until its pool has an engine, and once more if that engine is lost.
+        """Hold the request until its pool has an engine, and hold it again if that engine is lost.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -271,19 +275,19 @@ class ScaleToZero:
         return await proceed(call)
 
     def request_wake(self) -> None:
-        """Report the first empty pool as wanted, for a request that cannot be held."""
+        """Report demand for the first empty pool, because a request cannot be held."""
         for pool in self.pools:
             if self.is_scaled_to_zero(pool):
                 self.queue.request_wake(pool)
                 return
 
     def as_json(self) -> dict[str, object]:
-        """Return the state for /stats."""
+        """Return the held requests and the empty pools for /stats."""
         wanted = {pool: self.queue.wanted(pool) for pool in self.pools}
         return {"asleep": sorted(self.scaled_to_zero), "wanted": wanted, **self.queue.as_json()}
 
     async def _wait_for_pool(self, call: Call) -> bool:
-        """Wait until the request's pool has an engine, unless another pool can serve the request.
+        """Hold the request until its pool has an engine, unless another pool can serve the request.
 
         Returns:
             Whether the request was held.
@@ -311,7 +315,7 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return the last engine of each empty pool, as if the engine were idle."""
+        """Return a view of each empty pool's last engine, as if that engine were idle."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]

@@ -1,8 +1,8 @@
-"""Try the steps of a cascade until one has an answer that may be sent.
+"""Tries the steps of a cascade in order until a step gives an acceptable answer.
 
-The first tokens of a judged step are held back. The answer is discarded if they are too uncertain,
-or if the step refuses, fails or uses up its share of the time. Then the next step is tried. The
-last step is not judged: its answer is sent as it is, and its error is the client's.
+The first tokens of a judged step are held back. The answer is discarded if these tokens are too
+uncertain, or if the step refuses, fails or uses up its share of the time. Then the next step is
+tried. The last step is not judged: the client gets its answer or its error unchanged.
 
 A step may be another service's router (`peer.py`).
 """
@@ -26,17 +26,18 @@ from ullage_router.policy.cascade import HELD_SHARE, Confidence, Plan, ServiceLo
 from ullage_router.policy.decision import Attempt, Decision, Outcome
 
 REFUSALS = frozenset({400, 401, 403, 404, 413, 429, 503})
-"""HTTP statuses that count as a refusal of a step. All others count as a failure."""
+"""HTTP statuses that count as a refusal by a step. All other error statuses count as a failure."""
 
 
 class Cascade:
-    """The steps, and the outcomes of requests at each step.
+    """Runs requests through the configured steps, and counts the outcomes of each step.
 
     Args:
-        policy: The steps, and when a request goes on to the next.
+        policy: The steps, and the conditions for moving on to the next step.
         load: Returns the current load of this service's engines.
-        on_attempt: Called with each attempt when it is over, or when its answer is released.
-        grace_s: Seconds that answers of other services have to end when certificates change.
+        on_attempt: Called with each attempt when it has ended, or when its answer is released to
+            the client.
+        grace_s: Seconds that other services' answers have to finish when certificates change.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class Cascade:
         }
 
     async def read_secrets(self) -> None:
-        """Read the certificates and the keys of other services.
+        """Read the certificates and the API keys for other services.
 
         Raises:
-            ConfigError: They cannot be used.
+            ConfigError: A certificate or a key cannot be used.
         """
         for peer in self._peers.values():
             await peer.start()
 
     @property
     def certificates(self) -> dict[str, Certificates]:
-        """The certificates of steps that have any, by `cascade.` and the step's name."""
+        """The certificates of all steps that use TLS, keyed by `cascade.` plus the step's name."""
         steps = self.policy.steps
         named = {f"cascade.{steps[i].name}": peer.certificates for i, peer in self._peers.items()}
         return {name: certificates for name, certificates in named.items() if certificates}
@@ -78,11 +79,11 @@ class Cascade:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     async def run(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return an answer that has its first token and may be sent to the client.
+        """Run the steps, and return the first answer that may be sent to the client.
 
         Args:
             call: The request.
-            proceed: Begins an answer of this service's own engines.
+            proceed: Starts an answer on this service's own engines.
 
         Raises:
             ServiceError: The last step refused or failed, or cascades form a loop.
@@ -110,17 +111,17 @@ class Cascade:
         return answer
 
     def handler_of(self, step: int, own: Handler) -> Handler:
-        """Return the handler of a step: another service, or this service's engines (`own`)."""
+        """Return the handler that runs a step, which is another service's router or `own`."""
         return self._peers[step].ask if step in self._peers else own
 
     def on_end(self, attempt: Attempt) -> None:
-        """Count an attempt that is over."""
+        """Count an attempt that has ended, or whose answer was released to the client."""
         self._counts[attempt.step, attempt.outcome] += 1
         self._discarded[attempt.step] += attempt.discarded_tokens
         self._on_attempt(attempt)
 
     def snapshot(self) -> list[dict[str, object]]:
-        """Return the outcomes and the discarded tokens of each step, for /stats."""
+        """Return each step's outcomes and discarded tokens, for /stats."""
         return [
             {
                 "step": step.name,
@@ -136,9 +137,9 @@ class BufferedAnswer:
     """A step's answer whose first tokens are held back until they are judged.
 
     Args:
-        stream: The answer as the step began it.
-        with_logprobs: Whether the client asked for log probabilities. Otherwise they serve the
-            judgement only, and the client does not get them.
+        stream: The answer's stream, as the step returned it.
+        with_logprobs: Whether the client requested log probabilities. If not, they are used only
+            for the judgement, and are removed before events reach the client.
     """
 
     def __init__(self, stream: ResponseStream, with_logprobs: bool) -> None:
@@ -151,14 +152,14 @@ class BufferedAnswer:
 
     @property
     def output_tokens(self) -> int:
-        """The output tokens that the step has generated so far."""
+        """Number of output tokens that the step has generated so far."""
         return self._stream.output_tokens
 
     async def judge(self, confidence: Confidence) -> None:
-        """Read and hold back the judged tokens, or the whole answer if that is shorter.
+        """Read and hold back the tokens to be judged, or the whole answer if it is shorter.
 
         Args:
-            confidence: Counts the tokens and their log probabilities.
+            confidence: Accumulates the tokens' log probabilities.
 
         Raises:
             ServiceError: The answer broke off.
@@ -171,25 +172,25 @@ class BufferedAnswer:
                 return
 
     def describe(self, request_id: str, decision: Decision) -> None:
-        """Write the request's id, the model and the attempts into `accepted`."""
+        """Write the request id, the model and the attempts into the acceptance message."""
         self.accepted.request_id = request_id
         self.accepted.model = decision.model
         del self.accepted.attempts[:]
         self.accepted.attempts.extend(attempt.to_wire() for attempt in decision.attempts)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the events that were held back, then the rest."""
+        """Yield the events that were held back, then the rest of the answer."""
         while self._buffered:
             yield self._visible(self._buffered.pop(0))
         async for event in self._coming:
             yield self._visible(event)
 
     def close(self) -> None:
-        """Cancel the answer."""
+        """Cancel the step's work on the answer."""
         self._stream.close()
 
     async def discard(self) -> None:
-        """End the answer unread, and wait until its generator has closed."""
+        """End the answer without reading the rest, and wait until its generator has closed."""
         self._stream.close()
         aclose = getattr(self._coming, "aclose", None)
         if aclose is not None:
@@ -197,7 +198,7 @@ class BufferedAnswer:
                 await aclose()
 
     def _visible(self, event: Event) -> Event:
-        """Return the event as the client may see it."""
+        """Return the event without log probabilities that the client did not request."""
         if self._with_logprobs or not event.delta.logprobs:
             return event
         bare = Event()  # a copy, since other clients may share the event and want its logprobs
@@ -218,7 +219,7 @@ class _Run:
         self._calls: dict[int, Call] = {}
 
     async def answer(self) -> BufferedAnswer:
-        """Return the first answer that is good enough, or else the last step's.
+        """Return the first answer that is good enough, or else the last step's answer.
 
         Raises:
             ServiceError: The last step refused or failed.
@@ -235,7 +236,7 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """End every step that was started and is not the answer, even if the task is cancelled."""
+        """End every started step whose answer is not used, even if this task is cancelled."""
         # First end all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
@@ -249,7 +250,7 @@ class _Run:
             self._tasks[step] = asyncio.create_task(self._begin(step, call))
 
     def _call_of(self, step: int) -> Call:
-        """Return a copy of the call for a step, with decisions of its own."""
+        """Return a copy of the call for one step, with a separate decision log."""
         request = self._call.request
         # A judged step needs log probabilities, even where the client did not ask for them.
         if self._is_judged(step) and not request.output.HasField("top_logprobs"):
@@ -269,7 +270,7 @@ class _Run:
         return BufferedAnswer(stream, with_logprobs)
 
     async def _try(self, step: int) -> BufferedAnswer | None:
-        """Return the step's answer if it is good enough, or record the attempt."""
+        """Return the step's answer if it is good enough, or else record the failed attempt."""
         confidence = Confidence(self._cascade.policy.confidence.tokens)
         answer: BufferedAnswer | None = None
         outcome: Outcome = "escalated"
@@ -293,7 +294,7 @@ class _Run:
         return None
 
     async def _finally(self, step: int) -> BufferedAnswer:
-        """Return the last step's answer.
+        """Return the last step's answer without judging it.
 
         Raises:
             ServiceError: The last step refused or failed.
@@ -310,7 +311,7 @@ class _Run:
     def _release(
         self, step: int, answer: BufferedAnswer, confidence: Confidence | None = None
     ) -> BufferedAnswer:
-        """Record the step as the one that answers, and return its answer."""
+        """Record that this step's answer is sent to the client, and return the answer."""
         del self._tasks[step]
         self._adopt_decision(step)
         is_fallback = self._plan.reason == "PEAK" and step == self._plan.steps[0]
@@ -318,7 +319,7 @@ class _Run:
         return answer
 
     async def _drop(self, step: int) -> BufferedAnswer | None:
-        """End a step, and return its answer if it had begun one."""
+        """Cancel a step, and return its discarded answer, or None if no answer had started."""
         task = self._tasks.pop(step)
         _end(task)
         (answer,) = await asyncio.gather(task, return_exceptions=True)
@@ -349,13 +350,13 @@ class _Run:
         self._cascade.on_end(attempt)
 
     def _adopt_decision(self, step: int) -> None:
-        """Make a step's decision the request's, and keep the attempts that were recorded."""
+        """Use a step's decision as the request's decision, but keep the recorded attempts."""
         decisions = self._call.decisions
         decisions.adopt(self._calls[step].decisions.latest, attempts=decisions.latest.attempts)
 
 
 def _end(task: asyncio.Task[BufferedAnswer]) -> None:
-    """Cancel a step, or close its answer if it has begun one in the meantime."""
+    """Cancel a step's task, and close the answer if the task has already returned one."""
     task.cancel()
     task.add_done_callback(_close)
 

@@ -1,7 +1,7 @@
-"""The router of another service as a step of a cascade.
+"""Another service's router, used as a step of a cascade.
 
-A cascade calls the other router over gRPC like any client: in plaintext or over TLS, with the
-client's key or with this service's key.
+The cascade is an ordinary gRPC client of the other router. It connects in plaintext or over TLS,
+and authenticates with the client's key or with this service's key.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from ullage_router import errors
 from ullage_router.call import Call, Event, ResponseStream, timed_out
 
 PATH_KEY = "x-ullage-cascade"
-"""Metadata key with the names of the cascades that handed the request on, joined by commas."""
+"""Metadata key for the comma-separated names of the cascades that forwarded the request."""
 EventStream = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
 
 log = logging.getLogger(__name__)
 
 
 class PeerKey:
-    """This service's API key for another service, from a mounted Secret that is watched.
+    """This service's API key for another service, reloaded when its mounted Secret changes.
 
     Args:
-        folder: The folder of the file `key`.
+        folder: The folder that contains the file `key`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,14 +44,14 @@ class PeerKey:
 
     @property
     def authorization(self) -> str:
-        """The value of the header `authorization`."""
+        """The value to send in the `authorization` header."""
         return f"Bearer {self._key}"
 
     async def start(self) -> None:
         """Read the key and watch it for changes.
 
         Raises:
-            ConfigError: There is no usable key.
+            ConfigError: The file is missing or contains no valid key.
         """
         seen = fingerprint([self._folder])
         self._read()
@@ -87,12 +87,12 @@ class PeerKey:
 
 
 class PeerRouter:
-    """The router of another service.
+    """Sends requests to another service's router.
 
     Args:
         step: The router's address, and the folders of the certificates and the key.
-        name: The name of the cascade that calls it.
-        grace_s: Seconds that running answers have to end when the certificate changes.
+        name: The name of the cascade that sends the requests.
+        grace_s: Seconds that running answers have to finish when the certificate changes.
     """
 
     def __init__(self, step: StepSection, name: str, grace_s: float) -> None:
@@ -111,7 +111,7 @@ class PeerRouter:
         """Read the certificates and the key.
 
         Raises:
-            ConfigError: They cannot be used.
+            ConfigError: The certificates or the key cannot be used.
         """
         if self.certificates:
             await self.certificates.start()
@@ -132,7 +132,7 @@ class PeerRouter:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _reconnect(self) -> None:
-        """Close the channel, so that the next request opens one with the new certificate."""
+        """Close the channel, so that the next request opens a channel with the new certificate."""
         if self._channel:
             task = asyncio.create_task(self._channel.close(self._grace_s))
             self._closing.add(task)
@@ -151,10 +151,10 @@ class PeerRouter:
         return self._channel
 
     async def ask(self, call: Call) -> ResponseStream:
-        """Return the other service's answer once it has accepted the request.
+        """Send the request, and return the answer once the other service has accepted the request.
 
         Args:
-            call: The request, as this step gets it.
+            call: The copy of the request for this step.
 
         Raises:
             ServiceError: The other service refused or failed.
@@ -195,7 +195,7 @@ class PeerRouter:
 
 
 class _PeerStream:
-    """An answer that another router has begun."""
+    """An answer from another router, which has accepted the request."""
 
     def __init__(self, stream: EventStream, accepted: inference_pb2.Accepted) -> None:
         self.accepted = accepted
@@ -203,7 +203,7 @@ class _PeerStream:
         self._stream = stream
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the other router's events. A deadline ends the answer with a timeout event."""
+        """Yield the other router's events, or a final timeout event if the deadline passes."""
         while (event := await self._next()) is not None:
             self.output_tokens += event.delta.num_tokens
             if event.HasField("finished"):
@@ -215,13 +215,13 @@ class _PeerStream:
         raise errors.broken_stream("the service ended the stream without a final event")
 
     def close(self) -> None:
-        """Cancel the call."""
+        """Cancel the request at the other router."""
         self._stream.cancel()
 
     async def _end(self) -> None:
-        """Wait until the other service has counted the request as served.
+        """Wait for the RPC to finish, so that the other service counts the request as served.
 
-        A call that is cancelled before its end counts there as a failure.
+        The other service would count an RPC that is cancelled before its end as a failure.
         """
         with contextlib.suppress(ServiceError):
             await _read(self._stream)
@@ -236,10 +236,11 @@ class _PeerStream:
 
 
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
-    """Return the request without the name of this service's model and without a high priority.
+    """Return the request to send, without this service's model name or a high priority.
 
-    A high priority would overtake the other service's own clients, or would be refused if the key's
-    tenant may not ask for it. A low priority is kept, since low-priority work yields everywhere.
+    With a high priority, the request would overtake the other service's own clients, or would be
+    refused if the key's tenant may not use that priority. A low priority is kept, because
+    low-priority work should yield everywhere.
     """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)
@@ -250,10 +251,10 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
 
 
 async def _read(stream: EventStream) -> Event | None:
-    """Return the next message, or None at the end of the stream.
+    """Return the stream's next message, or None at its end.
 
     Raises:
-        ServiceError: The call failed.
+        ServiceError: The RPC failed.
     """
     try:
         event = await stream.read()

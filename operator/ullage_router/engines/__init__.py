@@ -1,5 +1,5 @@
-"""The engines of the router: their headroom reports, their models, and the streams to them.
+"""The router's view of engines: headroom reports, models, and request streams.
 
-The package tracks the state of engines and carries requests to them. It does not choose among
-engines.
+This package tracks the state of engines and sends requests to them. It does not choose which engine
+serves a request.
 """

@@ -1,7 +1,7 @@
-"""The connection to one engine: a channel, and the stream on it that carries all calls.
+"""The connection to one engine: a gRPC channel with one stream that carries all requests.
 
 A connection can be replaced while answers are streamed on it, for example when certificates change.
-The new channel replaces the old channel at once. New calls stay on the old stream until the new
+The new channel replaces the old channel at once, but new requests use the old stream until the new
 stream is open. Answers on the old stream have a grace period to finish.
 """
 
@@ -18,13 +18,13 @@ from ullage_router.engines.multiplex import Metadata, Multiplexer
 
 
 class EngineConnection:
-    """The channel to one engine and its Multiplex stream.
+    """The channel to one engine, and its Multiplex stream.
 
     Args:
         address: `ip:port` of the engine.
-        dial: opens a channel to an address, in plaintext if the second argument is true.
+        dial: opens a channel to an address. The second argument selects plaintext.
         on_stream_change: called when the stream is opened or lost.
-        on_replaced: called when another channel or stream takes over.
+        on_replaced: called when a new channel or stream replaces the current one.
     """
 
     def __init__(
@@ -39,12 +39,9 @@ class EngineConnection:
         self._on_stream_change = on_stream_change
         self._on_replaced = on_replaced
         self._is_plaintext = False
-        """Whether the engine answered in plaintext when both plaintext and TLS were allowed."""
+        """Whether the engine turned out to use plaintext, if both plaintext and TLS are allowed."""
         self._previous: Multiplexer | None = None
-        """The stream of the previous channel.
-
-        It is kept until the current channel's stream is open.
-        """
+        """The previous channel's stream, kept until the current channel's stream is open."""
         self._retiring: set[asyncio.Task[None]] = set()
         self._open_channel()
 
@@ -56,7 +53,7 @@ class EngineConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can begin, on the current stream or the previous one."""
+        """Whether new requests can be sent, on the current or the previous stream."""
         previous = self._previous
         return self._multiplexer.is_open or (previous is not None and previous.is_open)
 
@@ -67,11 +64,11 @@ class EngineConnection:
 
     @property
     def lacks_stream(self) -> bool:
-        """Whether the engine does not serve a Multiplex stream and therefore gets no calls."""
+        """Whether the engine does not serve a Multiplex stream and therefore gets no requests."""
         return self._multiplexer.is_missing and not self.is_open
 
     async def open_stream(self) -> None:
-        """Wait until the stream is open, or until the engine turns out not to serve one."""
+        """Wait until the stream is open, or until the engine turns out not to serve Multiplex."""
         await self._multiplexer.open()
 
     def call(
@@ -81,7 +78,7 @@ class EngineConnection:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source | None:
-        """Begin a call, or return None if no stream is open."""
+        """Send a request and return the source of its responses, or None if no stream is open."""
         if self._multiplexer.is_open:
             return self._multiplexer.call(request, timeout_s, metadata, flow)
         if self._previous and self._previous.is_open:
@@ -89,7 +86,7 @@ class EngineConnection:
         return None
 
     async def match_transport(self, starts_stream: bool) -> None:
-        """Open another channel if the engine speaks TLS and this channel does not, or vice versa.
+        """Replace the channel if the engine uses TLS and the channel does not, or vice versa.
 
         Args:
             starts_stream: see `replace`.
@@ -101,7 +98,7 @@ class EngineConnection:
         self.replace(0, starts_stream)
 
     def replace(self, grace_s: float, starts_stream: bool) -> None:
-        """Continue on a new channel.
+        """Replace the channel, and let answers on the old channel finish within a grace period.
 
         Args:
             grace_s: seconds that answers on the old channel have to finish.
@@ -124,7 +121,7 @@ class EngineConnection:
     async def _retire(
         self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
     ) -> None:
-        """Close a channel when its answers have finished, or after `grace_s` at the latest."""
+        """Close an old channel when its answers have finished, or after `grace_s` at the latest."""
         if previous.is_open:
             await self._multiplexer.open()
         previous.retire()
@@ -135,7 +132,7 @@ class EngineConnection:
         await previous.close()
 
     async def close(self) -> None:
-        """Close all channels."""
+        """Close the current channel and all old channels."""
         await asyncio.gather(*self._retiring, return_exceptions=True)
         await self._multiplexer.close()
         await self._channel.close()

@@ -1,4 +1,4 @@
-"""Finds the addresses of engines by DNS."""
+"""Discovers the addresses of engines through DNS."""
 
 import asyncio
 import logging
@@ -11,48 +11,48 @@ from ullage_common.process.addresses import NO_RECORDS, by_best_family, is_ip
 from ullage_router.policy.facts import Side
 
 SLOW_RESOLVE_S = 1.0
-"""Seconds after which a DNS look-up no longer delays the answers for other pools."""
+"""Seconds after which a slow DNS look-up no longer delays the results for other pools."""
 
 log = logging.getLogger(__name__)
 
 
 class PoolAddresses(NamedTuple):
-    """The result of the DNS look-up for one pool, on one side of a rollout."""
+    """The result of a DNS look-up for one pool on one side of a rollout."""
 
     side: Side
     pool: str
     addresses: set[str]
-    """`ip:port` or `[ip]:port` of each engine."""
+    """Address of each engine, as `ip:port` or `[ip]:port`."""
     is_complete: bool
-    """Whether every name server answered. If not, missing addresses may still be in use."""
+    """Whether all look-ups succeeded. If not, missing addresses may still be in use."""
 
 
 class PoolLookups:
-    """Looks up the targets of all pools, with at most one look-up per pool at a time.
+    """Looks up the DNS targets of all pools, with at most one running look-up per pool.
 
     Args:
-        pools: the pools of the stable engines.
+        pools: the pools whose targets resolve to stable engines.
     """
 
     def __init__(self, pools: Iterable[PoolSection]) -> None:
         self._stable = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
         self._running: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
-        """Look-ups whose results have not been read yet."""
+        """Look-ups that are running or whose results have not been read yet."""
 
     @property
     def canary_pools(self) -> frozenset[str]:
-        """Names of the pools that have canary engines."""
+        """Names of the pools for which canary targets are configured."""
         return frozenset(pool.name for pool in self._canary)
 
     def set_canary(self, pools: Iterable[PoolSection]) -> None:
-        """Look up these targets for the canary from now on. Without targets, the canary ends."""
+        """Set the targets that resolve to canary engines. Without targets, there is no canary."""
         self._canary = tuple(pools)
 
     async def answers(self) -> AsyncIterator[PoolAddresses]:
         """Look up every pool, and yield the results that arrive within SLOW_RESOLVE_S.
 
-        Later results are yielded by a later call.
+        Results that take longer are yielded by a later call.
         """
         for side, pool in self._wanted():
             if (side, pool) not in self._running:
@@ -80,17 +80,17 @@ class PoolLookups:
 
 
 async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
-    """Return the addresses of all targets, and whether every name server answered."""
+    """Return the addresses of all targets, and whether all look-ups succeeded."""
     answers = await asyncio.gather(*(resolve(target) for target in targets))
     addresses = {address for answer in answers if answer for address in answer}
     return addresses, all(answer is not None for answer in answers)
 
 
 async def resolve(target: str) -> set[str] | None:
-    """Return the addresses of a target `host:port`, or None if the name server does not answer.
+    """Return the addresses of a `host:port` target, or None if the look-up fails.
 
-    The addresses are `ip:port` for every A record, or `[ip]:port` for every AAAA record if there
-    are no A records. The two are not combined, because an engine may have both.
+    Each A record gives an `ip:port` address. If there are no A records, each AAAA record gives an
+    `[ip]:port` address. The two kinds are not combined, because an engine may have both.
     """
     host, _, port = target.rpartition(":")
     if is_ip(host):

@@ -1,4 +1,4 @@
-"""One engine as the router sees it: its last report, its state, and the credit of its requests."""
+"""The router's view of one engine: its last report, its state, and its reserved memory."""
 
 import asyncio
 import functools
@@ -29,23 +29,23 @@ from ullage_router.policy.facts import WELL, EngineState, EngineView, Release, S
 from ullage_router.tokenizer.model import Model
 
 HEARTBEAT_S = 1.0
-"""Maximum seconds between two reports of a healthy engine."""
+"""Maximum seconds between two headroom reports of a healthy engine."""
 STALE_AFTER_S = 3 * HEARTBEAT_S
-"""Seconds of silence after which an engine gets no new requests."""
+"""Seconds without a report after which an engine gets no new requests."""
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
-"""Seconds of silence after which no request waits for the engine."""
+"""Seconds without a report after which no request waits for the engine to recover."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-"""Maximum seconds between two attempts to follow an engine."""
+"""Maximum seconds between two attempts to reopen an engine's report stream."""
 GET_MODEL_TIMEOUT_S = 30.0
 _CERTIFICATE_REFUSALS = ("handshake failed", "Verification Check failed")
-"""Parts of gRPC's error messages when one side refuses the other side's certificate."""
+"""Substrings of gRPC error messages that mean one side rejected the other side's certificate."""
 
 log = logging.getLogger(__name__)
 
 
 class EngineOwner(Protocol):
-    """The owner of a set of engines. It opens channels, loads models and tracks changes."""
+    """The interface by which an engine opens channels, loads models and reports its changes."""
 
     @property
     def is_secure(self) -> bool:
@@ -53,22 +53,22 @@ class EngineOwner(Protocol):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some engines may use TLS and others plaintext."""
+        """Whether some engines may use TLS while others use plaintext."""
 
     def on_change(self) -> None:
-        """Handle a report, the loss of an engine, or released credit."""
+        """Handle a new report, the loss of an engine, or released credit."""
 
     def on_loss(self, engine: "Engine") -> None:
         """Handle the end of an engine's reports. The engine may come back at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
-        """Handle the restart of an engine, after which its caches are empty."""
+        """Handle an engine's restart, after which the engine's caches are empty."""
 
     def on_state_change(self, engine: "Engine") -> None:
-        """Handle an event that may change whether an engine takes requests."""
+        """Handle an event that may change whether an engine accepts requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Handle an engine that has become idle or busy."""
+        """Handle an engine's change between idle and busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
         """Handle an engine whose circuit breaker has opened."""
@@ -78,36 +78,36 @@ class EngineOwner(Protocol):
 
     @property
     def num_engines(self) -> int:
-        """Number of engines that send reports to this router."""
+        """Number of engines that may send reports to this router."""
 
     def has_another(self, engine: "Engine") -> bool:
-        """Whether another engine is ready."""
+        """Return whether any engine other than the given one is ready."""
 
     def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
         """Open a channel to an engine with the current credentials.
 
         Args:
-            is_plaintext: whether to skip TLS although the router has credentials.
+            is_plaintext: whether to skip TLS even if the router has credentials.
         """
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Build a Model from an engine's answer to GetModel."""
+        """Build a Model from an engine's response to GetModel."""
 
 
 class WrongModel(Exception):
-    """The engine serves another model, or a model that cannot be used."""
+    """Raised when an engine serves a different model, or a model that the router cannot use."""
 
 
 class Engine:
-    """Follows the reports of one engine and keeps the latest.
+    """Follows one engine's headroom reports, and tracks its state and reserved memory.
 
     Args:
-        address: `ip:port`.
+        address: the engine's address, as `ip:port`.
         pool: the configured pool that the engine belongs to.
         model_name: the model that the engine must serve.
         breaker: settings of the engine's circuit breaker.
-        owner: the owner of the engine, which handles its changes.
-        side: the engine's side of a rollout.
+        owner: the object that handles the engine's changes.
+        side: the engine's side of a rollout, stable or canary.
     """
 
     def __init__(
@@ -124,50 +124,50 @@ class Engine:
         self.pool = pool
         self.key = engine_key(side, pool, address)
         self.is_listed = True
-        """Whether the address is still in DNS."""
+        """Whether DNS still lists the engine's address."""
         self._model_name = model_name
         self._owner = owner
 
         # The model
         self.description: inference_pb2.GetModelResponse | None = None
         self.route = pool
-        """The pool's label in headers and metrics (`route_of`), initially the pool's name."""
+        """The pool's label in headers and metrics (`route_of`), at first the pool's name."""
         self.model: Model | None = None
         self._described_epoch: int | None = None
-        """The epoch of the engine's server in which it described its model."""
+        """Epoch of the engine's server when it last described its model, or None before that."""
         self._profile = MemoryProfile(1, ())
         self.adapters: frozenset[str] = frozenset()
-        """Names of the model's adapters that the engine serves."""
+        """Names of the adapters that the engine serves."""
         self.described_adapters: tuple[inference_pb2.Adapter, ...] = ()
-        """Descriptions of the same adapters."""
+        """Descriptions of the adapters that the engine serves."""
         self._adapter_keys: dict[str, str] = {}
-        """Versions of the adapters, by adapter name."""
+        """Keys that identify the exact version of each adapter, by adapter name."""
         self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
-        """Adapters in the last report, or None while no report lists any.
+        """Adapters in the last report, or None if no report has listed any adapter yet.
 
-        An engine whose adapters never change does not list them.
+        An engine whose adapters never change does not list them in its reports.
         """
 
         # The last report
         self.headroom: headroom_pb2.Headroom | None = None
         self.order = ReportSequence(side is Side.CANARY)
         self.numerics: Fingerprint = UNKNOWN
-        """Fingerprint of everything that determines the exact bits of the engine's answers."""
+        """Fingerprint of all settings that affect the exact numerical results of the engine."""
         self.lost_unix = time.time()
-        """Unix time of the last event that may have cut off answers.
+        """Unix time of the last event that may have interrupted answers.
 
-        Initially the time of discovery.
+        Initially, this is the time at which the engine was discovered.
         """
         self._reported_at = 0.0
         self._is_connected = False
         self._loss = ""
-        """Reason why the reports ended or never started (empty while reports arrive)."""
+        """Reason why no reports arrive (empty while they arrive)."""
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
         self._reported_backlog = 0
-        """Number of prompt tokens still to prefill."""
+        """Number of prompt tokens that were waiting for prefill in the last report."""
         self._reported_load = 0
-        """Number of requests on the engine."""
+        """Number of running and waiting requests in the last report."""
 
         # The requests in flight
         self.breaker = CircuitBreaker(breaker)
@@ -179,13 +179,13 @@ class Engine:
 
         # The view, which is computed when a decision asks for it
         self._view: EngineView | None = None
-        """The cached view, or None after any change."""
+        """The cached view for decisions, or None if it must be rebuilt."""
         self._standing: EngineState | None = None
-        """The state in the cached view, or None after a possible change."""
+        """The cached state of the engine, or None if the state may have changed."""
         self._standing_until = 0.0
-        """Time at which silence will change the state."""
+        """Time at which the cached state expires unless a report arrives first."""
         self._is_idle = False
-        """The last value of `is_idle` that was reported to the owner."""
+        """The value of `is_idle` that the owner was last notified of."""
 
         self._connection = EngineConnection(
             address, owner.dial, self._on_stream_change, self._on_state_change
@@ -196,17 +196,16 @@ class Engine:
         return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
-        """Continue on a new channel. Answers on the old channel have `grace_s` seconds to finish.
+        """Replace the channel, and give answers on the old channel `grace_s` seconds to finish.
 
-        The engine keeps its last report, since the new channel's first report arrives within
-        milliseconds.
+        The last report stays valid, because the new channel delivers a report within milliseconds.
         """
         self._task.cancel()
         self._connection.replace(grace_s, starts_stream=self.description is not None)
         self._task = self._start_following()
 
     async def close(self) -> None:
-        """Stop following the engine, and close the connection to it."""
+        """Stop following the engine's reports, and close the connection to the engine."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._connection.close()
@@ -223,7 +222,7 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has served and may serve again, so that its numerics are relevant."""
+        """Whether the engine has served and may serve again, so that its numerics matter."""
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
         # A ready engine without a digest has an earlier release.
@@ -231,12 +230,12 @@ class Engine:
 
     @property
     def health(self) -> float:
-        """Health in the last report, from 0 to 1."""
+        """The engine's health in its last report, from 0 to 1."""
         return self.headroom.health if self.headroom else 0.0
 
     @property
     def load(self) -> int:
-        """Number of requests that are running, waiting or in transit."""
+        """Number of requests that are running on, waiting on, or on the way to the engine."""
         return self._reported_load + self._credit.uncounted
 
     @property
@@ -246,17 +245,17 @@ class Engine:
 
     @property
     def reports(self) -> int:
-        """Number of reports so far, by which callers see whether a report is new."""
+        """Number of reports received so far, which lets callers detect a new report."""
         return self._credit.reports
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last report."""
+        """Seconds since the engine's last report."""
         return time.monotonic() - self._reported_at
 
     @property
     def state(self) -> str:
-        """State: connecting, loading, ready, draining, stale or gone."""
+        """The engine's state: connecting, loading, ready, draining, stale or gone."""
         report = self.headroom
         if report is None or not self._is_connected or self._connection.lacks_stream:
             return "connecting" if self.is_listed else "gone"
@@ -275,12 +274,12 @@ class Engine:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the engine missed its heartbeats, because it ended, hung or was cut off."""
+        """Whether the engine missed its heartbeats, for example because it exited or hangs."""
         return self.age_s > STALE_AFTER_S
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine may be closed: it has left DNS, is silent and has no requests."""
+        """Whether the engine can be removed: it has left DNS, is silent and has no requests."""
         # A canary that left DNS need not fall silent: its address may soon be a stable engine's.
         is_stable = self.side is Side.STABLE
         is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
@@ -288,22 +287,22 @@ class Engine:
 
     @property
     def credit_bytes(self) -> int:
-        """Bytes reserved for requests that the reports may not include yet."""
+        """Bytes reserved for requests that the engine's reports may not include yet."""
         return self._credit.total
 
     @property
     def inflight(self) -> int:
-        """Number of requests that were sent and have not ended yet."""
+        """Number of requests that were sent to the engine and have not ended yet."""
         return self._credit.inflight
 
     @property
     def available(self) -> int:
-        """Reported headroom minus the credit that the report cannot include, in bytes."""
+        """Available bytes: the reported headroom minus credit that is not in the report yet."""
         return (self.headroom.headroom_bytes if self.headroom else 0) - self._credit.total
 
     @property
     def backlog_tokens(self) -> int:
-        """Number of prompt tokens that are prefilled before those of a new request."""
+        """Number of prompt tokens that the engine will prefill before a new request's prompt."""
         return self._reported_backlog + self._credit.tokens
 
     @property
@@ -316,18 +315,18 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work ahead of a new prompt, as in `balance.work`.
+        """Return the prefill work ahead of a new prompt, in the unit of `balance.work`.
 
-        For the prompts of other routers, only the total number of tokens is known, so their
-        query-key pairs are left out.
+        Only the total number of tokens is known for other routers' prompts, so their query-key
+        pairs are left out.
         """
         return self._prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
     def standing(self) -> EngineState:
-        """Whether the engine takes new requests.
+        """Whether decisions may use the engine now, may wait for it, or must ignore it.
 
-        For a while, a silent engine counts as recovering.
+        An engine that has only recently fallen silent counts as recovering.
         """
         match self.state:
             case "ready":
@@ -340,7 +339,7 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return the time at which silence will change the state, or infinity if it will not.
+        """Return the time at which the state changes if no report arrives, or infinity if never.
 
         Args:
             now: current time on the monotonic clock.
@@ -349,7 +348,7 @@ class Engine:
         return next((end for end in ends if end >= now), math.inf)
 
     def view(self, now: float) -> EngineView | None:
-        """Return the engine's view for `decide`, or None until the engine has described its model.
+        """Return the engine's view for `decide`, or None before the engine has described its model.
 
         Args:
             now: current time on the monotonic clock.
@@ -413,7 +412,9 @@ class Engine:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source:
-        """Begin a call. Failures of the engine are raised by the first read of the answer.
+        """Send a request, and return the source of its responses.
+
+        If the engine fails, reading from the source raises the error.
 
         Raises:
             ServiceError: the stream to the engine has just been lost.
@@ -424,7 +425,7 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return the unpaid reservations of one holder, and those of all holders."""
+        """Return the unpaid reservations of one holder, and those of all holders together."""
         return self._credit.held(holder), self._credit.held_by_all
 
     def reserve(
@@ -435,9 +436,9 @@ class Engine:
         Args:
             size: bytes to reserve.
             tokens: number of prompt tokens.
-            step_limit_s: longest step time, in seconds, that lets the request end in time.
-            holder: the caller that does not pay for the reservation. Empty if the reservation is
-                paid for or the request is sent.
+            step_limit_s: maximum step time, in seconds, with which the request still ends in time.
+            holder: the caller that gets the reservation for free. It is empty if a tenant pays or
+                if this router sends the request.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -449,13 +450,13 @@ class Engine:
         self._credit.on_accepted(credit)
 
     def on_first_token(self, credit: Credit) -> None:
-        """Record the request's first token."""
+        """Record that the request's first token has arrived."""
         self._credit.on_first_token(credit)
         self._on_load_change()
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Release the credit of requests that have ended for any reason."""
+        """Release the credit of requests that have ended, whether they succeeded or failed."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -503,7 +504,7 @@ class Engine:
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     def _log_loss(self, reason: str) -> None:
-        """Log the loss of the engine, but only once while the reason stays the same."""
+        """Log that the engine was lost, unless the same reason was just logged."""
         if reason != self._loss:
             is_refusal = any(words in reason for words in _CERTIFICATE_REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO
@@ -511,7 +512,7 @@ class Engine:
         self._loss = reason
 
     async def _watch(self) -> None:
-        """Read the engine's reports until the stream of reports ends."""
+        """Read and apply the engine's reports until the report stream ends."""
         interval_ms = report_interval_ms(self._owner.num_engines)
         request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
 
@@ -566,7 +567,7 @@ class Engine:
             self._owner.on_numerics_change()
 
     def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
-        """Record the adapters in a report if they have changed."""
+        """Record the adapters that a report lists, if they have changed."""
         if states == self._reported_adapters:
             return
         self._reported_adapters = states
@@ -581,11 +582,11 @@ class Engine:
         self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
 
     def numerics_of(self, adapter: str) -> str:
-        """Return the fingerprint of the engine's numerics, with the adapter if one is given."""
+        """Return the engine's numerics fingerprint, combined with the adapter if one is given."""
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:
-        """Fetch the description of the engine's model, and load it.
+        """Fetch the engine's description of its model, and load the model.
 
         Raises:
             WrongModel: the model does not belong to this service, or cannot be loaded.
@@ -614,5 +615,5 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return one shared object for equal profiles, since decisions compare profiles by identity."""
+    """Return one shared object for equal profiles, because decisions compare them by identity."""
     return profile

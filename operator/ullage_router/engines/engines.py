@@ -1,4 +1,4 @@
-"""The engines of all pools, their models, and the engines that a decision may use."""
+"""The engines of all pools, their models, and the views of them that decisions use."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from ullage_router.tokenizer.model import Model
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
-"""Maximum seconds to wait for the first DNS answers at startup."""
+"""Maximum seconds that startup waits for the first DNS results."""
 
 NONE: frozenset[str] = frozenset()
 
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Engines:
-    """The engines behind the DNS targets of all pools.
+    """Discovers, follows and indexes the engines behind all pools' DNS targets.
 
-    DNS only provides the addresses of engines. The state of each engine comes from its reports. An
-    engine is kept until it has left DNS and fallen silent.
+    DNS provides only the engines' addresses. The state of each engine comes from its headroom
+    reports. An engine is kept until it has left DNS, has fallen silent, and has no more requests.
 
     Args:
         pools: the pools in order of preference.
@@ -53,7 +53,7 @@ class Engines:
         on_change: called when any engine's memory or state may have changed.
         breaker: settings of the engines' circuit breakers.
         dialer: opens channels with credentials, or None for plaintext.
-        accepts_plaintext: whether engines without TLS are called in plaintext although there are
+        accepts_plaintext: whether to connect in plaintext to engines without TLS, even if there are
             credentials.
         trusts_special_tokens: see `ModelCache`.
     """
@@ -76,38 +76,38 @@ class Engines:
         self._dialer = dialer
         self._accepts_plaintext = accepts_plaintext
         self.on_forgotten: Callable[[str], None] = lambda _: None
-        """Called with the key of an engine that has lost its caches."""
+        """Called with the key of an engine whose caches are lost."""
 
         # Discovery
         self._lookups = PoolLookups(self._pools)
         self._task: asyncio.Task[None] | None = None
         self._relist = asyncio.Event()
-        """Set when engines should be looked up in DNS soon."""
+        """Set to request a DNS look-up soon."""
         self._resolved = asyncio.Event()
-        """Set after the first DNS look-up."""
+        """Set when the first DNS look-up has finished."""
 
         # The engines
         self._engines: dict[str, Engine] = {}
-        """Engines by key."""
+        """All current engines, by key."""
         self._last: dict[str, Engine] = {}
-        """The engine that was removed last from each pool.
+        """The last engine that was removed from each pool.
 
-        It has the properties of a sleeping pool.
+        Its properties represent the pool while the pool is scaled to zero.
         """
         self._models = ModelCache(trusts_special_tokens, self._fingerprints)
         self._declared_adapters: frozenset[str] | None = None
-        """Adapters of engines that will be woken, or None if they were not declared."""
+        """Adapters that newly woken engines will serve, or None if they were not declared."""
         self._logged_values: dict[str, frozenset[str]] = {}
-        """The facts by which the engines differed in the last log line, with their values."""
+        """The differing numerics facts that were last logged, with their values."""
 
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
-        """The cached roster, or None after an engine was added, removed or changed its state."""
+        """The cached roster, or None if an engine was added, was removed or changed its state."""
         self._max_model_len: int | None = None
         self._expected_outputs: dict[Engine, int] = {}
-        """Expected output tokens of each engine, from its last report."""
+        """Expected output tokens per answer in each engine's last report."""
         self._ejected: set[Engine] = set()
-        """All engines whose breakers are not closed, and some whose breakers have closed again."""
+        """All engines whose breakers are not closed, and some whose breakers closed recently."""
 
         # Counts of engines that are gone, so that counters never fall
         self._ejections = 0
@@ -117,14 +117,14 @@ class Engines:
     # The engines
 
     async def start(self) -> None:
-        """Start looking up engines in the background, and briefly wait for the first DNS answer."""
+        """Start DNS look-ups in the background, and wait briefly for the first results."""
         self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
         with contextlib.suppress(TimeoutError):  # a silent name server must not delay the start
             async with asyncio.timeout(FIRST_RESOLVE_S):
                 await self._resolved.wait()
 
     async def close(self) -> None:
-        """Stop looking up engines, and close all connections to them."""
+        """Stop DNS look-ups, and close the connections to all engines."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -142,30 +142,30 @@ class Engines:
 
     @property
     def is_ready(self) -> bool:
-        """Whether any engine, stable or canary, takes requests."""
+        """Whether any engine, stable or canary, accepts requests."""
         return bool(self.roster.ready_sides)
 
     def at(self, key: str) -> Engine:
-        """Return the engine with this key, which must exist."""
+        """Return the engine with the given key, which must exist."""
         return self._engines[key]
 
     def get(self, key: str) -> Engine | None:
-        """Return the engine with this key, or None if there is none."""
+        """Return the engine with the given key, or None if it does not exist."""
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return an engine that the pool has or had, or None if the pool never had an engine."""
+        """Return a current engine of the pool, or else its last engine, or None without either."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
-        """Return all engines, and the last engine of each pool that has none now."""
+        """Return all current engines, and the last engine of each pool that has none now."""
         present = {engine.pool for engine in self._engines.values() if engine.model}
         return self.all() + [e for pool, e in self._last.items() if pool not in present]
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
-        """Follow the engines of these targets as the canary.
+        """Discover canary engines at the targets of the given pools.
 
-        Without targets, there is no canary.
+        Without pools, there is no canary.
         """
         names = {pool.name for pool in self._pools}
         for pool in pools:
@@ -175,11 +175,11 @@ class Engines:
         self._relist.set()
 
     def resolve_soon(self) -> None:
-        """Look up engines in DNS as soon as LEAST_RESOLVE_INTERVAL_S allows."""
+        """Request a DNS look-up, which starts as soon as LEAST_RESOLVE_INTERVAL_S allows."""
         self._relist.set()
 
     def reconnect(self, grace_s: float) -> None:
-        """Replace all channels. Answers on the old channels have `grace_s` seconds to finish."""
+        """Replace all channels, and give answers on old channels `grace_s` seconds to finish."""
         for engine in self._engines.values():
             engine.reconnect(grace_s)
 
@@ -187,11 +187,11 @@ class Engines:
 
     @property
     def model(self) -> Model | None:
-        """The model of the stable engines."""
+        """The model of the stable engines, or None if no engine has described it."""
         return self.model_of(Side.STABLE)
 
     def model_of(self, side: Side) -> Model | None:
-        """Return the model of one side, preferably that of a ready engine, or None if unknown."""
+        """Return one side's model, preferably from a ready engine, or None if no model is known."""
         models = self.roster.models
         if side not in models:
             models[side] = self._model_of(side)
@@ -206,7 +206,7 @@ class Engines:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Names of the adapters that an engine serves, or would serve if it were woken."""
+        """Names of all adapters that are served now, or would be served once pools are woken."""
         declared = self._declared_adapters
         if declared is None:
             return NONE.union(*(engine.adapters for engine in self._known()))
@@ -216,20 +216,20 @@ class Engines:
         return NONE.union(*awake, declared if sleeping else ())
 
     def declare_adapters(self, names: Iterable[str] | None) -> None:
-        """Declare the adapters of engines that will be woken.
+        """Declare which adapters newly woken engines will serve.
 
         Args:
-            names: names of the adapters, or None for the adapters of the last engine of each pool.
+            names: names of the adapters, or None to assume the adapters of each pool's last engine.
         """
         self._declared_adapters = None if names is None else frozenset(names)
 
     def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
-        """Return the adapter that a request names as its model (empty if it names the model).
+        """Return the adapter that a request's model name refers to (empty for the base model).
 
-        Until an engine has described its model, any name may be the name of an adapter.
+        Before any engine has described its model, every other name counts as an adapter.
 
         Args:
-            allowed: names that the tenant may use and that errors may show, or empty for all.
+            allowed: names that the tenant may use and that errors may mention, or empty for all.
 
         Raises:
             ServiceError: no engine has the adapter, or the tenant may not use it.
@@ -245,14 +245,14 @@ class Engines:
     def served_model(
         self, name: str, side: Side = Side.STABLE, allowed: Collection[str] = ()
     ) -> Model:
-        """Return the served model of one side of the rollout.
+        """Return the model that one side of the rollout serves.
 
         Args:
             name: the model or adapter that the request names.
-            allowed: names that the tenant may use and that errors may show, or empty for all.
+            allowed: names that the tenant may use and that errors may mention, or empty for all.
 
         Raises:
-            ServiceError: the model has another name, or no engine has described it yet.
+            ServiceError: the name is not served, or no engine has described the model yet.
         """
         self.adapter_of(name, allowed)
         model = self.model_of(side)
@@ -261,11 +261,11 @@ class Engines:
         return model
 
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
-        """Return the description of the served model that a tenant may see.
+        """Return the served model's description, limited to what the tenant may see.
 
-        The description lists the adapters that some engine serves and the tenant may use. It leaves
-        out the model's own name if the tenant may not use the model, and the details of the
-        fingerprint unless the tenant may use everything.
+        The description lists the served adapters that the tenant may use. If the tenant may not use
+        the base model, its name is left out. Unless the tenant may use all names, the details of
+        the fingerprint are also left out.
 
         Args:
             name: the model or adapter that the request names, or empty for the served model.
@@ -300,7 +300,7 @@ class Engines:
 
     @property
     def max_model_len(self) -> int:
-        """The maximum context length of any engine, in tokens."""
+        """The largest context length of all engines, in tokens."""
         if self._max_model_len is None:
             described = [e.description for e in self._known() if e.description]
             self._max_model_len = max((d.max_model_len for d in described), default=0)
@@ -308,17 +308,17 @@ class Engines:
 
     @property
     def expected_output(self) -> int:
-        """The largest number of output tokens that any engine expects of an answer."""
+        """The largest of all engines' estimates of output tokens per answer."""
         present = self._expected_outputs.values()
         return max(present or (e.expected_output for e in self._known()), default=0)
 
     def route(self, pool: str) -> str:
-        """Return the label of a pool (`route_of`), or its name if the pool never had an engine."""
+        """Return the pool's label (`route_of`), or its name if the pool has never had an engine."""
         engine = self.last(pool)
         return engine.route if engine else pool
 
     def is_awake(self, pool: str) -> bool:
-        """Return whether an engine of the pool takes requests."""
+        """Return whether any engine of the pool accepts requests."""
         return any(
             engine.pool == pool and engine.model and engine.standing is EngineState.USABLE
             for engine in self._engines.values()
@@ -330,7 +330,7 @@ class Engines:
         """Return the numerics fingerprints of the serving engines, by engine name.
 
         Args:
-            pool: the engines' pool, or empty for all pools.
+            pool: the pool whose engines to include, or empty for all pools.
         """
         return {
             engine.id: engine.numerics
@@ -339,21 +339,21 @@ class Engines:
         }
 
     def differences(self) -> Differences:
-        """Return the facts by which the numerics of the serving engines differ."""
+        """Return the facts in which the serving engines' numerics differ."""
         return differences(self.numerics())
 
     # Views for decisions
 
     @property
     def roster(self) -> Roster:
-        """An index of the engines by their current state."""
+        """The index of engines by their current state, rebuilt when it is outdated."""
         now = time.monotonic()
         if self._roster is None or now > self._roster.until:
             self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
         return self._roster
 
     def _place(self, engine: Engine) -> tuple[int, str]:
-        """Return the sort key that orders engines by pool."""
+        """Return the sort key that orders engines by pool, and then by key."""
         order = [pool.name for pool in self._pools]
         return order.index(engine.pool), engine.key
 
@@ -362,23 +362,23 @@ class Engines:
         self._max_model_len = None
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
-        """Return whether an engine on a side takes requests, with the given adapter if any."""
+        """Return whether one side has a ready engine, with the given adapter if any."""
         return self.roster.is_ready(side, adapter)
 
     def have_all(self, adapter: str) -> bool:
-        """Return whether every usable engine has the adapter, so that its requests are not rare.
+        """Return whether every usable engine has the adapter.
 
-        If no engine is usable, an engine that may come back must have the adapter. For an empty
-        name, the result is always true.
+        If no engine is usable, at least one engine that may come back must have the adapter. For an
+        empty name, the result is always true.
         """
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return the smallest claim on each engine, by engine key, for engines that have a claim.
+        """Return the smallest claim on each engine's memory in bytes, by engine key.
 
         Args:
-            claims: bytes by pool and adapter. A claim applies to the engines of the pool that have
-                the adapter.
+            claims: claimed bytes by pool and adapter. A claim applies to the engines of the pool
+                that have the adapter.
         """
         sizes: dict[str, int] = {}
         for (pool, adapter), size in claims.items():
@@ -388,11 +388,11 @@ class Engines:
         return sizes
 
     def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
-        """Return every engine that has described its model, in the order of the pools.
+        """Return views of all engines that have described their model, in the order of the pools.
 
-        The view of an engine that the request cannot use is marked as unusable. These are engines
-        that have another model, lack the adapter, or are held back. While an engine of this side is
-        ready, engines of the other side are also unusable.
+        An engine is marked as unusable if it has another model, lacks the adapter, or is held back
+        by its circuit breaker. While this side has a ready engine, engines of the other side are
+        also marked as unusable.
         """
         now = time.monotonic()
         roster = self.roster
@@ -414,13 +414,13 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Return a few usable engines of the first pool and, if there is one, of the large pool.
+        """Return views of a few usable engines from the first pool and from any large pool.
 
-        The engines are the preferred one and random ones. A large pool without a usable engine is
-        represented by an unusable one.
+        The engines are the preferred engine and a random sample. If the sample has no engine of the
+        large pool, an engine marked as unusable represents that pool.
 
         Args:
-            number: a random number.
+            number: a random number that determines the sample.
             preferred: key of the preferred engine, or empty if there is none.
             adapter: the adapter that engines must have, or empty for none.
         """
@@ -449,13 +449,13 @@ class Engines:
         return views
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return one engine of a pool as unusable, if any engine has described its model."""
+        """Return one described engine of a pool, marked as unusable, or an empty list."""
         views = (e.view(now) for e in self.roster.engines if e.pool == pool)
         first = next((view for view in views if view), None)
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Return the two usable engines of the first pool that come next on the hash ring.
+        """Return the first pool's two usable engines that follow a point on the hash ring.
 
         Args:
             point: the request's point on the hash ring.
@@ -467,7 +467,7 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def held_back(self) -> frozenset[str]:
-        """Return the keys of engines that get no requests because earlier requests failed there."""
+        """Return the keys of engines whose circuit breakers currently keep requests away."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
@@ -485,23 +485,23 @@ class Engines:
     # Counts for metrics
 
     def workers_lost(self, side: Side) -> int:
-        """Return how many workers and servers of that side have ended unexpectedly."""
+        """Return how many engine workers and servers of one side have ended unexpectedly."""
         present = (e.order.workers_lost for e in self.all() if e.side is side)
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return the same count, only over engines of that side that are gone or draining."""
+        """Return `workers_lost` counted only over engines that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
     @property
     def ejections(self) -> int:
-        """Number of times that a circuit breaker opened, including those of removed engines."""
+        """Number of times that a circuit breaker opened, including breakers of removed engines."""
         return self._ejections + sum(e.breaker.openings for e in self.all())
 
     @property
     def missed(self) -> int:
-        """Number of reports that never arrived, including those of engines that are gone."""
+        """Number of reports that never arrived, including reports of removed engines."""
         return self._missed + sum(e.order.missed for e in self.all())
 
     # Callbacks of engines (`EngineOwner`)
@@ -513,7 +513,7 @@ class Engines:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some engines may use TLS and others plaintext."""
+        """Whether some engines may use TLS while others use plaintext."""
         return self.is_secure and self._accepts_plaintext
 
     def dial(self, address: str, is_plaintext: bool = False) -> grpc.aio.Channel:
@@ -523,7 +523,7 @@ class Engines:
         return self._dialer(address)
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Build the model that an engine described, or return the one built for another engine.
+        """Return the model that an engine described, which is built once and shared by engines.
 
         Raises:
             ValueError: the model cannot be used.
@@ -531,23 +531,23 @@ class Engines:
         return await self._models.load(described)
 
     def _fingerprints(self) -> set[str]:
-        """Return the fingerprints of the models that engines have."""
+        """Return the fingerprints of all models that current or remembered engines use."""
         return {engine.model.fingerprint for engine in self._known() if engine.model}
 
     def has_another(self, engine: Engine) -> bool:
-        """Return whether another engine is ready."""
+        """Return whether any engine other than the given one is ready."""
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
     def on_change(self) -> None:
-        """Report that an engine's memory or state may have changed."""
+        """Notify the router that an engine's memory or state may have changed."""
         self._on_change()
 
     def on_loss(self, engine: Engine) -> None:
-        """Look up engines in DNS soon, since an engine that comes back may have another address."""
+        """Request a DNS look-up, because a lost engine may come back at another address."""
         self._relist.set()
 
     def on_restart(self, engine: Engine) -> None:
-        """Report that the engine's caches are now empty."""
+        """Notify the router that the engine's caches are now empty."""
         self.on_forgotten(engine.key)
 
     def on_state_change(self, engine: Engine) -> None:
@@ -563,11 +563,11 @@ class Engines:
             self._roster.on_load_change(engine)
 
     def on_ejected(self, engine: Engine) -> None:
-        """Hold the engine back while its breaker is open."""
+        """Keep requests away from the engine while its circuit breaker is open."""
         self._ejected.add(engine)
 
     def on_numerics_change(self) -> None:
-        """Log how the numerics of engines differ, once for each change."""
+        """Log how the engines' numerics differ, once for each change."""
         differing = self.differences()
         values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
         if values == self._logged_values:
@@ -597,7 +597,7 @@ class Engines:
             self._relist.clear()
 
     async def _resolve(self) -> None:
-        """Add the engines that are in DNS, and close those that are gone."""
+        """Add newly discovered engines, and close engines that have gone."""
         async for side, pool, addresses, is_complete in self._lookups.answers():
             # A failing name server must not cost a working engine.
             if is_complete:
@@ -625,7 +625,7 @@ class Engines:
                 self._drop_roster()
 
     async def _close_gone(self) -> None:
-        """Close the engines that have left DNS and fallen silent."""
+        """Close engines that have left DNS, have fallen silent and have no more requests."""
         for key, engine in list(self._engines.items()):
             if not engine.is_over:
                 continue

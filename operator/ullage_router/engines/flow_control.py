@@ -1,11 +1,11 @@
 """Flow control between a sending engine and a reading client.
 
-An engine may be at most `window` tokens ahead of the reader. Tokens in quick succession are
-coalesced: the engine waits for more tokens (`ullage_common.wire.flow_control`), and a reader gets
-all buffered tokens at once, up to `coalesce_tokens`. If the answer is paced, the reader gets the
-tokens later.
+An engine may be at most `window` tokens ahead of the reader. Tokens that follow each other quickly
+are coalesced: the engine waits briefly for more tokens (`ullage_common.wire.flow_control`), and the
+reader gets all buffered tokens at once, up to `coalesce_tokens`. A paced answer delivers its tokens
+to the reader at a limited rate.
 
-A watchdog ends the streams of an engine that has fallen silent.
+A watchdog ends an engine's streams when the engine falls silent.
 """
 
 import asyncio
@@ -20,43 +20,43 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import merge_deltas
 
 WHOLE_WINDOW_S = 0.1
-"""Seconds for which the tokens of an unstreamed answer wait to be coalesced."""
+"""Maximum seconds for which tokens of an unstreamed answer wait to be coalesced."""
 SHORT_ANSWER = 4
-"""Number of responses of a short answer: its acceptance, first token, other tokens, and end."""
+"""Number of responses in a short answer: its acceptance, first token, other tokens, and end."""
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks by a watchdog."""
+"""Seconds between a watchdog's checks."""
 
 Event = inference_pb2.GenerateResponse
 
 
 @dataclass(frozen=True, slots=True)
 class FlowControl:
-    """The window and the pace of the tokens of one answer."""
+    """The flow control settings for one answer's tokens."""
 
     window: int = 64
     """Maximum number of tokens that the engine may be ahead of the reader."""
     coalesce_tokens: int = 4
-    """Maximum number of tokens sent together, unless the engine sent more in one response."""
+    """Maximum number of tokens delivered together, unless one response already has more."""
     coalesce_s: float = 0.02
-    """Seconds for which tokens wait on the engine to be coalesced, or 0 for no wait."""
+    """Maximum seconds for which the engine holds tokens to coalesce them, or 0 for no wait."""
     pace: float = 0.0
-    """Maximum tokens per second, or 0 for no limit."""
+    """Maximum tokens per second for the reader, or 0 for no limit."""
     stall_s: float = math.inf
-    """Maximum seconds that a reader waits for the next response."""
+    """Maximum seconds for which a reader waits for the next response."""
 
     @property
     def together(self) -> int:
-        """Maximum number of tokens that the engine joins. A short answer then fits the window."""
+        """Maximum tokens per response, chosen so that a short answer fits in the window."""
         return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
 
     @property
     def responses(self) -> int:
-        """Window, in responses, of an engine that joins tokens."""
+        """The window size as a number of responses, each of which may join several tokens."""
         return max(1, self.window // self.together)
 
 
 def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowControl:
-    """Return the flow control that is configured.
+    """Return the flow control that the configuration specifies.
 
     Args:
         stall_s: maximum seconds for which an engine may send nothing.
@@ -71,7 +71,7 @@ def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowContr
 
 
 def for_unary(flow: FlowControl) -> FlowControl:
-    """Return the flow control of an unstreamed answer: few large responses, without a pace."""
+    """Return flow control for an unstreamed answer, with few large responses and no pacing."""
     if flow.coalesce_tokens == 1:
         return replace(flow, pace=0.0)
     most = max(flow.coalesce_tokens, flow.window // 2)
@@ -79,34 +79,34 @@ def for_unary(flow: FlowControl) -> FlowControl:
 
 
 def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
-    """Return the flow control limited to a tenant's tokens per second. None means no limit."""
+    """Return flow control limited to `most` tokens per second, where None means no limit."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
 def without_stalls(flow: FlowControl) -> FlowControl:
-    """Return the flow control of an answer that has only one response."""
+    """Return flow control without a stall limit, for an answer that has only one response."""
     return replace(flow, stall_s=math.inf)
 
 
 class Source(Protocol):
-    """A source of the responses of one answer, as sent by an engine."""
+    """The stream of responses that an engine sends for one answer."""
 
     async def read(self) -> Event | None:
-        """Return the next response, or None after the last.
+        """Return the next response, or None after the last response.
 
         Raises:
-            ServiceError: the call failed.
+            ServiceError: the request failed.
         """
 
     def end(self, error: ServiceError) -> None:
-        """End the source. After the received responses are read, reading raises the error."""
+        """End the stream, so that reading raises the error after all received responses."""
 
     def cancel(self) -> None:
-        """Cancel the engine's work, unless it has ended."""
+        """Cancel the engine's work on the answer if it is still running."""
 
 
 class ReceiveBuffer:
-    """The responses of one call that the reader has not taken yet.
+    """Buffers one request's responses until the reader takes them.
 
     Args:
         flow: the flow control of the answer.
@@ -120,16 +120,16 @@ class ReceiveBuffer:
         self._grant = grant
         self._loop = asyncio.get_running_loop()
         self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
-        """Buffered events, each with its delta if the event is a delta."""
+        """Buffered events, each paired with its delta, or with None for other kinds of events."""
         self._taken = 0
-        """Number of responses that were taken since the last grant."""
+        """Number of responses that the reader has taken since the last grant."""
         self._error: ServiceError | None = None
         self._has_ended = False
         self._due = 0.0
-        """Time at which tokens of a paced answer may be read, on the event loop's clock."""
+        """Earliest time for the next tokens of a paced answer, on the event loop's clock."""
 
         self._reader: asyncio.Future[None] | None = None
-        """The reader that waits for a response, or None once it has been woken."""
+        """The future of a reader that waits for a response, or None if no reader is waiting."""
         self._waiting_since = math.inf
         """Time on the event loop's clock at which the reader found the buffer empty.
 
@@ -139,11 +139,11 @@ class ReceiveBuffer:
 
     @property
     def num_events(self) -> int:
-        """Number of buffered responses."""
+        """Number of responses in the buffer."""
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """Add a response that has an `event` of this kind."""
+        """Add a response whose `event` has the given kind."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -154,16 +154,17 @@ class ReceiveBuffer:
             self._wake()
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Expect no more responses. Buffered responses can still be read."""
+        """Mark the end of the responses. Buffered responses can still be read."""
         self._has_ended = True
         self._error = self._error or error
         self._wake()
 
     async def read(self) -> Event | None:
-        """Return the next response, with tokens merged, or None after the last.
+        """Return the next response with its tokens merged, or None after the last response.
 
         Raises:
-            ServiceError: the call failed, after all earlier responses were read.
+            ServiceError: the request failed. It is raised after all earlier responses have been
+                read.
         """
         if (wait_s := self._wait_s()) != 0:
             if wait_s is None:
@@ -187,7 +188,7 @@ class ReceiveBuffer:
                 self._timer = None
 
     def _wake(self) -> None:
-        """Wake the reader, either now or when the next response is due."""
+        """Wake the reader now, or when pacing allows the next response."""
         if self._reader is None:
             return
         wait_s = self._wait_s()
@@ -207,7 +208,7 @@ class ReceiveBuffer:
             reader.set_result(None)
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until a response may be read, or None until one arrives."""
+        """Return the seconds until the next response may be read, or None if none is buffered."""
         if not self._events:
             return 0.0 if self._has_ended else None
         if self._events[0][1] is None:
@@ -226,7 +227,7 @@ class ReceiveBuffer:
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """Return the event, merged with the deltas of the same sample that directly follow it."""
+        """Merge the event with the deltas of the same sample that directly follow it."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:
@@ -249,10 +250,10 @@ class ReceiveBuffer:
 
 
 class StreamWatchdog:
-    """Ends the streams of one engine when the engine falls silent.
+    """Ends all streams of one engine when the engine falls silent.
 
     Args:
-        is_silent: returns whether to give up on the engine.
+        is_silent: returns whether the engine counts as silent.
         error: returns the error that the streams raise.
     """
 
@@ -263,7 +264,7 @@ class StreamWatchdog:
         self._check_at: float | None = None
 
     def watch(self, stream: Source) -> None:
-        """Watch a stream, and end it with the error when the engine falls silent."""
+        """Watch a stream, and end it with an error when the engine falls silent."""
         self._open.add(stream)
         self._arm()
 

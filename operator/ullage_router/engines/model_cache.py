@@ -1,4 +1,4 @@
-"""Builds each model that engines describe once, and shares it between engines."""
+"""Builds each described model once, and shares the model between engines."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.tokenizer.model import Model, fingerprint, load_model
 
 MAX_IDLE_MODELS = 2
-"""Maximum number of models kept without an engine.
+"""Maximum number of models kept while no engine uses them.
 
-A model may come back, for example a canary's.
+Such a model, for example a canary's, may be needed again later.
 """
 
 
 class ModelCache:
-    """Models by fingerprint.
+    """Caches models by fingerprint.
 
     Args:
-        trusts_special_tokens: whether client text that spells a special token is tokenized as that
+        trusts_special_tokens: whether client text that spells a special token is encoded as that
             token.
         in_use: returns the fingerprints of the models that engines use.
     """
@@ -26,11 +26,11 @@ class ModelCache:
         self._trusts_special_tokens = trusts_special_tokens
         self._in_use = in_use
         self._models: dict[str, Model] = {}
-        """Models by fingerprint, with the most recently used one last."""
+        """Models by fingerprint, ordered from least to most recently used."""
         self._loading = asyncio.Lock()
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Return the model that an engine described, building it if necessary.
+        """Return the model that an engine described, and build the model if it is not cached.
 
         Raises:
             ValueError: the model cannot be used.

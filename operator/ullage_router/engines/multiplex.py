@@ -1,9 +1,9 @@
-"""Multiplexes all calls to an engine over one stream.
+"""Multiplexes all requests to an engine over one gRPC stream.
 
-A gRPC call costs a Python process several hundred microseconds, regardless of its size. On one
-stream, the requests, cancellations and tokens of many calls share messages. Calls remain
-independent: each has its own tag, time limit and window, so a slow reader delays only itself. To
-each call, the loss of the stream looks like the loss of its own connection.
+Each separate RPC costs a Python process several hundred microseconds, regardless of its size. On
+one stream, the requests, cancellations and tokens of many calls share messages. The calls remain
+independent. Each call has its own tag, time limit and window, so a slow reader delays only its own
+call. If the stream is lost, each call fails as if its own connection had been lost.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
 MAX_BATCH_BYTES = 128 << 10
-"""Size at which a message is full, unless it has a single request.
+"""Maximum bytes of calls in a message, unless the message has a single request.
 
-A field takes at least two bytes, so this size also keeps within the engine's limit on fields per
-message.
+Each field takes at least two bytes, so this size also respects the engine's limit on the number of
+fields in a message.
 """
 CALL_BYTES = 64
-"""Bytes that a call adds to a message, not counting its request."""
+"""Estimated bytes that a call adds to a message, not counting its request."""
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -41,38 +41,38 @@ log = logging.getLogger(__name__)
 
 
 class StreamLost(Exception):
-    """The stream to an engine has ended. The message has the reason."""
+    """Raised when the stream to an engine has ended, with the reason as its message."""
 
 
 class StreamLoss:
-    """The loss of one stream. It ends many calls but counts as one failure."""
+    """The loss of one stream, which ends many calls but counts as a single failure."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return whether the loss is new to this account, and record it for the account."""
+        """Return whether `account` counts the loss for the first time, and record that it did."""
         is_first = account not in self._counted
         self._counted.add(account)
         return is_first
 
 
 class ConnectionBroken(ServiceError):
-    """The error that each call gets when its stream is lost."""
+    """Raised for every call on a stream that was lost."""
 
     def __init__(self, loss: StreamLoss) -> None:
         message = "the connection to the engine broke"
         super().__init__(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", message)
         self.loss = loss
-        """The loss of the stream, which all of the stream's calls share."""
+        """The loss of the stream, shared by the errors of all its calls."""
 
 
 class Multiplexer:
-    """The stream to one engine. It is reopened whenever it is lost.
+    """Keeps a Multiplex stream to one engine open, and reopens the stream whenever it is lost.
 
     Args:
         stub: the gRPC stub of the engine's service.
-        address: address of the engine, for logs.
+        address: the engine's address, for log messages.
         on_change: called when the stream is opened or lost.
     """
 
@@ -86,7 +86,7 @@ class Multiplexer:
         self._address = address
         self._on_change = on_change
         self.is_missing = False
-        """Whether the engine did not serve a Multiplex stream at the last attempt."""
+        """Whether the last attempt found that the engine does not implement Multiplex."""
         self._stream: _Stream | None = None
         self._task: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
@@ -94,16 +94,16 @@ class Multiplexer:
 
     @property
     def is_open(self) -> bool:
-        """Whether new calls can begin."""
+        """Whether the stream is open, so that new calls can be sent."""
         return self._stream is not None
 
     def start(self) -> None:
-        """Start opening the stream, which succeeds as soon as the engine can be reached."""
+        """Start opening the stream, which succeeds once the engine can be reached."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Begin no more calls, and end the stream after the last running call."""
+        """Accept no new calls, and end the stream after the last running call."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()
@@ -117,7 +117,7 @@ class Multiplexer:
                 await self._tried.wait()
 
     async def close(self) -> None:
-        """End the stream and all of its calls."""
+        """Close the stream, which ends all of its calls."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -125,7 +125,7 @@ class Multiplexer:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Begin a call on the stream, which must be open."""
+        """Send a call on the stream, which must be open."""
         assert self._stream, "the stream is not open"
         return self._stream.call(request, timeout_s, metadata, flow)
 
@@ -163,7 +163,7 @@ class Multiplexer:
         return _Stream(call)
 
     async def _serve(self, stream: "_Stream") -> None:
-        """Run the stream until its end.
+        """Use the stream for calls until the stream ends.
 
         Raises:
             StreamLost: always, with the reason.
@@ -180,7 +180,7 @@ class Multiplexer:
 
 
 class _Stream:
-    """An open stream, with its calls by tag and the messages that wait to be sent."""
+    """An open stream, with its calls by tag and the messages that are waiting to be sent."""
 
     def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
         self._stream = stream
@@ -194,7 +194,7 @@ class _Stream:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Begin a call, which is sent with the next message."""
+        """Start a call, which is sent with the next message."""
         self._last_tag += 1
         tag = self._last_tag
         window = flow.responses * max(1, request.samples.n)  # tokens of two samples are not joined
@@ -218,23 +218,23 @@ class _Stream:
         return call
 
     def grant(self, tag: int, responses: int) -> None:
-        """Allow the engine to send more responses for a call."""
+        """Allow the engine to send the given number of further responses for a call."""
         if tag in self._calls:
             self._next_message().grants.add(tag=tag, responses=responses)
 
     def cancel(self, tag: int) -> None:
-        """Cancel a call on the engine if it is still running."""
+        """Cancel a call on the engine if the call is still running."""
         if self._calls.pop(tag, None):
             self._next_message().cancelled_tags.append(tag)
             self._close_if_done()
 
     def retire(self) -> None:
-        """End the stream after the last of its calls."""
+        """End the stream once its last call has ended."""
         self._is_retired = True
         self._close_if_done()
 
     def break_off(self) -> None:
-        """End every call with the error for a broken connection."""
+        """Cancel the stream, and fail all of its calls with a ConnectionBroken error."""
         self._stream.cancel()
         loss = StreamLoss()
         for call in list(self._calls.values()):
@@ -323,15 +323,15 @@ class StreamCall(ReceiveBuffer):
         self._stream.cancel(self._tag)
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Expect no more responses. Buffered responses can still be read."""
+        """Mark the end of the responses. Buffered responses can still be read."""
         self._deadline.cancel()
         super().end(error)
 
     def _check_time(self) -> None:
-        """End the call if its time limit has passed or its reader has waited too long.
+        """Fail the call if its time limit has passed or its reader has waited too long.
 
-        Otherwise schedule the next check for the earliest time at which either can happen, so that
-        individual responses need no timers.
+        Otherwise, schedule the next check for the earliest time at which the call could fail.
+        Individual responses therefore need no timers.
         """
         now = self._loop.time()
         stalls_at = min(self._waiting_since, now) + self._flow.stall_s
@@ -349,7 +349,7 @@ def _is_being_cancelled() -> bool:
 
 
 def _error(status: bytes) -> ServiceError | None:
-    """Return the error for a gRPC status, or None for OK."""
+    """Return the error that a serialised gRPC status represents, or None for OK."""
     parsed = status_pb2.Status.FromString(status)
     return from_status(parsed) if parsed.code else None
 

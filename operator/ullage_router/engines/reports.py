@@ -1,4 +1,4 @@
-"""The order of an engine's headroom reports, and the interval between them."""
+"""Checks the order of an engine's headroom reports, and sets the interval between them."""
 
 import math
 from typing import Literal
@@ -7,45 +7,45 @@ from typing import Literal
 MIN_REPORT_INTERVAL_MS = 20
 MAX_REPORT_INTERVAL_MS = 200
 MAX_REPORTS_PER_S = 500
-"""Maximum number of reports per second, over all engines."""
+"""Target for the maximum number of reports per second from all engines together."""
 
 ReportKind = Literal["next", "gap", "old", "restart"]
 
 
 class ReportSequence:
-    """Checks the epoch and the sequence number of every report.
+    """Checks each report's epoch and sequence number, and counts gaps and restarts.
 
-    The sequence number grows by one with each push of a stream. The epoch identifies one run of
-    the engine's server.
+    The sequence number increases by one with each report on a stream. The epoch identifies one run
+    of the engine's server.
 
     Args:
-        counts_earlier: whether to count workers that were lost before the first report. They count
-            for a canary, which exists only for its trial and may fail before a router discovers it.
-            Losses of a stable engine may be weeks old.
+        counts_earlier: whether to count workers that were lost before the first report. Such losses
+            count for a canary, which may fail before a router discovers it. For a stable engine,
+            they may be weeks old.
     """
 
     def __init__(self, counts_earlier: bool = False) -> None:
         self.epoch: int | None = None
         self.sequence = 0
         self.missed = 0
-        """Number of reports that never arrived."""
+        """Number of reports that were sent but never arrived."""
         self.old = 0
-        """Number of ignored reports, which were duplicates or arrived too late."""
+        """Number of reports that were ignored as duplicates or as outdated."""
         self.restarts = 0
-        """Number of restarts of the engine's server."""
+        """Number of times that the engine's server has restarted."""
         self.workers_lost = 0
         """Number of times that the engine's workers or server ended unexpectedly."""
         self._counts_earlier = counts_earlier
         self._reported_restarts: int | None = None
 
     def on_connect(self) -> None:
-        """Start a new sequence, since every stream numbers its reports from the beginning."""
+        """Start a new sequence, because each stream numbers its reports from the beginning."""
         self.sequence = 0
 
     def take(self, epoch: int, sequence: int) -> ReportKind:
-        """Classify a report.
+        """Classify a report as next, gap, old or restart, by its epoch and sequence number.
 
-        All kinds except `old` are used, since every report has the full state.
+        The caller ignores only `old` reports, because every report contains the full state.
         """
         if epoch != self.epoch:
             return self._restart(epoch, sequence)
@@ -59,10 +59,10 @@ class ReportSequence:
         return "gap" if missed else "next"
 
     def on_worker_restarts(self, worker_restarts: int) -> None:
-        """Count the worker restarts given in an accepted report.
+        """Count the new worker restarts that an accepted report shows.
 
         Args:
-            worker_restarts: number of restarts since the server started.
+            worker_restarts: number of worker restarts since the engine's server started.
         """
         if self._reported_restarts is not None:  # earlier restarts do not count for this router
             self.workers_lost += max(0, worker_restarts - self._reported_restarts)
@@ -79,10 +79,10 @@ class ReportSequence:
 
 
 def report_interval_ms(num_engines: int) -> int:
-    """Return the shortest time between two reports of an engine, in milliseconds.
+    """Return the minimum interval between an engine's reports, in milliseconds.
 
-    The interval grows with the number of engines, so that all engines together send at most
-    MAX_REPORTS_PER_S.
+    The interval grows with the number of engines, up to MAX_REPORT_INTERVAL_MS, so that all engines
+    together send about MAX_REPORTS_PER_S.
     """
     interval_ms = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
     return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, interval_ms))

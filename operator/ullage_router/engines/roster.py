@@ -1,7 +1,7 @@
-"""An index of the engines that may take requests, so that a decision looks at only a few engines.
+"""An index of engines that accept requests, so that a decision examines only a few of them.
 
-A roster is valid until an engine is added, removed or changes its state. Whether an engine has
-prompts to prefill changes with every request, so this flag is updated in place.
+A roster is valid until an engine is added, is removed or changes its state. Whether an engine is
+idle changes with every request, so this flag is updated in place.
 """
 
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
-"""Number of engines drawn for a decision. If there are fewer engines, all are drawn."""
+"""Maximum number of engines drawn at random from a group for one decision."""
 MIXING = 2654435761
-"""Knuth's multiplicative hash.
+"""Multiplier of Knuth's multiplicative hash.
 
-The draw of engines and the choice among them use the same random number. The hash makes them
-independent.
+The same random number determines which engines are drawn and which of them is chosen. Hashing it
+makes the two independent.
 """
 USABLE = EngineState.USABLE
 RECOVERING = EngineState.RECOVERING
@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DrawGroup(Generic[T]):
-    """A group of usable engines, of which each decision draws a few."""
+    """A group of usable engines, from which each decision draws a few."""
 
     usable: list[T] = field(default_factory=list)
     idle: list[T] = field(default_factory=list)
     """Usable engines that have no prompts to prefill, in any order."""
     places: dict[T, int] = field(default_factory=dict)
-    """Index of each engine in `idle`."""
+    """Each idle engine's index in `idle`."""
 
     def set_idle(self, engine: T, is_idle: bool) -> None:
-        """Add an engine to the idle engines, or remove it from them, in O(1)."""
+        """Add an engine to `idle` or remove it, in constant time."""
         place = self.places.pop(engine, None)
         if is_idle:
             self.places[engine] = len(self.idle) if place is None else place
@@ -54,12 +54,13 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Return at most MAX_DRAWN engines, and only idle engines if there are any.
+        """Draw at most MAX_DRAWN engines at random, only among idle engines if there are any.
 
-        A decision prefers the first engines, so every engine is equally likely to be among them.
+        A decision prefers the engines at the front of the result, where every engine is equally
+        likely to be.
 
         Args:
-            number: a random number.
+            number: the random number that determines the draw.
         """
         source = self.idle or self.usable
         count = len(source)
@@ -75,30 +76,30 @@ class DrawGroup(Generic[T]):
 
 @dataclass(slots=True)
 class _Group(DrawGroup["Engine"]):
-    """The usable engines of one pool, side and model."""
+    """The usable engines that share a side, a pool and a model."""
 
     ring: HashRing | None = None
-    """The usable engines' keys on a hash ring, or None until the ring is needed."""
+    """Hash ring of the usable engines' keys, or None until the ring is first needed."""
 
 
 GroupKey = tuple[Side, str, str]
-"""The key of a group: side, pool, and fingerprint of the model."""
+"""The key of a group: (side, pool, model fingerprint)."""
 
 
 class Roster:
-    """The states of all engines at one moment, and the usable ones by group.
+    """A snapshot of all engines' states, with the usable engines by group.
 
     Args:
-        engines: all engines in order of preference.
+        engines: all engines, in order of preference.
         now: current time on the monotonic clock.
     """
 
     def __init__(self, engines: "Iterable[Engine]", now: float) -> None:
         self.engines = tuple(engines)
         self.until = min((engine.state_until(now) for engine in self.engines), default=now)
-        """Time at which the silence of an engine may change its state."""
+        """Time at which an engine's state may change because no report has arrived."""
         self.models: dict[Side, Model | None] = {}
-        """The cached model of each side."""
+        """Cache of the model that each side serves."""
 
         self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
         self._groups: dict[GroupKey, _Group] = {}
@@ -118,8 +119,8 @@ class Roster:
         self.common_adapters = self._common_adapters()
         """Adapters that all usable engines have.
 
-        If no engine is usable, these are the adapters of any engine that may come back. Nothing
-        runs before an engine is back, so no requests need a separate queue.
+        If no engine is usable, these are the adapters of all engines that may come back. Nothing
+        runs before an engine is back, so no adapter needs a separate queue line.
         """
 
     def _add(self, engine: "Engine") -> None:
@@ -138,34 +139,34 @@ class Roster:
         return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
-        """Return whether the engine's state is still the same as in the roster."""
+        """Return whether the roster still has the engine's current state."""
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:
-        """Return whether an engine on a side takes requests, with the given adapter if any."""
+        """Return whether one side has a usable engine, with the given adapter if any."""
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Update whether the engine has prompts to prefill."""
+        """Update whether the engine is idle."""
         if group := self._group_of.get(engine):
             group.set_idle(engine, engine.is_idle)
 
     def num_usable(self, side: Side, pool: str) -> int:
-        """Return the number of engines of a pool that take requests."""
+        """Return the number of usable engines on one side of a pool."""
         groups = self._groups.items()
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
     def draw(self, key: GroupKey, number: int) -> "list[Engine]":
-        """Return a few usable engines of a group at random.
+        """Draw a few usable engines of a group at random.
 
         Args:
-            number: a random number.
+            number: the random number that determines the draw.
         """
         group = self._groups.get(key)
         return group.draw(number) if group else []
 
     def nearest_two(self, key: GroupKey, point: int) -> tuple[str, ...]:
-        """Return the keys of the two usable engines of a group that come next on the hash ring."""
+        """Return the keys of a group's two usable engines that follow a point on the hash ring."""
         group = self._groups.get(key)
         if group is None:
             return ()

@@ -1,4 +1,5 @@
-"""The path of a request through the router, from a validated call to a stream of deltas.
+"""The request pipeline, which turns a validated call into a stream of answer events.
 
-The package calls the lower-level packages in order. It depends on neither HTTP nor gRPC services.
+This package calls the lower-level packages in order. It depends on neither the HTTP nor the gRPC
+service.
 """

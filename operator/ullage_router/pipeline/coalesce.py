@@ -1,8 +1,8 @@
-"""Lets identical deterministic requests in flight share one generation.
+"""Lets concurrent identical requests share one generation if their answer is deterministic.
 
-The first request starts the generation at once. Other requests join shortly after and get its
-events from the beginning. The generation runs in a separate task, so it ends with the last of its
-requests instead of the first. Each request reads the generation's log of events at its own pace.
+The first request starts the generation at once. Other requests may join shortly afterwards, and get
+the events from the beginning. The generation runs in a separate task, so it continues until its
+last request has left. Each request reads the generation's event log at its own pace.
 """
 
 import asyncio
@@ -28,30 +28,31 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Seconds for which requests may join a generation before its first token, for any window."""
+"""Minimum seconds for which requests may join a generation before its first token."""
 MAX_LOG_BYTES = 1 << 20
-"""Bytes of an answer that are kept for requests that join late or read slowly.
+"""Maximum bytes of an answer that are kept for requests that join late or read slowly.
 
-This is several times the longest usual answer.
+The limit is several times the size of a long answer.
 """
 MAX_UNREAD_BYTES = 64 << 10
-"""Maximum bytes that the engine may be ahead of the fastest reader."""
+"""Maximum number of bytes that the engine may be ahead of the fastest reader."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether a repeated request gives the same text: greedy, seeded or beam search."""
+    """Return whether repeating the request gives the same text (greedy, seeded or beam search)."""
     sampling = request.sampling
     is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
     return is_greedy or sampling.HasField("seed") or request.samples.HasField("beam")
 
 
 def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
-    """Return a key that is equal for requests that may share a generation.
+    """Return a digest that is equal for requests that may share a generation.
 
-    The key covers every field of the request except its id, including fields of future versions.
+    The digest covers every field of the request except its id, including unknown fields of future
+    versions.
 
     Args:
-        asker: differs between clients that may not share a generation.
+        asker: a string that differs between clients that must not share a generation.
     """
     anonymous = inference_pb2.GenerateRequest()
     anonymous.CopyFrom(request)
@@ -62,10 +63,10 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """The generations of this router that requests may join, at most one per request in flight.
+    """Keeps track of the generations that requests may join in this router.
 
     joined
-        number of requests that shared the generation of another request
+        number of requests that joined another request's generation
     """
 
     def __init__(self, section: CoalesceSection) -> None:
@@ -77,13 +78,13 @@ class Coalescer:
         return len(self._open)
 
     async def share(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the call. The answer may be shared with other calls.
+        """Return the call's answer, which may be shared with identical calls.
 
         Args:
-            proceed: starts a generation. The answer is closed when all requests have left.
+            proceed: starts a generation. Its answer is closed when all requests have left.
 
         Raises:
-            ServiceError: `proceed` raised it. All requests that share the answer get the error.
+            ServiceError: `proceed` failed. All requests that share the answer get the error.
         """
         if not is_deterministic(call.request):
             return await proceed(call)
@@ -117,15 +118,16 @@ class Coalescer:
 
 
 class SharedGeneration:
-    """One generation, with its event log and its readers.
+    """A generation that several requests share, with its event log and its readers.
 
     Args:
         call: the first request.
         window_s: seconds after the first event during which other requests may join.
-        keeps_all: whether requests may join as long as there are readers, and after the end.
+        keeps_all: whether to keep all events, so that requests may join at any time while there are
+            readers, or after the generation has finished.
 
     is_finished
-        whether the whole answer was generated
+        whether the complete answer has been generated
     """
 
     def __init__(self, call: Call, window_s: float, *, keeps_all: bool = False) -> None:
@@ -150,19 +152,19 @@ class SharedGeneration:
         self._readers: set[_Reader] = set()
         self._log: deque[Event] = deque()
         self._dropped = 0
-        """Number of events that were dropped from the beginning of the log."""
+        """Number of events that have been dropped from the start of the log."""
         self._log_bytes = 0
         self._written = 0
-        """Total bytes of all events so far."""
+        """Total bytes of all events so far, including dropped events."""
         self._changed = asyncio.Event()
         self._may_go_on = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_joinable(self) -> bool:
-        """Return whether a request may join.
+        """Return whether another request may join the generation.
 
-        A joined request gets the whole answer, about as early as from a separate generation.
+        A request that joins gets the complete answer, about as early as from a separate generation.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
@@ -172,7 +174,7 @@ class SharedGeneration:
 
     @property
     def size(self) -> int:
-        """Return the number of bytes of the answer that are kept."""
+        """Return the size of the kept events in bytes."""
         return self._log_bytes
 
     @property
@@ -180,34 +182,34 @@ class SharedGeneration:
         return time.monotonic() - self._started
 
     def run(self, start: Handler, on_end: Callable[[], None]) -> None:
-        """Start the generation in a separate task."""
+        """Start the generation in a background task."""
         self._task = asyncio.create_task(self._run(start, on_end), name="generation")
 
     def join(self, call: Call) -> "_Reader":
-        """Add a reader of the answer."""
+        """Add a reader for a call that shares the answer."""
         reader = _Reader(self, call)
         self._readers.add(reader)
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Remove a reader. The generation ends when its last reader leaves."""
+        """Remove a reader, and end the generation if this was its last reader."""
         self._readers.discard(reader)
         self._may_go_on.set()
         if not self._readers and self._task:
             self._task.cancel()
 
     async def wait_for_change(self) -> None:
-        """Wait until an event arrives, the generation ends, or a reader's time is over."""
+        """Wait until an event arrives, the generation ends, or a reader's deadline passes."""
         await self._changed.wait()
 
     def notify(self) -> None:
-        """Wake all readers that wait for a change."""
+        """Wake all readers that are waiting for a change."""
         changed = self._changed
         self._changed = asyncio.Event()
         changed.set()
 
     def read(self, place: int) -> Event | None:
-        """Return the event with this index, or None if it has not arrived yet.
+        """Return the event at an index of the log, or None if the event has not arrived yet.
 
         Raises:
             ServiceError: the event was dropped because the reader was too slow.
@@ -218,7 +220,7 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Let the engine continue after a read, and drop events that no reader needs any more."""
+        """Let the engine continue after a read, and drop events that all readers have read."""
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):
@@ -270,7 +272,7 @@ class SharedGeneration:
 
 
 class _Reader:
-    """One request's view of a generation, with the request's id, usage and deadline."""
+    """One request's stream of a shared generation, with its own request id and deadline."""
 
     def __init__(self, generation: SharedGeneration, call: Call) -> None:
         self.accepted = inference_pb2.Accepted()
@@ -286,7 +288,7 @@ class _Reader:
         self._is_closed = False
 
     async def begin(self) -> None:
-        """Wait for the first token.
+        """Wait for the first token of the shared generation.
 
         Raises:
             ServiceError: the generation failed.
@@ -331,9 +333,9 @@ class _Reader:
         return event
 
     def _error(self) -> BaseException:
-        """Return a copy of the error for this reader.
+        """Return a copy of the generation's error for this reader.
 
-        An exception that is raised by several tasks would collect the tracebacks of all of them.
+        If several tasks raised the same exception object, it would collect all of their tracebacks.
         """
         error = self._generation.error
         if not isinstance(error, ServiceError):
@@ -347,7 +349,7 @@ class _Reader:
         )
 
     def _adopt_decision(self) -> None:
-        """Copy the decision of the generation, which applies to all requests that share it."""
+        """Copy the generation's decision to this request, because the decision applies to both."""
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id

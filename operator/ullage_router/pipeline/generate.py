@@ -1,11 +1,11 @@
-"""The last stage of a request, which runs on an engine, or on another engine if the first fails.
+"""The last pipeline stage, which runs a request on an engine and fails over to other engines.
 
-If an engine fails before the first token, the request is retried on another engine as long as that
-may help. If an engine is lost later, another engine resumes the answer (`resume.py`). Each engine
-holds credit for its part of the answer. Quota, limits and metrics count the request only once.
+If an engine fails before the first token, the request is retried on another engine as long as a
+retry may help. If an engine is lost later, another engine resumes the answer (`resume.py`). Each
+engine reserves memory for its part of the answer. Quota, limits and metrics count the request once.
 
-An answer ends with the reason TIMEOUT when its next token does not arrive in time, or when the time
-limit of the whole answer has passed.
+An answer ends with the reason TIMEOUT if its next token does not arrive in time, or if the time
+limit for the whole answer has passed.
 """
 
 import math
@@ -42,28 +42,28 @@ from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
 TOTAL_MARGIN_S = 0.5
-"""Margin before the end of a request's time limit, in seconds.
+"""Seconds before a request's time limit within which a TIMEOUT counts as reaching the limit.
 
-Engines end answers a little early. So an answer that ends with TIMEOUT within the margin has used
-up its time. An earlier TIMEOUT means that the engine stalled.
+Engines end answers slightly early. An answer that ends with TIMEOUT within this margin has
+therefore used up its time. An earlier TIMEOUT means that the engine stalled.
 """
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
-"""Failures that are not caused by the request, so that the client may send the request again."""
+"""Statuses of failures that the request did not cause, so that the client may retry."""
 
 
 class EngineSender:
     """Sends requests to engines.
 
     Args:
-        streaming: the flow control of tokens.
-        limits: how long an engine may take between tokens.
+        streaming: the flow control settings for tokens.
+        limits: the maximum time between two tokens of an answer.
         admission: reserves memory on an engine.
-        balancer: holds the retry budget.
-        signer: signs requests for engines that require signatures, or None if no engine does.
-        rollout: counts outcomes by side, or None if there is never a canary.
-        on_resumption: called whenever an answer loses its engine.
+        balancer: provides the retry budget.
+        signer: signs requests for engines that require tickets, or None if no engine does.
+        rollout: counts outcomes by side, or None if canaries are not configured.
+        on_resumption: called whenever an answer's engine is lost.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class EngineSender:
         self._resumer = Resumer(admission, self._send, on_resumption)
 
     async def generate(self, call: Call) -> ResponseStream:
-        """Try one engine after another, as long as another attempt may help.
+        """Run the request, and try other engines as long as another attempt may help.
 
         Raises:
-            ServiceError: the request is refused or invalid, or the last engine failed.
+            ServiceError: the request is refused or invalid, or the last attempt failed.
         """
         self._balancer.budget.on_request()
         refused_by: dict[str, int] = {}
@@ -115,11 +115,11 @@ class EngineSender:
                 call.decisions.add_step("engine", error.reason, degraded=call.prompt.degraded)
 
     async def try_once(self, call: Call) -> ResponseStream:
-        """Try one engine of a canary that has room for the request now.
+        """Run the request on a canary engine that has free memory now, without retries.
 
         Raises:
             ServiceError: the request is refused, or the engine failed.
-            NotOnCanary: the stable engines should serve the request.
+            NotOnCanary: a stable engine should serve the request.
         """
         progress = Progress(call.request)
         request = AdmissionRequest(call, progress, is_trial=True)
@@ -133,9 +133,9 @@ class EngineSender:
         return Generation(call, reservation, progress, stream, self._resumer)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
-        """Return whether to try another engine.
+        """Return whether to retry a failed request on another engine.
 
-        A retry after an engine's fault uses the retry budget.
+        A retry after an engine fault is taken from the retry budget.
         """
         breakages = sum(failure.reason in BREAKAGES for failure in failures)
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
@@ -149,7 +149,7 @@ class EngineSender:
     async def _send_to_engine(
         self, call: Call, reservation: Reservation, progress: Progress
     ) -> EngineStream:
-        """Send the request to an engine, and wait for the first token.
+        """Send the request to the reserved engine, and wait for the first token.
 
         Raises:
             ServiceError: the engine refused or failed.
@@ -211,7 +211,7 @@ class EngineSender:
 
 
 class Generation:
-    """An answer that has started. It may run on several engines, one after another."""
+    """An answer that has started, and that several engines may generate one after another."""
 
     def __init__(
         self,
@@ -230,17 +230,17 @@ class Generation:
         self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
         self._num_counted: int | None = None
-        """Number of output tokens as counted by the engine, or None before the end."""
+        """Number of output tokens that the engine counted, or None until the answer has ended."""
 
     @property
     def output_tokens(self) -> int:
         return self._progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events of the answer.
+        """Yield the answer's events from all engines that take part.
 
         Raises:
-            ServiceError: the answer is lost after tokens were sent.
+            ServiceError: the answer was lost after tokens were sent.
         """
         tool_use = self._reservation.prompt.tool_use
         samples = self._call.request.samples
@@ -283,12 +283,15 @@ class Generation:
             yield event
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
-        """Return whether no engine resumed in time. The tokens so far then become the answer."""
+        """Return whether an answer that already has tokens was not resumed in time.
+
+        The tokens so far then become the answer.
+        """
         has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
 
     def _cut_off(self, failure: ServiceError) -> Event:
-        """Return the last event for an answer that no engine resumed."""
+        """Return the final event for an answer that no engine resumed in time."""
         event = timed_out(self.accepted, self._progress.num_tokens)
         event.finished.stop_string = failure.reason
         self._finish(event.finished)
@@ -318,12 +321,12 @@ class Generation:
         self._resumed_on.append(self._reservation.engine.id)
 
     def close(self) -> None:
-        """End the engine's work on the answer, unless the answer has ended."""
+        """Stop the engine's work on the answer if it is still running."""
         self._stream.close()
 
 
 class _OnEngine:
-    """The part of an answer that one engine generates, starting from its first token."""
+    """The part of an answer that one engine generates, from the first token of that part."""
 
     def __init__(
         self,
@@ -350,7 +353,7 @@ class _OnEngine:
         self._failure = ""
 
     async def read(self) -> Event:
-        """Return the next event. The last event is Finished.
+        """Return the engine's next event. The last event is Finished.
 
         Raises:
             ServiceError: the engine failed.
@@ -375,7 +378,7 @@ class _OnEngine:
         return event
 
     def _take_ending(self, event: Event) -> None:
-        """Record the end of the answer or of a sample.
+        """Record that the answer or one of its samples has ended.
 
         Raises:
             ServiceError: the engine cut the answer off.
@@ -389,7 +392,7 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report the end of an answer to the circuit breaker, unless its time limit was used up."""
+        """Report the answer's end to the circuit breaker, unless its time limit was reached."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -399,10 +402,7 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a last event if the failure was only the time limit.
-
-        Otherwise raise the failure.
-        """
+        """Return a final event if only the time limit was reached, or else raise the error."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -414,7 +414,7 @@ class _OnEngine:
         raise error
 
     def close(self) -> None:
-        """End the engine's work on the answer, unless the answer has ended."""
+        """Stop the engine's work on the answer if it is still running."""
         if not self._is_closed:
             self._is_closed = True
             engine = self._reservation.engine
@@ -428,7 +428,7 @@ class _OnEngine:
 def _engine_request(
     call: Call, reservation: Reservation, progress: Progress
 ) -> inference_pb2.GenerateRequest:
-    """Return the request for the engine, with its token ids and the granted limits."""
+    """Return the request to send to the engine, with token ids and the granted output limit."""
     limit_s = reservation.credit.step_limit_s
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
@@ -464,7 +464,7 @@ def _engine_request(
 def _complete_acceptance(
     from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
 ) -> inference_pb2.Accepted:
-    """Add the router's decision to the engine's acceptance."""
+    """Return the engine's acceptance message, completed with the router's decision."""
     decision = call.decisions.latest
     prompt = reservation.prompt
     max_tokens = reservation.max_tokens
@@ -490,7 +490,7 @@ def _complete_acceptance(
 
 
 async def _expect(source: Source) -> Event:
-    """Return the next event. Raise ServiceError if the stream has ended."""
+    """Return the next event of a stream, or raise ServiceError if the stream has ended."""
     event = await source.read()
     if event is None:
         raise errors.broken_stream("the engine ended the stream before the first token")
@@ -498,13 +498,13 @@ async def _expect(source: Source) -> Event:
 
 
 def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raise ServiceError if a draining engine cut off the answer without the client cancelling."""
+    """Raise ServiceError if the engine cancelled the answer because it is draining."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.cancelled_by_engine()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
-    """Return the error for the client if no engine could serve the request."""
+    """Return the error that the client gets when no engine could serve the request."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(timeout_s)
     if error.code in _NO_ENGINE:

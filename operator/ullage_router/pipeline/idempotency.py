@@ -1,11 +1,11 @@
-"""Requests of a tenant with the same `Idempotency-Key` get one answer, which is generated once.
+"""Gives a tenant's requests with the same `Idempotency-Key` one answer, generated only once.
 
-A request joins a running generation, or gets the finished answer while the answer is cached. The
-same key with a different body is an error. A request is forgotten if it failed, or if all clients
-left before its end. The next request with the key then runs again.
+A repeated request joins the running generation, or gets the finished answer while the answer is
+cached. Using a key again with a different request is an error. A request is forgotten if it failed,
+or if all clients left before its end. The next request with the same key then runs normally.
 
-Answers are kept in the memory of this router. Other replicas do not have them, so a request that
-reaches another replica with the same key is generated there once more.
+Answers are kept in this router's memory. If a request with the same key reaches another replica,
+that replica generates the answer again.
 """
 
 import time
@@ -25,31 +25,31 @@ from ullage_router.pipeline.replace import checked_key
 HEADER = "idempotency-key"
 
 _Name = tuple[str, str]
-"""The key of an answer: (tenant, idempotency key)."""
+"""Identifies an answer by (tenant, idempotency key)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """The request for one key, and its answer."""
+    """The first request with an idempotency key, and its answer."""
 
     digest: bytes
-    """Digest of the request."""
+    """Digest of the request, to detect a different request with the same key."""
     generation: SharedGeneration
     size: int = 0
-    """Bytes that the finished answer uses."""
+    """Size of the finished answer in bytes."""
     expires: float = 0.0
     """Time at which the finished answer expires."""
 
 
 class IdempotencyKeys:
-    """Running answers by key, and finished answers until they expire.
+    """Keeps running answers by key, and finished answers until they expire.
 
     Args:
-        section: limits on the lifetime and the bytes of finished answers.
-        clock: monotonic clock, in seconds.
+        section: limits on the lifetime and the total size of finished answers.
+        clock: returns monotonic time in seconds.
 
     repeated
-        number of requests that got the answer to an earlier request
+        number of requests that got an earlier request's answer
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class IdempotencyKeys:
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
-        """Finished answers, ordered by when they expire."""
+        """Finished answers, in the order in which they expire."""
         self._size = 0
         self.repeated = 0
 
     @property
     def size(self) -> int:
-        """Return the total bytes of the finished answers that are kept."""
+        """Return the total size of the kept finished answers in bytes."""
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the first request with the key, or start the first request.
+        """Return the answer of the first request with the call's key, or start that request.
 
         Raises:
-            ServiceError: the key is too long or was sent with a different request, or `proceed`
+            ServiceError: the key is too long, was used with a different request, or `proceed`
                 failed.
         """
         if not call.idempotency_key:

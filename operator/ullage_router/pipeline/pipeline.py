@@ -1,8 +1,8 @@
-"""The path of a request through the router, from its checks to the first token from an engine.
+"""The stages of a request, from its first checks to the first token of its answer.
 
-`RequestStages` calls the stages in order. The order matters: a request is charged once the router
-knows where the request may run. It may share a generation only after its quota and prompt are
-checked. Stages of disabled features are skipped.
+`RequestStages` calls the stages in order. The order matters for two reasons. A request is charged
+only when the router knows where the request may run. A request may share a generation only after
+its quota and its prompt have been checked. The stages of disabled features are skipped.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 class OptionalStages(msgspec.Struct, frozen=True):
-    """The stages of optional features. A stage is None if the feature is off."""
+    """The stages of optional features, where None means that the feature is disabled."""
 
     replacer: Replacer | None = None
     idempotency: IdempotencyKeys | None = None
@@ -50,14 +50,14 @@ class OptionalStages(msgspec.Struct, frozen=True):
 
 
 class RequestStages:
-    """The stages of every request up to the first token of its answer.
+    """Runs the stages of every request up to the first token of its answer.
 
-    Each method gets the call with the results of the earlier stages, adds its results, and passes
-    the call to the next method.
+    Each stage method gets the call with the results of the earlier stages, adds its own results,
+    and passes the call to the next method.
 
     Args:
-        config: the model's name, and the limits.
-        engines: the engines, with their models and expected output.
+        config: the configured model name and limits.
+        engines: provides the models, and the engines' estimates of output tokens.
         prompts: renders prompts.
         sender: sends requests to engines.
         optional: the stages of optional features.
@@ -82,7 +82,7 @@ class RequestStages:
             )
 
     async def begin(self, call: Call) -> ResponseStream:
-        """Return the answer with its first token.
+        """Start the request, and return its answer once the first token has arrived.
 
         Raises:
             ServiceError: the request is refused, or fails before its first token.
@@ -92,7 +92,7 @@ class RequestStages:
         return await self._in_time(call)
 
     async def _in_time(self, call: Call) -> ResponseStream:
-        """Apply the time limit of the first token."""
+        """Run the request under the time limit for its first token."""
         deadline = call.deadline
         try:
             async with asyncio.timeout(max(0.0, deadline.first_token_remaining_s)) as timeout:
@@ -102,7 +102,7 @@ class RequestStages:
             raise errors.deadline(deadline.token_timeout_s) from error
 
     async def _opened(self, call: Call) -> ResponseStream:
-        """Give requests with equal keys one answer, and run the cascade if there is one."""
+        """Give requests with equal idempotency keys one answer, and run any configured cascade."""
         optional = self._optional
         if optional.rollout:
             optional.rollout.refuse_when_stopped()
@@ -112,16 +112,16 @@ class RequestStages:
         return await run(call)
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
-        """Run the steps of the cascade. A step may run on the engines of this service.
+        """Run the cascade, of which a step may run on this service's own engines.
 
-        The tenant is charged an estimate, since another service may count the request's tokens.
+        The tenant is charged an estimate, because another service may count the request's tokens.
         """
         assert self._optional.cascade
         call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
         return await self._optional.cascade.run(call, self._on_own_engines)
 
     async def _on_own_engines(self, call: Call) -> ResponseStream:
-        """Choose a side of the rollout, and render the prompt for the engines of that side."""
+        """Draw a side of the rollout, and render the prompt for that side's model."""
         scale_to_zero = self._optional.scale_to_zero
         rollout = self._optional.rollout
         if scale_to_zero:
@@ -134,7 +134,7 @@ class RequestStages:
         return await self._charged(rendered)
 
     async def _charged(self, call: Call) -> ResponseStream:
-        """Charge the tenant, and join or start a generation."""
+        """Charge the tenant, then join or start a generation."""
         call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
         coalescer = self._optional.coalescer
         if coalescer is not None:
@@ -142,10 +142,10 @@ class RequestStages:
         return await self._generate(call)
 
     def _open(self, call: Call) -> str:
-        """Check the request, and count it against the tenant's quota.
+        """Check the request and the tenant's permissions, and count the request against the quota.
 
         Returns:
-            The adapter that the request names.
+            The adapter that the request names (empty for the base model).
 
         Raises:
             ServiceError: the request is invalid or over quota.
@@ -161,7 +161,7 @@ class RequestStages:
         return adapter
 
     async def _render(self, call: Call, side: Side) -> Prompt:
-        """Return the prompt, rendered for the model of one side of the rollout.
+        """Render the prompt for the model of one side of the rollout.
 
         Raises:
             ServiceError: no model is known, or the input is invalid.
@@ -183,7 +183,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return the output tokens to charge in advance, over all answers of the request."""
+        """Return how many output tokens to charge in advance for all answers of the request."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
@@ -192,12 +192,12 @@ class RequestStages:
 
 
 class RequestPipeline:
-    """Serves the requests of both HTTP and gRPC.
+    """Serves requests from HTTP and gRPC, and records how each request ends.
 
     Args:
         handler: starts answers (`RequestStages.begin`).
-        on_end: called with the record of each request when the request has ended.
-        tracer: creates the spans of requests, or None if tracing is off.
+        on_end: called with each request's record when the request has ended.
+        tracer: creates the requests' trace spans, or None if tracing is off.
 
     inflight
         number of requests that are being served
@@ -218,18 +218,18 @@ class RequestPipeline:
         self.is_draining = False
 
     def drain(self) -> None:
-        """Refuse new requests. Running requests continue."""
+        """Refuse new requests, but let running requests continue."""
         self.is_draining = True
 
     @asynccontextmanager
     async def serve(
         self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
     ) -> AsyncIterator[ResponseStream]:
-        """Open an answer that has its first token. The answer is closed when the `with` block ends.
+        """Serve a call, and provide its answer from the first token until the `with` block ends.
 
         Args:
-            cancelled_by: returns the error of another request that caused a cancellation, or
-                None if the client disconnected.
+            cancelled_by: returns the error if another request caused the cancellation, or None if
+                the client disconnected.
 
         Raises:
             ServiceError: the request is refused or failed before the first token.
@@ -267,7 +267,7 @@ class RequestPipeline:
         tenant: TenantSession | None = None,
         trace: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Count a request that was refused before it became a Call.
+        """Record a request that was refused before a Call was created for it.
 
         Args:
             tenant: the tenant's session, or None if the tenant is unknown.
@@ -284,7 +284,7 @@ class RequestPipeline:
         self._on_end(record)
 
     def _end(self, call: Call, stream: ResponseStream | None) -> None:
-        """Close the answer, and pass the record of the ended request to the observers."""
+        """Close the answer, and pass the request's record to the observers."""
         record = call.record
         try:
             if stream:
@@ -310,7 +310,7 @@ def _copy_decision(call: Call) -> None:
 
 
 def _copy_error(record: RequestRecord, error: BaseException) -> None:
-    """Copy the error that the client gets into the record."""
+    """Record the error that the client gets."""
     if isinstance(error, ServiceError):
         record.status = errors.http_status(error)
         record.error = error.reason

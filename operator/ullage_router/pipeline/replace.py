@@ -1,6 +1,6 @@
-"""A tenant's later request with the same key in `x-ullage-replace` ends the earlier one.
+"""Ends a tenant's request when a later request has the same `x-ullage-replace` key.
 
-`Idempotency-Key` does the opposite: the later request gets the answer of the earlier one
+`Idempotency-Key` does the opposite: the later request gets the earlier request's answer
 (`pipeline/idempotency.py`).
 """
 
@@ -18,14 +18,14 @@ from ullage_router.errors import REPLACED
 MAX_KEY_CHARACTERS = 256
 HEADER = "x-ullage-replace"
 MAX_WAIT_S = 1.0
-"""Seconds that a later request waits for the earlier one to end and return its quota."""
+"""Maximum seconds that a later request waits for the earlier request to return its quota."""
 
 
 class Replacer:
-    """The requests of this router that hold a key, with at most one entry per request in flight.
+    """Tracks the running requests that later requests with the same key may replace.
 
     replaced
-        number of requests that a later request ended
+        number of requests that later requests have replaced
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Replacer:
         self.replaced = 0
 
     async def replace_earlier(self, call: Call, proceed: Handler) -> ResponseStream:
-        """End an earlier call with the same key. A later call with the key ends this call.
+        """End any earlier call with the same key, then run this call, which may be replaced too.
 
         Raises:
-            ServiceError: the call was replaced, or its key is too long.
+            ServiceError: a later call replaced this call, or the key is too long.
         """
         if not call.replace_key:
             return await proceed(call)
@@ -65,7 +65,7 @@ class Replacer:
 
 
 class _Holder:
-    """A request that holds a key, and the task that serves it."""
+    """The request that currently holds a key, and the task that serves the request."""
 
     def __init__(self, key: str) -> None:
         task = asyncio.current_task()
@@ -79,10 +79,11 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """End the request, and wait up to `MAX_WAIT_S` until it has ended.
+        """Cancel the request, and wait up to `MAX_WAIT_S` until it has ended.
 
         The engine stops at once. The request also ends at once if its task is waiting for the
-        answer. Otherwise, for example while a slow client reads, the request ends at the next read.
+        answer. Otherwise, for example while a slow client reads, the request ends when its task
+        next reads from the answer.
         """
         self._is_replaced = True
         if self._is_waiting:
@@ -95,10 +96,10 @@ class _Holder:
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Mark a block in which the task waits for the answer and may be cancelled.
+        """Allow cancellation within a `with` block in which the task waits for the answer.
 
         Raises:
-            ServiceError: a later request ended this one.
+            ServiceError: a later request replaced this request.
         """
         if self._is_replaced:
             raise self._error()
@@ -122,7 +123,7 @@ class _Holder:
 
 
 class _ReplaceableStream:
-    """The answer of a request that holds a key."""
+    """The answer of a request that a later request with the same key may replace."""
 
     def __init__(
         self, stream: ResponseStream, holder: _Holder, on_close: Callable[[], None]
@@ -151,7 +152,7 @@ class _ReplaceableStream:
 
 
 def checked_key(header: str, key: str) -> str:
-    """Check the length of a header's key, and return the key."""
+    """Return the key from a request header, after checking its length."""
     if len(key) > MAX_KEY_CHARACTERS:
         message = f"{header} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
         raise invalid(header, message)

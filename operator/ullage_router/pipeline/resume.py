@@ -1,7 +1,7 @@
-"""Resumes an answer on another engine after its engine is lost.
+"""Resumes answers on another engine when their engine is lost.
 
-The client sees only a pause. Another engine continues from the tokens received so far. If no engine
-is available, the stream waits for an engine, up to the time limit between two tokens.
+Another engine continues from the tokens received so far, and the client sees only a pause. If no
+engine is available, the answer waits for one up to the time limit between two tokens.
 """
 
 import asyncio
@@ -37,39 +37,43 @@ ANOTHER_ENGINE_MAY = frozenset(
         *errors.OF_THE_ROUTER,
     }
 )
-"""Failures that may not occur on another engine. All other failures are caused by the request."""
+"""Statuses of failures that another engine may avoid. The request causes all other failures."""
 _ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""The same failures while an answer is resumed, since an engine may not support continuations."""
+"""Statuses after which another engine may still resume an answer.
+
+They include UNIMPLEMENTED, because some engines may not support continuations.
+"""
 
 log = logging.getLogger(__name__)
 
 OnResumption = Callable[[str, str], None]
-"""Called when an engine is lost after the first token.
+"""A callback for the loss of an engine after the first token of an answer.
 
-The arguments are the cause of the loss, and the outcome for the answer: `resumed` or `lost`.
+Its arguments are the cause of the loss, and the outcome for the answer (`resumed` or `lost`).
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The parts of the router that every takeover of an answer uses."""
+    """The parts of the router that all takeovers of answers share."""
 
     admission: Admission
     send: Send
     on_resumption: OnResumption
     _suspected: set[str] = field(default_factory=set)
-    """Keys of engines that run a suspect.
+    """Keys of the engines that are currently running a suspect.
 
-    A suspect is a request that may break engines, until its next token. An engine runs at most one
-    suspect, so that no other suspect is blamed for a failure.
+    A suspect is a request that may have broken earlier engines. The request is no longer a suspect
+    when its next token arrives. An engine runs at most one suspect at a time, so that no other
+    suspect is blamed for a failure.
     """
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
-        """Keep other suspects away from the engine within a `with` block.
+        """Keep other suspects away from the reserved engine within a `with` block.
 
         Raises:
-            _SuspectThere: the engine runs a suspect. The reservation was released.
+            _SuspectThere: the engine is already running a suspect. The reservation was released.
         """
         engine = reservation.engine
         if engine.key in self._suspected:
@@ -83,12 +87,12 @@ class Resumer:
 
 
 class Takeover:
-    """The search for another engine whenever the engine of an answer is lost.
+    """Moves an answer to another engine whenever its engine is lost.
 
     Args:
-        resumer: the parts of the router that the takeover uses.
-        call: the request, with the prompt of its first engine.
-        progress: the received part of the answer.
+        resumer: the parts of the router that all takeovers share.
+        call: the request, with the prompt that its first engine got.
+        progress: the part of the answer that has been received.
     """
 
     def __init__(self, resumer: Resumer, call: Call, progress: Progress) -> None:
@@ -99,19 +103,19 @@ class Takeover:
         self._progress = progress
         self._losses = Losses()
         self._refused_by: dict[str, int] = {}
-        """Engines that refused or lost the answer, as in `AdmissionRequest`."""
+        """Engines that refused or lost the answer, as in `AdmissionRequest.refused_by`."""
 
     async def resume(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Resume the answer on another engine, as soon as one can take it.
+        """Resume the answer as soon as another engine can take it.
 
         Args:
-            lost: the reservation on the lost engine. Its credit was released.
-            error: the error with which the answer was cut off.
+            lost: the reservation on the lost engine, whose credit was already released.
+            error: the error that interrupted the answer.
 
         Raises:
-            ServiceError: the last error of an engine, when the answer is given up.
+            ServiceError: the answer cannot be resumed.
         """
         if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
             raise error  # the request is at fault
@@ -147,7 +151,7 @@ class Takeover:
     async def _take_over(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one takes over the answer. Raise ServiceError after too many losses."""
+        """Try engines until one takes over the answer, or fail after too many losses."""
         progress = self._progress
         while True:
             self._losses.add(error, progress)
@@ -167,13 +171,13 @@ class Takeover:
                 error = another.error
 
     async def _on_next_engine(self) -> tuple[Reservation, EngineStream]:
-        """Wait for an engine that generates the rest of the answer.
+        """Wait until an engine continues the answer.
 
-        A suspect goes only to an engine that runs no other suspect. Waiting for such an engine does
-        not count as time without a token.
+        A suspect is sent only to an engine that runs no other suspect. The wait for such an engine
+        does not count toward the time limit between two tokens.
 
         Raises:
-            _EngineLost: an engine failed before it sent a token.
+            _EngineLost: an engine failed before it sent another token.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -189,11 +193,11 @@ class Takeover:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try_once(self) -> tuple[Reservation, EngineStream] | None:
-        """Resume the answer on one engine, or return None if no engine takes it now.
+        """Try to resume the answer on one engine, and return None if no engine accepts it now.
 
         Raises:
-            _SuspectThere: the engine runs another suspect.
-            _EngineLost: the engine failed before it sent a token.
+            _SuspectThere: the engine is already running another suspect.
+            _EngineLost: the engine failed before it sent another token.
         """
         if not self._admission.has_engine:
             return None
@@ -237,11 +241,11 @@ class Takeover:
 
 
 class _SuspectThere(Exception):
-    """The engine runs another request that may break engines."""
+    """Raised when the engine is already running another request that may break engines."""
 
 
 class _EngineLost(Exception):
-    """An engine that was about to resume an answer failed before it sent a token."""
+    """Raised when an engine that should resume an answer fails before it sends a token."""
 
     def __init__(self, reservation: Reservation, error: ServiceError) -> None:
         super().__init__(error.message)
@@ -250,12 +254,12 @@ class _EngineLost(Exception):
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Return whether the engine refused the request rather than failing."""
+    """Return whether an error means that the engine refused the request, rather than failed."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
 
 
 def _cause_of(error: ServiceError) -> str:
-    """Return the cause of an engine's loss, as a label for metrics."""
+    """Return the cause of an engine's loss as a metric label."""
     if error.reason in BREAKAGES:
         return "worker"
     if error.reason in errors.LEAVING:

@@ -1,5 +1,5 @@
-"""The router's part in a canary rollout: a side for each request, and the outcomes of each side.
+"""The router's part in canary rollouts: draws sides for requests, and counts each side's outcomes.
 
-The operator decides about the rollout. The package reads the operator's file, and does not depend
-on Kubernetes.
+The operator controls the rollout. This package only reads the operator's rollout file, and does not
+depend on Kubernetes.
 """

@@ -1,8 +1,9 @@
-"""The file that names the current canary, and the draw of a side for each request.
+"""Follows the rollout file, and draws a side (stable or canary) for each request.
 
-The operator writes a small file with the canary's engines, its percentage of requests, and the
-adapters of the stable engines, since engines of a pool that sleeps cannot report theirs. The router
-reads the file again within a second of a change, so that a change restarts nothing.
+The operator writes a small file with the canary's engines and its percentage of requests. The file
+also lists the stable engines' adapters, because a pool that is scaled to zero has no engines to
+report them. The router reads the file again within a second of a change, so a change needs no
+restart.
 """
 
 import asyncio
@@ -21,44 +22,45 @@ from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
 from ullage_router.policy.facts import Side
 
 GOLDEN = 0.6180339887498949
-"""(√5 - 1) / 2: its multiples fall into [0, 1) more evenly than those of any other number."""
+"""(√5 - 1) / 2, whose multiples modulo 1 are spread more evenly than those of any other number."""
 
 log = logging.getLogger(__name__)
 
 
 class CanarySection(Strict, frozen=True, kw_only=True):
-    """The canary of a rollout file."""
+    """The section of the rollout file that describes the canary."""
 
     revision: Text
     weight: Annotated[int, msgspec.Meta(ge=0, le=100)]
-    """Percentage of new requests that the canary gets."""
+    """Percentage of new requests that are sent to the canary."""
     step: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The rollout's step. Outcomes start from zero with each step."""
+    """The current step of the rollout. Outcome counts are reset at each step."""
     pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
-    """The canary's pools, each named like the configured pool that it belongs to."""
+    """The canary's pools, each with the same name as the configured pool that it belongs to."""
 
 
 class RolloutFile(Strict, frozen=True, kw_only=True):
-    """The file that the operator writes and the router follows."""
+    """The rollout file, which the operator writes and the router follows."""
 
     revision: str = ""
-    """Revision of the stable engines, or empty when it is not known."""
+    """Revision of the stable engines (empty if unknown)."""
     adapters: tuple[Text, ...] | None = None
-    """Adapters of engines that will be woken, or None if only the engines list them."""
+    """Adapters that newly woken engines will serve, or None if only running engines report them."""
     canary: CanarySection | None = None
     stopped: bool = False
-    """Whether the service was stopped on purpose and has no engines."""
+    """Whether the service was stopped intentionally and has no engines."""
 
 
 class SideDraw:
-    """Draws a side for each request.
+    """Draws a side, stable or canary, for each request.
 
-    Sessions are drawn by a hash of their name. All routers draw the same side, and a session on the
-    canary stays there while the weight grows.
+    The side of a session depends on a hash of its name. All routers therefore draw the same side,
+    and a session on the canary stays there while the weight grows.
 
-    Other requests follow a low-discrepancy sequence, the fractional parts of multiples of the
-    golden ratio. The count of any n successive draws is exact to a request or two, and the sequence
-    has no period that could match one of the traffic.
+    Other requests follow a low-discrepancy sequence, which consists of the fractional parts of
+    multiples of the golden ratio. Among any n successive draws, the canary's share is exact to one
+    or two requests. The sequence also has no period that could coincide with a period in the
+    traffic.
 
     Args:
         start: first point of the sequence, from 0 to 1.
@@ -68,12 +70,12 @@ class SideDraw:
         self._point = start
 
     def draw(self, weight: int, session: str, salt: str) -> Side:
-        """Return the side of a new request.
+        """Draw the side for a new request.
 
         Args:
             weight: percentage of requests that the canary gets.
-            session: the request's session, or empty for none.
-            salt: another salt draws other sessions for the canary.
+            session: the request's session (empty for none).
+            salt: changes which sessions are drawn for the canary.
         """
         if session:
             digest = hashlib.blake2b(f"{salt}\0{session}".encode(), digest_size=8).digest()
@@ -84,11 +86,11 @@ class SideDraw:
 
 
 class Canary:
-    """The canary that the file currently names.
+    """Follows the rollout file, and draws sides by its current content.
 
     Args:
-        path: the file, or None if there is never a canary.
-        on_change: called with the file's content when it changes.
+        path: path of the rollout file, or None if canaries are not configured.
+        on_change: called with the file's content whenever the content changes.
     """
 
     def __init__(self, path: str | None, on_change: Callable[[RolloutFile], None]) -> None:
@@ -99,7 +101,7 @@ class Canary:
         self._task: asyncio.Task[None] | None = None
 
         self.problem = ""
-        """The reason why the file cannot be used. Its last valid content remains in use."""
+        """Why the file cannot be used (empty if it can). The last valid content stays in use."""
 
     async def start(self) -> None:
         if self._path is None:
@@ -115,20 +117,20 @@ class Canary:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def draw(self, session: str) -> Side:
-        """Return the side of a new request."""
+        """Draw the side for a new request, by its session if it has one."""
         if (canary := self._file.canary) is None:
             return Side.STABLE
         return self._split.draw(canary.weight, session, canary.revision)
 
     def revision(self, side: Side) -> str:
-        """Return the revision of a side, or empty when it is not known."""
+        """Return the revision that one side runs (empty if unknown)."""
         if side is Side.STABLE:
             return self._file.revision
         return self._file.canary.revision if self._file.canary else ""
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the service has no engines on purpose."""
+        """Return whether the service was stopped intentionally and has no engines."""
         return self._file.stopped
 
     @property
@@ -169,9 +171,9 @@ class Canary:
 
 
 def trial(canary: CanarySection | None) -> str:
-    """Return the name of the current trial, or empty while the canary gets no requests.
+    """Return the name of the current trial (empty while the canary gets no requests).
 
-    The name does not contain the weight, which follows the pools' sizes and may change during a
-    step.
+    The name does not include the weight, because the weight follows the pools' sizes and may change
+    during a step.
     """
     return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""

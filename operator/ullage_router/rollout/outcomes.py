@@ -1,8 +1,8 @@
-"""Outcomes of the requests of a trial, by side.
+"""Counts the outcomes of requests on both sides of a rollout trial.
 
-A trial is one canary at one step. Both sides are counted over the same time and start from zero
-with the trial, so that their counts can be compared. Memory is bounded: durations are counted in
-buckets.
+A trial is one canary at one rollout step. Both sides start from zero when the trial starts and are
+counted over the same time, so that their counts are comparable. Durations are counted in buckets to
+bound memory.
 """
 
 import time
@@ -21,12 +21,12 @@ from ullage_router.metric_names import TRIAL
 from ullage_router.policy.facts import Side
 
 BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
-"""Upper ends of the buckets, 10 ms to 116 s, two for every doubling."""
+"""Upper bounds of the duration buckets, from 10 ms to 116 s, with two buckets per doubling."""
 
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Counts of durations by bucket. The last bucket has no upper end."""
+    """Counts of durations by bucket, where the last bucket has no upper bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
@@ -36,30 +36,35 @@ class DurationHistogram:
 
 @dataclass(slots=True)
 class SideCounts:
-    """Counts of one side of a trial."""
+    """The outcome counts for one side of a trial."""
 
     succeeded: int = 0
     failed: int = 0
-    """Requests that failed because of the engine, and requests that the canary refused but stable
-    engines served."""
+    """Number of failed requests.
+
+    These are requests that failed because of the engine, and requests that the canary refused
+    although stable engines served them.
+    """
     declined: int = 0
-    """Requests drawn for the canary while it had no immediate room."""
+    """Number of requests that were drawn for the canary while it had no free memory."""
     ttft: DurationHistogram = field(default_factory=DurationHistogram)
-    """Times from sending to the first token. The earlier wait depends on the pool, not on the
-    revision."""
+    """Times from sending a request to its first token.
+
+    The wait before sending is not included, because it depends on the pool and not on the revision.
+    """
     e2e: DurationHistogram = field(default_factory=DurationHistogram)
-    """Times from sending to the last token."""
+    """Times from sending a request to its last token."""
 
 
 class Observation:
-    """One request on an engine, which counts for the trial in which it was sent."""
+    """Records one request's outcome for the trial in which the request was sent."""
 
     def __init__(self, tally: SideCounts) -> None:
         self._tally = tally
         self._sent = time.monotonic()
 
     def on_first_token(self) -> None:
-        """Count the time to the first token."""
+        """Record the time from sending the request to its first token."""
         self._tally.ttft.add(time.monotonic() - self._sent)
 
     def on_success(self) -> None:
@@ -67,20 +72,20 @@ class Observation:
         self._tally.e2e.add(time.monotonic() - self._sent)
 
     def on_failure(self, error: ServiceError) -> None:
-        """Count the request as failed if the engine is at fault."""
+        """Count the request as failed if the error counts as a failure of the revision."""
         self._tally.failed += is_failure(error)
 
     def on_timeout(self) -> None:
-        """Count the request as failed, since no token arrived for too long."""
+        """Count the request as failed because no token arrived for too long."""
         self._tally.failed += 1
 
 
 class Outcomes:
-    """The counts of both sides of the current trial.
+    """Counts the outcomes of both sides in the current trial.
 
     Args:
-        falls: returns how often engines of a side lost their worker or process.
-        falls_before: returns the same for engines that have left or are about to leave.
+        falls: returns how many workers or server processes the engines of a side have lost.
+        falls_before: returns the same count for engines that are gone or draining.
     """
 
     def __init__(self, falls: Callable[[Side], int], falls_before: Callable[[Side], int]) -> None:
@@ -93,12 +98,13 @@ class Outcomes:
     def follow(self, trial: str, canary: str) -> None:
         """Reset the counts if the trial has changed.
 
-        Falls are counted from the canary's beginning, over all its steps. A router learns of a step
-        up to a minute late, and the falls of that minute would belong to no step.
+        Crashes of engines (falls) are counted since the canary was created, over all of its steps.
+        A router learns of a new step up to a minute late, so crashes in that minute would otherwise
+        not count for any step.
 
         Args:
-            trial: a step of a canary, or empty while the canary gets no requests.
-            canary: the canary's revision, or empty without a canary.
+            trial: name of the trial (empty while the canary gets no requests).
+            canary: revision of the canary (empty without a canary).
         """
         if canary != self._canary:
             self._canary = canary
@@ -113,17 +119,17 @@ class Outcomes:
             self._tallies = {side: SideCounts() for side in Side}
 
     def observe(self, side: Side) -> "Observation":
-        """Begin observing a request that is sent now."""
+        """Start recording the outcome of a request that is sent now."""
         return Observation(self._tallies[side])
 
     def on_declined(self) -> None:
-        """Count a request for which the canary had no immediate room."""
+        """Count a request that was drawn for the canary while the canary had no free memory."""
         self._tallies[Side.CANARY].declined += 1
 
     def on_contradicted(self, error: ServiceError) -> None:
-        """Count a request that the canary answered with an error, and stable engines served.
+        """Count a request that the canary rejected with an error but stable engines served.
 
-        Failures of the canary's engines are already counted.
+        Failures of the canary's engines have already been counted.
         """
         tally = self._tallies[Side.CANARY]
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -132,11 +138,11 @@ class Outcomes:
             tally.failed += 1
 
     def falls(self, side: Side) -> int:
-        """Return how often engines of a side have fallen since the canary's beginning."""
+        """Return how many engine crashes one side has had since the canary was created."""
         return max(0, self._falls(side) - self._falls_before[side])
 
     def as_json(self) -> dict[str, object]:
-        """Return the counts for /stats."""
+        """Return the trial's counts for /stats."""
         return {"trial": self.trial} | {
             side.value: {
                 "succeeded": tally.succeeded,
@@ -150,7 +156,7 @@ class Outcomes:
         }
 
     def samples(self) -> Iterator[tuple[Side, str, str, int]]:
-        """Yield (side, name of the count, upper end of the bucket, count)."""
+        """Yield (side, name, bucket's upper bound, count) for every count of the trial."""
         for side, tally in self._tallies.items():
             yield side, "succeeded", "", tally.succeeded
             yield side, "failed", "", tally.failed
@@ -163,7 +169,7 @@ class Outcomes:
 
 
 class TrialCollector(Collector):
-    """Exports the current trial to Prometheus, where the operator reads it."""
+    """Exports the current trial's counts as a Prometheus metric, which the operator reads."""
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
@@ -181,7 +187,7 @@ class TrialCollector(Collector):
 
 
 class ObservedStream:
-    """The part of an answer that one engine generates. Its end is counted."""
+    """Wraps an engine's stream, and records the outcome when the stream ends."""
 
     def __init__(self, stream: EngineStream, observation: Observation) -> None:
         self.accepted = stream.accepted

@@ -1,4 +1,4 @@
-"""The stages of a request that belong to a rollout."""
+"""The pipeline stages that take part in a canary rollout."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -18,18 +18,18 @@ from ullage_router.rollout.canary import Canary, RolloutFile, trial
 from ullage_router.rollout.outcomes import ObservedStream, Outcomes
 
 Send = Callable[[Call, Reservation, Progress], Awaitable[EngineStream]]
-"""Sends a request to the engine that is reserved and waits for its first token."""
+"""A function that sends a request to its reserved engine and waits for the first token."""
 
 
 class Rollout:
-    """Draws sides for requests, tries canaries, and counts the outcomes of each side.
+    """Draws sides for requests, tries canary engines, and counts each side's outcomes.
 
     Args:
-        path: the file that names the canary's engines, or None if there is never a canary.
-        engines: follows the canary's engines.
-        model: the service's model, which refusals name.
-        prompts: renders a request again for the stable engines' model.
-        on_stop: called with whether the service is stopped, whenever the file changes.
+        path: path of the rollout file, or None if canaries are not configured.
+        engines: follows the engines of both sides.
+        model: the service's model name, for error messages.
+        prompts: renders a request again if the stable engines have another model.
+        on_stop: called whenever the file changes, with whether the service is stopped.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Rollout:
         self._on_stop(file.stopped)
 
     def refuse_when_stopped(self) -> None:
-        """Refuse every request of a service that is stopped.
+        """Refuse the request if the service was stopped intentionally.
 
         Raises:
             ServiceError: the service is stopped.
@@ -63,18 +63,18 @@ class Rollout:
             raise stopped(self._model)
 
     def draw_side(self, call: Call) -> Side:
-        """Draw the request's side. Return the other side if only that has a ready engine."""
+        """Draw the request's side, or use the other side if only that has a ready engine."""
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
         return other if not is_ready(drawn) and is_ready(other) else drawn
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
-        """Try the canary once without waiting, then let stable engines serve the request.
+        """Try the canary once without waiting, and fall back to the stable engines.
 
         Args:
-            proceed: tries one engine after another.
-            once: makes one attempt on one engine of the canary.
+            proceed: runs the request, and tries several engines if necessary.
+            once: makes one attempt on one canary engine.
         """
         has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter)
         if call.side is Side.STABLE or not has_stable:
@@ -97,7 +97,7 @@ class Rollout:
         return stream
 
     async def _for_stable(self, call: Call) -> Call:
-        """Return the call for the stable engines, with the tokens of their model."""
+        """Return a copy of the call for the stable engines, with a prompt for their model."""
         prompt = call.prompt
         model = self._engines.served_model(
             call.request.model, Side.STABLE, call.tenant.rules.models
@@ -110,7 +110,7 @@ class Rollout:
     async def observe(
         self, call: Call, reservation: Reservation, progress: Progress, send: Send
     ) -> EngineStream:
-        """Send a request to its engine and count the outcome."""
+        """Send a request to its engine, and record the outcome for the current trial."""
         side = reservation.engine.side
         call.decisions.change(revision=self.canary.revision(side))
         observation = self.outcomes.observe(side)
@@ -127,7 +127,7 @@ class Rollout:
         return ObservedStream(stream, observation)
 
     def as_json(self) -> dict[str, object]:
-        """Return the state for /stats."""
+        """Return the rollout's state and counts for /stats."""
         canary = self.canary
         return {
             "stable_revision": canary.revision(Side.STABLE),

@@ -1,4 +1,4 @@
-"""The router as a process: its assembled parts, its certificates, and its load report.
+"""The router process: its assembled components, its certificates and its load report.
 
-Only this package creates the parts in the others, and no other package imports it.
+Only this package creates the components of the other packages, and no other package imports it.
 """

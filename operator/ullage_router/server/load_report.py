@@ -1,7 +1,8 @@
-"""The load report by which the operator scales pools: memory, queues, and late first tokens.
+"""The load report from which the operator scales pools: memory, queues and late first tokens.
 
-Each router reports for itself, and the operator adds up the reports of all routers. For numbers
-that engines report equally to every router, it uses the router that sees the most engines.
+Each router reports what it observes itself, and the operator adds up all routers' reports. Engines
+report some values identically to every router. For these values, the operator uses the report of
+the router that sees the most engines.
 """
 
 import time
@@ -16,13 +17,13 @@ from ullage_router.engines.engines import Engines
 from ullage_router.telemetry.record import RequestRecord
 
 WINDOW_S = 60
-"""Seconds over which first tokens are counted."""
+"""Length of the sliding window in which first tokens are counted, in seconds."""
 _SLOT_S = 10
-"""Seconds of one slot of the window."""
+"""Length of each slot of the window, in seconds."""
 
 
 class _FirstTokens:
-    """Counts of one pool's first tokens within the window, by slot."""
+    """Counts one pool's first tokens in a sliding window of slots."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
@@ -34,7 +35,7 @@ class _FirstTokens:
         self._remove_old(slot)
 
     def sums(self, now: float) -> tuple[int, int]:
-        """Return the number of answers with a first token, and of late ones among them."""
+        """Return the number of first tokens in the window, and how many of them were late."""
         self._remove_old(int(now // _SLOT_S))
         answered = sum(count for count, _ in self._slots.values())
         late = sum(count for _, count in self._slots.values())
@@ -46,10 +47,10 @@ class _FirstTokens:
 
 
 class LoadReporter:
-    """Counts first tokens by pool, and reports the load of all pools.
+    """Counts first tokens by pool, and reports each pool's load.
 
     Args:
-        clock: returns monotonic seconds.
+        clock: returns monotonic time in seconds.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class LoadReporter:
         self._used = dict.fromkeys(self._pools, clock())
 
     def on_end(self, record: RequestRecord) -> None:
-        """Count the first token of a request that is over."""
+        """Count the first token of a request that has ended."""
         pool = record.decision.pool
         if pool not in self._tokens:
             return
@@ -80,12 +81,12 @@ class LoadReporter:
             self._tokens[pool].count(record.ttft_s > self._objective_s, now)
 
     def report(self) -> dict[str, PoolReport]:
-        """Return the load by pool."""
+        """Return the current load report of each pool."""
         waits = self._queue.waits()
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Wait until a request wants a sleeping pool, or the time has passed."""
+        """Wait until a pool that is scaled to zero is in demand, or `within_s` has passed."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:

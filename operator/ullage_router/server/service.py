@@ -1,4 +1,4 @@
-"""The router's assembled parts, and their state."""
+"""Assembles the router's components, and reports their state."""
 
 import asyncio
 import logging
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class RouterService:
-    """All parts of the router except its two protocols.
+    """All components of the router except the HTTP and gRPC servers.
 
     observers
-        called with the record of every request that is over
+        functions that are called with the record of every request that has ended
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -152,10 +152,10 @@ class RouterService:
         return HistorySummarizer(compress, self._threads, self.metrics.on_summary)
 
     async def read_secrets(self) -> None:
-        """Read certificates and keys.
+        """Read the router's certificates and API keys.
 
         Raises:
-            ConfigError: certificates or keys cannot be used.
+            ConfigError: a certificate or a key cannot be used.
         """
         await self.tls.start()
         await self.tenants.start()
@@ -182,27 +182,27 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether this router can answer requests and is not stopping.
+        """Return whether this router can respond to requests and is not stopping.
 
-        A router can answer once an engine has taken requests, if a pool can be woken, or if the
-        service is stopped. A router that has lost its engines stays ready: requests wait for
-        engines, move on in a cascade, or get an error with Retry-After. Without a ready router,
-        they would get no answer at all.
+        A router can respond once it has seen a ready engine, if a pool can be woken, or if the
+        service was stopped intentionally. A router that has lost its engines stays ready. Its
+        requests wait for engines, continue with the next cascade step, or get an error with
+        Retry-After. Without a ready router, they would get no response at all.
         """
         answers = self._has_served or self.rollout.canary.is_stopped
         return (answers or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the router stops soon, so that no new client should connect."""
+        """Return whether the router is about to stop, so that no new client should connect."""
         return self._is_leaving or self.pipeline.is_draining
 
     def leave(self) -> None:
-        """Make the router unready. Requests that still arrive are served."""
+        """Mark the router as not ready, but keep serving requests that still arrive."""
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
-        """Return the content of /stats without the latest requests."""
+        """Return the content of /stats, except for the latest requests."""
         queue = self.config.routing.queue
         waits = self.queue.waits().values()
         now = time.monotonic()
@@ -260,7 +260,7 @@ class RouterService:
         self.scale_to_zero.queue.on_engines_change()
 
     def _reconnect(self) -> None:
-        """Connect to engines with the new certificate."""
+        """Reconnect to all engines because the certificate has changed."""
         self.engines.reconnect(self.config.limits.total_timeout)
 
     def _tenant_metrics(self) -> TenantMetrics | None:
@@ -269,7 +269,7 @@ class RouterService:
         return TenantMetrics(self.metrics.registry, self._named_tenants())
 
     def _named_tenants(self) -> tuple[str, ...]:
-        """Return the tenants with labels of their own in metrics."""
+        """Return the names of the tenants that have separate labels in metrics."""
         section = self.config.tenants
         return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
 

@@ -1,4 +1,4 @@
-"""Log records, metrics and traces of requests.
+"""Log records, metrics and traces for requests.
 
-The package only records. It decides nothing.
+This package only records what happens, and makes no decisions.
 """

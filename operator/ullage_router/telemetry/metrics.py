@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics. Every label has few values."""
+"""The router's Prometheus metrics, whose labels have only a few values each."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable
@@ -16,10 +16,10 @@ from ullage_router.telemetry.record import RequestRecord
 
 
 class Metrics:
-    """All metrics of the router, in a registry of their own.
+    """Creates and updates all of the router's metrics, in a separate registry.
 
     Args:
-        named: tenants with a label of their own. All other tenants share one.
+        named: tenants that have separate labels. All other tenants share one label.
     """
 
     def __init__(self, named: Collection[str] = ("",)) -> None:
@@ -47,23 +47,23 @@ class Metrics:
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export the requests that want each pool that may sleep. A scrape calls `read`."""
+        """Export the demand for each pool that may be scaled to zero. Each scrape calls `read`."""
         gauge = names.WANTED_REQUESTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export the number of fingerprints in each pool. A scrape calls `read`."""
+        """Export each pool's number of different fingerprints. Each scrape calls `read`."""
         gauge = names.FINGERPRINTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch(self, name: GaugeName, read: Callable[[], float]) -> None:
-        """Export a gauge. A scrape calls `read`."""
+        """Export a gauge whose value comes from `read` at each scrape."""
         name.register(self.registry).set_function(read)
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
-        """Export a counter that its owner keeps. A scrape calls `read`."""
+        """Export a counter whose value another object keeps, calling `read` at each scrape."""
 
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()
@@ -73,28 +73,28 @@ class Metrics:
         self.registry.register(AtScrape(families))
 
     def on_attempt(self, attempt: Attempt) -> None:
-        """Count a step of the cascade that was tried."""
+        """Record the outcome of an attempted cascade step."""
         self._attempts.labels(attempt.step, attempt.outcome).inc()
         if attempt.confidence is not None:
             self._confidence.labels(attempt.step).observe(attempt.confidence)
         self._discarded.labels(attempt.step).inc(attempt.discarded_tokens)
 
     def on_resumption(self, cause: str, outcome: str) -> None:
-        """Count an answer that lost its engine.
+        """Count an answer whose engine was lost.
 
         Args:
             cause: cause of the engine's loss.
-            outcome: resumed or lost.
+            outcome: outcome for the answer, either `resumed` or `lost`.
         """
         self._resumptions.labels(cause, outcome).inc()
 
     def on_summary(self, method: str, saved_tokens: int) -> None:
-        """Count a long conversation that was summarised, or whose summary was refused."""
+        """Count a long conversation for which a summary was made or rejected."""
         self._compressions.labels(method).inc()
         self._saved_tokens.inc(saved_tokens)
 
     def on_end(self, record: RequestRecord) -> None:
-        """Count a request that is over."""
+        """Update all metrics for a request that has ended."""
         status = str(record.status)
         decision = record.decision
         if decision.action:
@@ -132,10 +132,10 @@ class Metrics:
 
 
 class TenantMetrics:
-    """Counts by tenant.
+    """Counts requests, tokens and refusals by tenant.
 
     Args:
-        named: tenants with a label of their own. All other tenants share one.
+        named: tenants that have separate labels. All other tenants share one label.
     """
 
     def __init__(self, registry: CollectorRegistry, named: Collection[str]) -> None:
@@ -148,11 +148,12 @@ class TenantMetrics:
     def on_end(
         self, tenant: str, status: int, prompt_tokens: int, output_tokens: int, count: int = 1
     ) -> None:
-        """Count requests that ended.
+        """Count equal requests of one tenant that have ended.
 
         Args:
-            prompt_tokens: of all these requests together.
-            output_tokens: of all these requests together.
+            prompt_tokens: total prompt tokens of these requests.
+            output_tokens: total output tokens of these requests.
+            count: number of requests.
         """
         label = self._label(tenant)
         self._requests[label, str(status)] += count
@@ -170,10 +171,10 @@ class TenantMetrics:
 
 
 def _band(priority: int) -> str:
-    """Return the band of a priority, since a label must have few values."""
+    """Return the priority as low, normal or high, because a label should have few values."""
     return "normal" if not priority else "high" if priority > 0 else "low"
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest value, or 0 without values."""
+    """Return the largest value, or 0 if there are no values."""
     return max(values, default=0.0)

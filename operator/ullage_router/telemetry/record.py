@@ -1,4 +1,4 @@
-"""The log record of each request, the latest records, and counts over all requests."""
+"""The log record of a request, and statistics over all requests."""
 
 import time
 from collections import Counter, deque
@@ -11,27 +11,30 @@ from ullage_router.policy.decision import UNDECIDED, Decision
 
 KEPT_DECISIONS = 50
 KEPT_MOMENTS = 64
-"""Size limit of a timeline. A request that many engines lose gets no further entries."""
+"""Maximum number of timeline entries, in case a request loses many engines."""
 DEVICE = "device"
-"""Name of the tier from which nothing is loaded."""
+"""Name of the KV cache tier on the device, from which no KV has to be loaded."""
 RESUMED_INEXACT = "x-ullage-resumed-inexact"
-"""Header, metadata key and comment of an answer that an engine with another fingerprint resumed."""
+"""Marks an answer that was resumed on an engine with another numerics fingerprint.
+
+The name is used as an HTTP header, as a gRPC metadata key and as an SSE comment.
+"""
 
 
 class TierHit(NamedTuple):
-    """Prompt tokens of a request whose KV was cached in one tier of its engine."""
+    """The part of a prompt whose KV was cached in one tier of the engine."""
 
     tier: str
-    """device, host, remote or file."""
+    """Name of the cache tier: device, host, remote or file."""
     num_tokens: int
     seconds: float
-    """Seconds from the request for the KV until it was on the device, or 0 where it was there."""
+    """Seconds to load the KV onto the device, or 0 if the KV was already there."""
 
 
 def cached_tokens(
     counted: inference_pb2.Accepted | inference_pb2.Usage,
 ) -> tuple[TierHit, ...]:
-    """Return the tiers with cached KV of the prompt, and the tokens of each."""
+    """Return how many prompt tokens had cached KV in each tier."""
     if counted.cached_by_tier:
         return tuple(
             TierHit(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
@@ -41,67 +44,67 @@ def cached_tokens(
 
 
 class Moment(NamedTuple):
-    """A step in a request's timeline, or an event."""
+    """An entry in a request's timeline, for a step with a duration or an event without one."""
 
     event: str
-    """tokenised, decided, queued, sent, admitted, first_token, engine_failed or resumed."""
+    """One of tokenised, decided, queued, sent, admitted, first_token, engine_failed or resumed."""
     at_s: float
-    """Unix time of the end."""
+    """Unix time at which the step ended or the event happened."""
     seconds: float
-    """Duration, or 0 for an event without one."""
+    """Duration of the step in seconds, or 0 for an event."""
     fields: Mapping[str, object]
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts of one request that are logged and counted.
+    """The facts about one request that are logged and counted.
 
-    The protocols create the record. Every stage may add to the timeline. `Generation` writes
-    `finish` with the answer's last event. Only `RequestPipeline` writes the other fields, when the
-    answer begins and when the request is over.
+    The HTTP and gRPC servers create the record. Every stage may add to the timeline. `Generation`
+    writes `finish` at the answer's last event. Only `RequestPipeline` writes the other fields, when
+    the answer starts and when the request has ended.
     """
 
     request_id: str
     arrived: float = field(default_factory=time.monotonic)
     arrived_unix: float = field(default_factory=time.time)
     tenant: str = ""
-    """Empty where no tenants are configured, or the key is unknown."""
+    """Name of the tenant (empty if no tenants are configured or the key is unknown)."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """The x-ratelimit-* headers with the tenant's remaining quota."""
+    """The `x-ratelimit-*` headers with the tenant's remaining quota."""
     decision: Decision = UNDECIDED
     status: int = 0
-    """HTTP status that the client got, or would have got. It is 499 after a disconnect."""
+    """HTTP status of the response, or its equivalent for gRPC. After a disconnect, it is 499."""
     error: str = ""
-    """Reason of the error that the client got."""
+    """Reason code of the error that the client got (empty without an error)."""
     retry_after_s: int | None = None
-    """The Retry-After of the answer in seconds, or None without one."""
+    """The response's Retry-After value in seconds, or None if it has none."""
     is_cancelled: bool = False
-    """Whether the client disconnected, or got the error of another request."""
+    """Whether the client disconnected, or another request caused the cancellation."""
     priority: int = 0
     held_s: float = 0.0
-    """Seconds for which the request was held until its pool was awake."""
+    """Seconds for which the request was held until its pool had been woken."""
     ttft_s: float | None = None
     cached: tuple[TierHit, ...] = ()
-    """Prompt tokens whose KV the engine had when the answer began."""
+    """Prompt tokens whose KV the engine had cached when the answer started, by tier."""
     output_tokens: int = 0
     finish: str = ""
-    """OpenAI's finish reason, or empty where the answer did not end, or has several choices."""
+    """OpenAI's finish reason (empty if the answer did not end or has several choices)."""
     timeline: list[Moment] = field(default_factory=list)
-    """Steps and events, oldest first."""
+    """Timeline entries, oldest first."""
     ended: float | None = None
 
     def note(self, event: str, seconds: float = 0.0, **fields: object) -> None:
-        """Add a step that ends now to the timeline.
+        """Add a step or event that ends now to the timeline.
 
         Args:
             seconds: duration of the step.
-            fields: further facts, for the log and for spans.
+            fields: additional facts for the log and for trace spans.
         """
         if len(self.timeline) < KEPT_MOMENTS:
             self.timeline.append(Moment(event, time.time(), seconds, fields))
 
     def note_queued(self, seconds: float, pool: str) -> None:
-        """Add a wait in the queue, merged with a wait just before it."""
+        """Add a wait in the queue, merged with a queue wait directly before it."""
         if self.timeline and self.timeline[-1].event == "queued":
             seconds += self.timeline.pop().seconds
         self.note("queued", seconds, pool=pool)
@@ -112,12 +115,12 @@ class RequestRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the speed of the answer after its first token, or None without a second token."""
+        """Return the output speed after the first token, or None for fewer than two tokens."""
         seconds = self.duration_s - (self.ttft_s or 0.0)
         return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
 
     def as_json(self) -> dict[str, object]:
-        """Return the record for the log and /stats."""
+        """Return the record as JSON fields for the log and /stats."""
         decision = self.decision
         speed = self.tokens_per_second
         return {
@@ -161,17 +164,17 @@ class RequestRecord:
 
 
 class Stats:
-    """Counts since start and the latest records."""
+    """Keeps counts since the router's start, and the records of the latest requests."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self.records: deque[RequestRecord] = deque(maxlen=KEPT_DECISIONS)
-        """The latest records, oldest first."""
+        """Records of the latest requests, oldest first."""
         self.output_tokens = 0
-        """Tokens of all answers that ended, including those that broke off."""
+        """Total output tokens of all answers that have ended, including interrupted answers."""
 
     def on_end(self, record: RequestRecord) -> None:
-        """Count a request that is over, and keep its record."""
+        """Count a request that has ended, and keep its record."""
         decision = record.decision
         if decision.action:
             self._counts[decision.action, decision.route, decision.reason] += 1
@@ -179,12 +182,12 @@ class Stats:
         self.output_tokens += record.output_tokens
 
     def counts(self) -> list[dict[str, object]]:
-        """Return the numbers of decisions by action, route and reason."""
+        """Return how many decisions were made, by action, route and reason."""
         return [
             {"action": action, "route": route, "reason": reason, "count": count}
             for (action, route, reason), count in sorted(self._counts.items())
         ]
 
     def latest(self) -> list[dict[str, object]]:
-        """Return the latest records, newest first."""
+        """Return the records of the latest requests, newest first."""
         return [record.as_json() for record in reversed(self.records)]

@@ -1,8 +1,8 @@
-"""The spans of each request.
+"""Creates the trace spans of each request.
 
-A request's span begins with the request, since engines continue the trace. Its child spans,
-except those of calls to engines, are made from the record's timeline when the request is over. No
-span contains prompts or answers.
+A request's span starts when the request arrives, because engines continue the trace. Most child
+spans are created from the record's timeline when the request has ended. Only the spans for RPCs to
+engines are created earlier. No span contains prompts or answers.
 """
 
 import re
@@ -15,17 +15,17 @@ from ullage_router.telemetry.record import Moment, RequestRecord
 
 PROVIDER = "ullage"
 MAX_TRACESTATE = 512
-"""Characters of a tracestate that the specification asks every participant to pass on."""
+"""Maximum tracestate length in characters, which the W3C specification asks to propagate."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _PRINTABLE = re.compile(r"[ -~]+")
 _SPANS = {"tokenised": "tokenise", "decided": "decide", "queued": "queue", "resumed": "resume"}
-"""Names of spans by the event of the timeline. All other events have no span of their own."""
+"""Span names by timeline event. Events that are not listed get no separate span."""
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return a caller's traceparent and tracestate as gRPC metadata, without malformed ones.
+    """Return a caller's traceparent and tracestate as gRPC metadata, without malformed values.
 
-    The format is https://www.w3.org/TR/trace-context/.
+    The format is specified in https://www.w3.org/TR/trace-context/.
     """
     parent = headers.get("traceparent", "")
     state = headers.get("tracestate", "")
@@ -42,11 +42,11 @@ def begin_span(
     parent: Sequence[tuple[str, str]],
     request: inference_pb2.GenerateRequest | None = None,
 ) -> Span:
-    """Begin the span of a request, at the time of its arrival.
+    """Start a request's span, with the request's arrival as the start time.
 
     Args:
-        parent: the client's trace context. An empty one begins a new trace.
-        request: the client's request, or None where it could not be read.
+        parent: the client's trace context. If it is empty, the span starts a new trace.
+        request: the client's request, or None if it could not be parsed.
     """
     span = tracer.span("request", parent=parent, kind="server", start_unix_s=record.arrived_unix)
     if span.is_recording:
@@ -59,7 +59,7 @@ def begin_span(
 def end_span(
     span: Span, record: RequestRecord, request: inference_pb2.GenerateRequest | None = None
 ) -> None:
-    """Add child spans and attributes from the record, and end the request's span."""
+    """Add child spans and attributes from the record to a request's span, and end the span."""
     if span.is_recording:
         for moment in record.timeline:
             _add(span, moment)

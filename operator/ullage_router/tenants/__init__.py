@@ -1,5 +1,5 @@
-"""Tenants: their API keys, permissions and quota, and their usage since the start.
+"""Tenants, with their API keys, permissions, quotas and usage.
 
-Without `tenants` in the configuration, all requests belong to one unlimited tenant without a name.
-The package depends on neither prompts nor engines.
+If the configuration has no `tenants`, all requests belong to one unlimited tenant without a name.
+This package depends on neither prompts nor engines.
 """

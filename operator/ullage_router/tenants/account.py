@@ -1,4 +1,4 @@
-"""One tenant's rules, remaining quota, and sums since the start."""
+"""A tenant's account: its rules, its remaining quota, and its usage since the start."""
 
 import math
 from collections import Counter
@@ -10,26 +10,26 @@ from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router.policy.quota import ROUNDING, Quota, Shortage, TokenBucket
 
 ANONYMOUS = "anonymous"
-"""Name of the tenant for requests without a key."""
+"""Name of the tenant to which requests without an API key belong."""
 UNLIMITED = TenantRules(max_priority=MAX_PRIORITY)
 
 
 @dataclass(slots=True)
 class Account:
-    """One tenant's rules, quota and sums since the start."""
+    """A tenant's rules, remaining quota, and usage since the router's start."""
 
     name: str
     rules: TenantRules
     quota: Quota
-    """The remaining quota."""
+    """The quota that the tenant has left."""
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     limited: Counter[str] = field(default_factory=Counter)
-    """Number of refusals, by the limit that was reached."""
+    """Number of refused requests, by the limit that was reached."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Apply one step to the quota. On a shortage, change nothing and return it."""
+        """Apply a step to the quota, or return the shortage without changing the quota."""
         result = step(self.quota)
         if isinstance(result, Shortage):
             return result
@@ -37,7 +37,7 @@ class Account:
         return None
 
     def as_json(self, now: float) -> dict[str, object]:
-        """Return the account for /stats. `now` is on the monotonic clock."""
+        """Return the account for /stats, where `now` is on the monotonic clock."""
         quota = self.quota
         remaining = {
             name: bucket and math.floor(bucket.refilled(now).level)
@@ -57,11 +57,13 @@ class Account:
 
 
 def open_account(name: str, rules: TenantRules, share: float, now: float) -> Account:
-    """Return an account with full buckets.
+    """Create a tenant's account with an unused quota.
 
     Args:
+        name: the tenant's name.
+        rules: the tenant's permissions and limits.
         share: this router's share of the tenant's limits, from 0 to 1.
-        now: seconds on the monotonic clock.
+        now: current time on the monotonic clock, in seconds.
     """
     requests = rules.requests_per_minute
     tokens = rules.tokens_per_minute
@@ -75,5 +77,5 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
 
 
 def shared_account() -> Account:
-    """Return the account of all requests where no tenants are configured."""
+    """Create the account that all requests share if no tenants are configured."""
     return Account("", UNLIMITED, Quota())

@@ -1,8 +1,8 @@
-"""How a tenant's requests are paid: in advance, or at their end unless a ticket has paid.
+"""Charges requests to their tenant's quota, either in advance or when they end.
 
-A request uses its tenant's quota in steps. When it enters, it takes a place among the concurrent
-requests. Then it is charged its expected tokens. When it is settled at its end, the tokens that it
-used replace the charge.
+A request uses its tenant's quota in steps. First, the request enters, which counts it as one of the
+tenant's concurrent requests. Then its expected tokens are charged. When the request ends, it is
+settled: the tokens that were actually used replace the charge.
 """
 
 import time
@@ -14,46 +14,46 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """The bill of the equal requests of one session, from their beginning to their end."""
+    """The interface that charges the equal requests of one session, from start to end."""
 
     @property
     def num_active(self) -> int:
-        """Return the number of requests that have begun but not ended."""
+        """Return the number of requests that have started but not ended."""
 
     @property
     def needs_charge(self) -> bool:
-        """Return whether active requests still have to be charged in advance."""
+        """Return whether the active requests still have to be charged in advance."""
 
     def enter(self, count: int) -> Shortage | None:
-        """Begin requests. On a shortage, begin none and return it."""
+        """Start `count` requests, or return the shortage without starting any."""
 
     def charge(self, tokens: float) -> Shortage | None:
-        """Charge tokens to each active request. On a shortage, charge none and return it."""
+        """Charge tokens for each active request, or return the shortage without charging any."""
 
     def give_back(self, count: int) -> None:
-        """Take active requests, or all of them for 0, out of the requests of this minute."""
+        """Refund `count` active requests (0 for all) to the requests-per-minute limit."""
 
     def settle(self, prompt_tokens: int, output_tokens: int, count: int) -> bool:
-        """End requests.
+        """End requests, and charge the tokens that they actually used.
 
         Args:
-            prompt_tokens: used by each request.
-            output_tokens: used by each request.
+            prompt_tokens: prompt tokens of each request.
+            output_tokens: output tokens of each request.
             count: number of requests that end.
 
         Returns:
-            Whether the tenant pays for them here.
+            Whether the tenant pays for these requests here, rather than through an earlier ticket.
         """
 
 
 class AdvanceBilling:
-    """The usual bill: requests count when they begin, and their tokens are charged in advance."""
+    """The default billing, which counts requests at their start and charges tokens in advance."""
 
     def __init__(self, account: Account) -> None:
         self.num_active = 0
         self._account = account
         self._charged = 0.0
-        """Number of tokens charged for each request."""
+        """Number of tokens that were charged for each request in advance."""
 
     @property
     def needs_charge(self) -> bool:
@@ -98,13 +98,13 @@ class AdvanceBilling:
 
 
 class DeferredBilling:
-    """The bill of a request that continues the answer of an earlier ticket.
+    """Bills a request that continues an earlier ticket's answer only when the request ends.
 
-    The earlier ticket pays for the request if the ticket's engine was lost, which is known only at
-    the request's end. Until then the request only takes a place among the concurrent requests.
+    The earlier ticket pays for the request if the ticket's engine was lost. This is known only when
+    the request ends. Until then, the request only counts as one of the concurrent requests.
 
     Args:
-        was_paid: returns at the end whether the first ticket paid.
+        was_paid: returns whether the first ticket paid. It is called when the request ends.
     """
 
     needs_charge = False

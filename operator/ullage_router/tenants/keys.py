@@ -1,8 +1,8 @@
-"""The keys of tenants, read from a folder, and the look-up of a key's tenant.
+"""Reads tenants' API keys from a folder, and finds the tenant of a key.
 
-The folder has one file a tenant. Each line of a file is one key or one entry
-(`ullage_common.process.api_keys`), so that a new key works before the old one is removed. Only
-the digests of keys are kept.
+The folder has one file per tenant. Each line of a file is a key or a key's digest
+(`ullage_common.process.api_keys`). A tenant can have several keys, so that a new key works before
+the old key is removed. Only the digests of keys are kept in memory.
 """
 
 import hmac
@@ -15,27 +15,27 @@ from types import MappingProxyType
 from ullage_common.process.api_keys import MAX_KEY, TENANT_NAME, digest, read_entry
 
 MAX_FILE_BYTES = 1 << 20
-"""Size limit of a Secret in Kubernetes."""
+"""Maximum size of a key file, which is the size limit of a Kubernetes Secret."""
 
 Digests = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TenantKeys:
-    """The tenants and keys that a folder holds."""
+    """The tenants and key digests that were read from a folder."""
 
     digests: Mapping[str, Digests] = field(default_factory=lambda: MappingProxyType({}))
-    """Digests of keys by tenant."""
+    """Digests of each tenant's keys, by tenant name."""
     problems: tuple[str, ...] = ()
-    """Files that could not be read, with the reason. Their tenants keep their last keys."""
+    """Problems with the key files. The tenant of an unreadable file keeps its last keys."""
 
 
 class KeyRing:
-    """Finds a key's tenant in a time that reveals nothing about other keys.
+    """Finds the tenant of a key, in a time that reveals nothing about other keys.
 
-    An index by a keyed hash finds the digest, and a constant-time comparison confirms it. The
-    hash's secret belongs to this object, so clients cannot influence the comparisons of the
-    index.
+    An index by a keyed hash finds the key's digest, and a constant-time comparison confirms the
+    match. The hash uses a random secret of this object, so clients cannot influence the comparisons
+    in the index.
     """
 
     def __init__(self, digests: Mapping[str, Digests]) -> None:
@@ -47,7 +47,7 @@ class KeyRing:
                 self._owners.setdefault(self._slot(entry), (entry, tenant))
 
     def owner(self, key: str) -> str | None:
-        """Return the tenant of a key, or None for an unknown key."""
+        """Return the tenant that owns a key, or None for an unknown key."""
         given = digest(key[: MAX_KEY + 1])
         entry, tenant = self._owners.get(self._slot(given), (self._nobody, ""))
         return tenant if hmac.compare_digest(entry, given) else None
@@ -57,10 +57,11 @@ class KeyRing:
 
 
 def load_keys(folder: Path, last: Mapping[str, Digests]) -> TenantKeys:
-    """Read the folder.
+    """Read all tenants' key files from a folder.
 
     Args:
-        last: the previous digests by tenant. A tenant whose file is broken keeps them.
+        folder: folder with one file per tenant.
+        last: previous digests by tenant, which a tenant keeps if its file is invalid.
     """
     try:
         paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
@@ -80,10 +81,10 @@ def load_keys(folder: Path, last: Mapping[str, Digests]) -> TenantKeys:
 
 
 def _read(path: Path) -> Digests:
-    """Return the digests of a tenant's file.
+    """Return the key digests in a tenant's file.
 
     Raises:
-        ValueError: the file is broken. The message has the line but no key.
+        ValueError: the file is invalid. The message has the line number but no key.
     """
     if not TENANT_NAME.fullmatch(path.name):
         raise ValueError("not a tenant's name; use lower-case letters, digits, '-', '_' and '.'")
@@ -108,7 +109,7 @@ def _read(path: Path) -> Digests:
 
 
 def _duplicates(digests: Mapping[str, Digests]) -> list[str]:
-    """Return a message for each key of two tenants. The first tenant by name owns the key."""
+    """Return a message for each key that two tenants share. The first tenant by name owns it."""
     owners: dict[bytes, str] = {}
     problems = []
     for tenant in sorted(digests):

@@ -1,4 +1,4 @@
-"""The tenants of the router: their accounts, and their keys, which are reloaded on change."""
+"""The router's tenants, with their accounts and their API keys, which are reloaded on change."""
 
 import asyncio
 import logging
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class Tenants:
-    """Finds tenants by their keys and keeps their accounts.
+    """Finds tenants by their API keys, and keeps their accounts.
 
     Args:
-        section: the configured tenants. None if all clients may do everything.
-        metrics: counts by tenant. Tenants that are not listed share one label.
+        section: the configured tenants, or None if all clients have all permissions.
+        metrics: the counts by tenant. Tenants that are not listed share one label.
     """
 
     def __init__(self, section: TenantsSection | None, metrics: TenantMetrics | None) -> None:
@@ -32,14 +32,14 @@ class Tenants:
         self._rules = {t.name: t for t in section.tenants} if section else {}
         self._accounts: dict[str, Account] = {}
         self._shared = shared_account()
-        """Account of all requests where no tenants are configured."""
+        """The account that all requests share if no tenants are configured."""
         self._keys = TenantKeys()
         self._ring = KeyRing({})
         self._loaded_unix = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the keys and follow their changes.
+        """Read the API keys, and start to follow their changes.
 
         Raises:
             ConfigError: the keys cannot be read.
@@ -60,17 +60,17 @@ class Tenants:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return the problems that keep the newest keys from being used."""
+        """Return the problems that prevent the newest keys from being used."""
         return self._keys.problems
 
     def open_session(self, authorization: str | None) -> TenantSession:
-        """Return a session of a request's tenant.
+        """Authenticate a request, and open a session for its tenant.
 
         Args:
-            authorization: the request's header or metadata of that name.
+            authorization: the request's `authorization` header or gRPC metadata.
 
         Raises:
-            ServiceError: UNAUTHENTICATED without a known key, PERMISSION_DENIED if the tenant is
+            ServiceError: UNAUTHENTICATED without a known key, or PERMISSION_DENIED if the tenant is
                 disabled.
         """
         if self._section is None:
@@ -84,7 +84,7 @@ class Tenants:
         return TenantSession(account, self._metrics)
 
     def check_stats(self, authorization: str | None) -> None:
-        """Check the key if /stats is protected.
+        """Check that a key may read /stats, if /stats is protected.
 
         Raises:
             ServiceError: UNAUTHENTICATED without a known key.
@@ -95,7 +95,7 @@ class Tenants:
                 raise errors.unauthenticated("/stats needs a key: Authorization: Bearer KEY")
 
     def snapshot(self) -> dict[str, object]:
-        """Return the tenants for /stats, or nothing if no tenants are configured."""
+        """Return all tenants' accounts for /stats, or an empty dict without tenants."""
         if self._section is None:
             return {}
         now = time.monotonic()
@@ -109,10 +109,10 @@ class Tenants:
         return {"tenants": {"anonymous": self._section.anonymous, "keys": keys, "usage": usage}}
 
     def _authenticate(self, authorization: str | None) -> str:
-        """Return the tenant's name.
+        """Return the name of the tenant that sent a request.
 
         Raises:
-            ServiceError: UNAUTHENTICATED.
+            ServiceError: UNAUTHENTICATED if the key is missing or unknown.
         """
         assert self._section
         if not authorization:
@@ -159,7 +159,7 @@ class Tenants:
             log.error("keys not read; those before stay valid", extra={"reason": problem})
 
     def _remove_stale_accounts(self) -> None:
-        """Remove accounts of tenants without a key, so that the key files bound their number."""
+        """Remove accounts of tenants that have no key any more, to bound the number of accounts."""
         for name, account in list(self._accounts.items()):
             is_known = name in self._keys.digests or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:

@@ -1,4 +1,4 @@
-"""A tenant's session: the permissions of one or more equal requests, and their quota."""
+"""A tenant's session, which checks permissions and charges quota for equal requests."""
 
 import hashlib
 import math
@@ -18,10 +18,10 @@ from ullage_router.tenants.billing import AdvanceBilling, Billing, DeferredBilli
 
 
 class TenantSession:
-    """One request of a tenant, or several equal ones, from the key's check to their end.
+    """Tracks one request of a tenant, or several equal requests, from authentication to their end.
 
-    Call `open_request`, `charge` and `close_request` once each. A session without an open request
-    need not be closed.
+    Call `open_request`, `charge` and `close_request` once each. If no request was opened, the
+    session does not have to be closed.
 
     limit_headers
         the `x-ratelimit-*` headers with the tenant's remaining quota
@@ -34,20 +34,20 @@ class TenantSession:
         self.limit_headers: Mapping[str, str] = {}
 
     def new_session(self) -> "TenantSession":
-        """Return another session of the same tenant."""
+        """Return a new session for the same tenant."""
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the session's requests only at their end, unless a ticket has paid for them.
+        """Charge the session's requests only when they end, and only if no ticket has paid.
 
         Args:
-            was_paid: returns at their end whether a ticket has paid.
+            was_paid: returns whether a ticket has paid. It is called when the requests end.
         """
         self._billing = DeferredBilling(self._account, was_paid)
 
     @property
     def name(self) -> str:
-        """Return the tenant's name, or empty if no tenants are configured."""
+        """Return the tenant's name (empty if no tenants are configured)."""
         return self._account.name
 
     @property
@@ -55,15 +55,16 @@ class TenantSession:
         return self._account.rules
 
     def scoped_session(self, name: str) -> str:
-        """Return the session id for engines, different for equal ids of different tenants."""
+        """Return the session id to send to engines, which differs between tenants."""
         if not (name and self.name):
             return name
         return hashlib.blake2b(f"{self.name}\0{name}".encode(), digest_size=16).hexdigest()
 
     def cache_salt(self, salt: str = "") -> str:
-        """Return the cache salt for engines.
+        """Return the cache salt to send to engines, which differs between tenants.
 
-        Tenants share no cached KV, so engines get different salts for equal salts of two tenants.
+        Two tenants get different salts even for equal `salt` values, because tenants must not share
+        cached KV.
         """
         if not self.name:
             return salt
@@ -71,24 +72,25 @@ class TenantSession:
 
     @property
     def is_limited(self) -> bool:
-        """Return whether the tenant has a limit of requests, tokens or concurrency."""
+        """Return whether the tenant has a limit on requests, tokens or concurrency."""
         rules = self.rules
         return bool(rules.requests_per_minute or rules.tokens_per_minute or rules.concurrency)
 
     @property
     def max_concurrency(self) -> int | None:
-        """Return how many requests the tenant may have at a time, or None for any number."""
+        """Return the tenant's maximum number of concurrent requests, or None for no limit."""
         return self._account.quota.concurrency
 
     def check_many(self, count: int, tokens: int) -> None:
-        """Check that the tenant may send this many requests at once, without charging them.
+        """Check that the quota allows `count` requests at once, without charging them.
 
         Args:
-            tokens: the fewest tokens that the requests have in total.
+            count: number of requests.
+            tokens: lower bound of the requests' total tokens.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT when a limit is lower than that, or RESOURCE_EXHAUSTED
-                when fewer requests are left now.
+            ServiceError: INVALID_ARGUMENT if even an unused quota would be too small, or
+                RESOURCE_EXHAUSTED if the remaining quota allows fewer requests now.
         """
         quota = self._account.quota
         if quota.requests and count > quota.requests.capacity:
@@ -104,10 +106,10 @@ class TenantSession:
             raise self._shortage_error(shortage)
 
     def num_allowed(self, count: int, tokens: int) -> int:
-        """Return how many of `count` equal requests the tenant may send now.
+        """Return how many of `count` equal requests the tenant's quota allows now.
 
         Args:
-            tokens: number of tokens of each request.
+            tokens: number of tokens per request.
         """
         return self._account.quota.room(count, tokens, time.monotonic())
 
@@ -122,13 +124,14 @@ class TenantSession:
         """Check the tenant's permissions, count the request and set its priority.
 
         Args:
-            served: the model of a request that does not name a model.
+            request: the request, whose priority is set.
+            served: the model to assume if the request does not name a model.
             count: number of equal requests, at most `num_allowed`, or one.
             is_handed_on: whether another service's cascade sent the request. The cascade does not
-                know the tenant's highest priority here, so a higher one is lowered.
+                know the tenant's maximum priority here, so a priority above it is lowered.
 
         Raises:
-            ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED that names the limit.
+            ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED with the limit that was reached.
         """
         if self._billing.num_active:
             return
@@ -139,15 +142,15 @@ class TenantSession:
         self.limit_headers = _limit_headers(self._account.quota)
 
     def charge(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Take tokens in advance, for each of the open requests.
+        """Charge the expected tokens of each open request in advance.
 
         Args:
-            prompt_tokens: of one request.
-            output_tokens: expected of all answers of one request together.
+            prompt_tokens: prompt tokens per request.
+            output_tokens: expected output tokens per request, over all of its answers.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT when the prompt exceeds the limit itself, or
-                RESOURCE_EXHAUSTED.
+            ServiceError: INVALID_ARGUMENT if the prompt is longer than the limit on tokens per
+                minute, or RESOURCE_EXHAUSTED if too few tokens remain.
         """
         bucket = self._account.quota.tokens
         if bucket is None or not self._billing.needs_charge:
@@ -159,19 +162,19 @@ class TenantSession:
         self.limit_headers = _limit_headers(self._account.quota)
 
     def close_request(self, record: RequestRecord) -> None:
-        """End the request, and replace its charge by the tokens that it used."""
+        """End the request, and replace its advance charge with the tokens that it actually used."""
         if _was_served(record):
             self.settle(record.decision.prompt_tokens, record.output_tokens, record.status)
         else:
             self.settle(0, 0, record.status)
 
     def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
-        """End requests.
+        """End requests, and charge the tokens that they actually used.
 
         Args:
-            prompt_tokens: used by each request.
-            output_tokens: used by each request.
-            status: the HTTP status of their answers.
+            prompt_tokens: prompt tokens of each request.
+            output_tokens: output tokens of each request.
+            status: HTTP status of the responses.
             count: number of requests that end.
         """
         is_paid_here = self._billing.settle(prompt_tokens, output_tokens, count)
@@ -181,14 +184,14 @@ class TenantSession:
             self._metrics.on_end(self.name, status, prompt, output, count)
 
     def give_back(self, count: int) -> None:
-        """Take open requests, or all of them for 0, out of the requests of this minute.
+        """Refund `count` open requests (0 for all) to the requests-per-minute limit.
 
         These requests are refused, and the client sends them again in another way.
         """
         self._billing.give_back(count)
 
     def count_refusals(self, status: int, count: int) -> None:
-        """Count requests that are refused before they begin."""
+        """Count requests that are refused before they start, in the tenant's metrics."""
         if self._metrics:
             self._metrics.on_end(self.name, status, 0, 0, count)
 
@@ -199,7 +202,7 @@ class TenantSession:
         """Check that the tenant may use a model.
 
         Raises:
-            ServiceError: PERMISSION_DENIED.
+            ServiceError: PERMISSION_DENIED if the tenant may not use the model.
         """
         allowed = self.rules.models
         if not self.may_use(name):
@@ -210,9 +213,10 @@ class TenantSession:
             )
 
     def _priority(self, asked: int, *, is_lowered: bool) -> int:
-        """Return the request's priority, where 0 asks for the tenant's own.
+        """Return the request's priority, or the tenant's default priority if 0 is requested.
 
         Args:
+            asked: the requested priority, or 0 for the tenant's default.
             is_lowered: whether a priority that is too high is lowered rather than refused.
         """
         rules = self.rules
@@ -236,15 +240,15 @@ class TenantSession:
 
 
 def _was_served(record: RequestRecord) -> bool:
-    """Return whether tokens arrived, or an engine was working on the cancelled request."""
+    """Return whether the request got tokens, or was cancelled while an engine worked on it."""
     is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
     return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
 
 
 def _limit_headers(quota: Quota) -> Mapping[str, str]:
-    """Return OpenAI's headers of rate limits.
+    """Return OpenAI's rate limit headers for the remaining quota.
 
-    https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers
+    See https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers.
     """
     headers = dict[str, str]()
     if quota.requests is None and quota.tokens is None:
@@ -262,7 +266,7 @@ def _limit_headers(quota: Quota) -> Mapping[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as OpenAI does: 20ms, 7s, 6m0s."""
+    """Format a duration as in OpenAI's headers, for example 20ms, 7s or 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)

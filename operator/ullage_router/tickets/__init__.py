@@ -1,4 +1,5 @@
-"""Tickets that let clients stream directly from engines: placing, signing, and open tickets.
+"""Tickets, which let clients stream answers directly from engines instead of through the router.
 
-The package places requests by the rules of admission. It never carries tokens.
+This package places requests by the same rules as admission, signs tickets, and tracks open tickets.
+The tokens of answers do not pass through it.
 """

@@ -1,9 +1,9 @@
-"""Place a batch of picked requests, using one view of the engines.
+"""Places a batch of picked requests, based on one snapshot of the engines.
 
-The batch follows the rules of all other requests. It samples a few engines if a request fits its
-home pool unchanged, and otherwise considers all engines. Requests that the batch has placed count
-for the rest of the batch. Several equal requests are placed at once if individual decisions could
-have placed each of them in the same way.
+Batches follow the same rules as other requests. A decision samples a few engines if the request
+fits its home pool unchanged, and otherwise considers all engines. Later decisions in the batch
+account for the requests that were already placed. Several equal requests are placed at once if
+separate decisions could have placed each of them in the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from ullage_router.policy.placement import room_of
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
-"""Maximum number of decisions over which equal requests are spread."""
+"""Maximum number of decisions used to spread equal requests over engines."""
 HELD = Refuse(
     "busy",
     "TICKETS_HELD",
@@ -37,40 +37,40 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""Returns how many equal requests may be reserved on an engine.
+"""A function that returns how many equal requests a caller may reserve on an engine.
 
-The arguments are the engine, and the bytes and prompt tokens of each request.
+Its arguments are the engine's view, and the bytes and prompt tokens of each request.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, with its size as computed by the client."""
+    """A request to place, with the size that the client has computed."""
 
     prompt_tokens: int
     max_tokens: int
-    """Maximum number of output tokens of each answer, or 0 for the service's limit."""
+    """Maximum number of output tokens per answer, or 0 for the service's limit."""
     samples: int = 1
     preferred: str = ""
-    """Key of the engine that has the request's prefix in its caches."""
+    """Key of the engine whose caches hold the request's prefix (empty if unknown)."""
     refused_by: frozenset[str] = frozenset()
-    """Keys of engines that must not get the request."""
+    """Keys of engines on which the request must not be placed."""
     limit: int = 0
-    """Maximum number of output tokens that the tenant may have, or 0 for the service's limit."""
+    """The tenant's maximum number of output tokens, or 0 for the service's limit."""
     comes_at_end: bool = False
-    """Whether the whole answer arrives at once at its end, as for the best of several."""
+    """Whether the whole answer arrives at once at its end, as with best-of sampling."""
 
 
 class PickBatch:
-    """Decide requests one after another, each with the resources that earlier requests left.
+    """Places requests one after another, each on the resources that earlier requests left free.
 
     Args:
-        views: The engines at the current moment.
-        policy: The rules of the ladder.
-        ahead: Bytes for which queued requests wait, by pool.
+        views: Current views of the engines.
+        policy: The routing policy, with the admission ladder.
+        ahead: Bytes that queued requests are waiting for, by pool.
         max_output_tokens: The service's limit on output tokens.
-        limits: Time limits of each request. For an answer that arrives at once at its end, the
-            first token has the same limit as the end.
+        limits: Time limits for each request. If an answer arrives at once at its end, the limit for
+            the whole answer also applies to its first token.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of `count` equal requests to place at once, to spread them out."""
+        """Return how many of `count` equal requests to place per decision, to spread them."""
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
         return -(-count // min(len(home) or usable or 1, MAX_SHARES))
@@ -108,16 +108,16 @@ class PickBatch:
     def place(
         self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
     ) -> tuple[Run | Refuse, int]:
-        """Place equal requests on one engine.
+        """Place up to `most` equal requests on one engine.
 
         Args:
-            ask: The request, of which all others are copies.
-            draw: A random number for the draw of engines.
+            ask: The request, of which all other requests are copies.
+            draw: A random number that determines the sample of engines.
             most: Maximum number of requests to place, at least 1.
-            room: Bounds the caller's requests on an engine. None allows all that fit.
+            room: Limits the caller's requests on an engine. None allows all requests that fit.
 
         Returns:
-            The decision, and the number of requests for which it holds.
+            The decision, and the number of requests to which it applies.
         """
         limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
         facts = self._facts(ask, min(ask.max_tokens or limit, limit), draw)
@@ -176,7 +176,7 @@ class PickBatch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return the engines for `decide_among`: some random engines and the preferred engine."""
+        """Return the engines for `decide_among`, a random sample plus the preferred engine."""
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)
@@ -191,10 +191,10 @@ class PickBatch:
         return sample
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Return the number of equal requests that fit on an engine. The first is known to fit.
+        """Return how many equal requests fit on an engine, given that one request fits.
 
         The number that fits in memory is a simple division. Time is not linear, so the number is
-        halved until the last request would still be on time.
+        then halved until the last request would meet its time limits.
         """
         size = demand.kv_bytes
         prompt = facts.prompt_tokens

@@ -1,14 +1,15 @@
-"""Open picks, with their reservations of engine memory and tenant quota, and when those end.
+"""Tracks open tickets, with the engine memory and the tenant quota that they reserve.
 
-A use of a ticket is *unused* until the client reports that the engine accepted the request, and
-*used* from then on. A client's reports return credit early. Without reports, credit returns after a
-time:
+A ticket allows one or more uses. Each use is *unused* until the client reports that the engine
+accepted its request, and *used* from then on. A client's reports free reservations early. Without
+reports, reservations are freed after a time:
 
     unused    when engines no longer accept the ticket
     used      at the same time. If the tenant's concurrency is limited, the request counts until
               it must have ended
 
-A tenant pays for every use, reported or not, since an engine could still accept an unused ticket.
+A tenant pays for every use, even without a report, because an engine could still accept an unused
+ticket.
 """
 
 from collections import Counter
@@ -20,49 +21,49 @@ from ullage_router.policy.credit import Credit
 from ullage_router.tenants.session import TenantSession
 
 SERVED = 200
-"""HTTP status of ended picks, for the metrics of tenants."""
+"""HTTP status under which tenant metrics count ended picks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketCharge:
-    """The price of each use of a ticket, and the tenant session that pays it."""
+    """The price of each use of a ticket, and the tenant session that pays for it."""
 
     session: TenantSession
     prompt_tokens: int
     output_tokens: int
 
     def pay(self, count: int) -> None:
-        """Charge the tenant for `count` uses."""
+        """Charge the tenant for `count` uses of the ticket."""
         self.session.settle(self.prompt_tokens, self.output_tokens, SERVED, count)
 
     @property
     def is_limited(self) -> bool:
-        """Whether the tenant's number of concurrent requests is limited."""
+        """Whether the tenant has a limit on concurrent requests."""
         return bool(self.session.rules.concurrency)
 
 
 @dataclass(slots=True, eq=False)
 class _OpenTicket:
-    """An open ticket with its uses."""
+    """An open ticket, with the credit that each of its uses holds."""
 
     engine: Engine
     unused: list[Credit]
     charge: TicketCharge | None
     until: float
-    """Time at which the remaining uses of the ticket expire."""
+    """Time at which the ticket's remaining uses expire."""
     holder: str = ""
-    """The caller that gets the ticket for free (empty if a tenant pays for it)."""
+    """The caller that got the ticket for free (empty if a tenant pays)."""
     used: list[Credit] = field(default_factory=list)
 
 
 class OpenTickets:
-    """All picks that have neither ended nor expired.
+    """Keeps all tickets whose uses have neither ended nor expired.
 
     Args:
-        ticket_s: Seconds after which engines no longer accept a ticket and have reported the
-            requests that came with it.
+        ticket_s: Seconds after which engines no longer accept a ticket, and have reported all
+            requests that used it.
         request_s: Maximum duration of a request, in seconds.
-        clock: Monotonic clock, in seconds.
+        clock: Returns monotonic time in seconds.
     """
 
     def __init__(self, ticket_s: float, request_s: float, clock: Callable[[], float]) -> None:
@@ -72,15 +73,15 @@ class OpenTickets:
         # Both are in the order in which the tickets expire, since all have the same lifetime.
         self._fresh: dict[int, _OpenTicket] = {}
         self._running: dict[int, _OpenTicket] = {}
-        """Expired tickets whose accepted uses may still be running."""
+        """Expired tickets by id, whose accepted requests may still be running."""
         self.open = 0
-        """Number of uses that have neither ended nor expired."""
+        """Number of ticket uses that have neither ended nor expired."""
         self._open_by_holder: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        """Number of uses by outcome: placed, ended or expired."""
+        """Number of ticket uses by outcome: placed, ended or expired."""
 
     def open_of(self, holder: str) -> int:
-        """Return the number of open uses of a holder that does not pay."""
+        """Return how many open uses a non-paying caller holds."""
         return self._open_by_holder[holder]
 
     def add(
@@ -91,10 +92,14 @@ class OpenTickets:
         charge: TicketCharge | None,
         holder: str = "",
     ) -> None:
-        """Add a ticket with as many uses as there are credits.
+        """Add a ticket, with one use for each credit.
 
         Args:
-            holder: the caller that does not pay, or empty if the caller pays.
+            number: id of the ticket.
+            engine: the engine on which the uses are placed.
+            credits: the reserved memory of each use.
+            charge: the price of each use, or None if there are no tenants.
+            holder: the caller that does not pay (empty if the caller pays).
         """
         until = self._clock() + self._ticket_s
         self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)
@@ -104,9 +109,10 @@ class OpenTickets:
         self.counts["placed"] += len(credits)
 
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
-        """Record a client's report of tickets, in which a ticket is listed once for every use.
+        """Record which uses a client reports as accepted or ended, with one ticket id per use.
 
-        Unknown tickets are ignored. They have either expired or belong to another router.
+        Unknown ticket ids are ignored, because their tickets have expired or belong to another
+        router.
         """
         for number, count in Counter(accepted).items():
             if ticket := self._find(number):
@@ -119,7 +125,10 @@ class OpenTickets:
         self._settle(freed, "ended")
 
     def sweep(self) -> None:
-        """Free expired uses. The engine's reports now include the request, or never will."""
+        """Free the reservations of expired uses.
+
+        By this time, the engine's reports include the request if the ticket was used at all.
+        """
         now = self._clock()
         freed = _Freed()
         for number, ticket in _due(self._fresh, now):
@@ -141,7 +150,7 @@ class OpenTickets:
         return self._fresh.get(number) or self._running.get(number)
 
     def _end(self, number: int, ticket: _OpenTicket, count: int) -> list[Credit]:
-        """End uses of a ticket, starting with accepted uses."""
+        """End up to `count` uses of a ticket, accepted uses first, and return their credits."""
         ended = _cut(ticket.used, count)
         ended += _cut(ticket.unused, count - len(ended))
         if not (ticket.used or ticket.unused):
@@ -160,7 +169,7 @@ class OpenTickets:
 
 
 class _Freed:
-    """Uses that are over, grouped by engine, so that each engine wakes its waiters only once."""
+    """Collects ended uses by engine, so that each engine wakes its waiters only once."""
 
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}
@@ -168,7 +177,7 @@ class _Freed:
         self.by_holder: Counter[str] = Counter()
 
     def add(self, ticket: _OpenTicket, ended: list[Credit]) -> None:
-        """Add the ended uses of a ticket, and charge the tenant for these uses."""
+        """Add a ticket's ended uses, and charge the tenant for them."""
         self.credits.setdefault(ticket.engine, []).extend(ended)
         self.count += len(ended)
         if ticket.holder and ended:
@@ -185,7 +194,7 @@ def _accept(ticket: _OpenTicket, count: int) -> None:
 
 
 def _cut(credits: list[Credit], count: int) -> list[Credit]:
-    """Remove and return the last `count` uses, or all uses if there are fewer."""
+    """Remove and return the last `count` credits, or all credits if there are fewer."""
     first = max(0, len(credits) - count)
     ended = credits[first:]
     del credits[first:]
@@ -193,7 +202,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
 
 
 def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
-    """Yield expired entries. The caller must remove each entry before it asks for the next one."""
+    """Yield expired tickets, oldest first. The caller must remove each ticket before continuing."""
     while tickets:
         number = next(iter(tickets))
         if tickets[number].until > now:

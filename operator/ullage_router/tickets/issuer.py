@@ -1,6 +1,6 @@
-"""Serve `Pick`, which places requests that clients then stream directly from engines.
+"""Implements the `Pick` RPC, which places requests that clients then send directly to engines.
 
-Each ticket reserves memory on its engine until the request ends or the ticket expires.
+Each ticket reserves memory on its engine until its requests end or the ticket expires.
 """
 
 import asyncio
@@ -34,36 +34,35 @@ from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer.model import Model
 
 MAX_BATCH = 1024
-"""Maximum number of requests in one Pick call, including repeated ones."""
+"""Maximum number of requests in one `Pick` RPC, with repeated requests counted separately."""
 MAX_OPEN = 200_000
-"""Maximum number of picks of this router that have neither ended nor expired."""
+"""Maximum number of placed requests in this router that have neither ended nor expired."""
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
 MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
 REPORT_LAG_S = 1.0
-"""Seconds after which an engine's reports include a request that was sent just before its ticket
-expired."""
+"""Maximum seconds from a ticket's expiry until the engine's reports include its requests."""
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
 NO_NAME = "unknown"
-"""Name of callers that have neither a key nor an address."""
+"""Name for callers that have neither an API key nor an address."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """One Pick call, with the engines as they were when it began, and its response."""
+    """State of one `Pick` RPC: a snapshot of the engines, and the response so far."""
 
     batch: PickBatch
     response: pb.PickResponse
     full: set[str] = field(default_factory=set)
-    """Keys of engines on which the caller holds as much as allowed."""
+    """Keys of engines on which the caller's free tickets have reached their limit."""
     addresses: dict[str, int] = field(default_factory=dict)
-    """Index of each engine in the response's list of engines."""
+    """Each engine's index in the response's list of addresses, by address."""
 
     def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
-        """Add a placement of `count` equal requests to the response."""
+        """Add the placement of `count` equal requests to the response."""
         self.response.placed.add(
             id=number,
             engine=self.addresses.setdefault(address, len(self.addresses)),
@@ -74,7 +73,7 @@ class _Call:
         )
 
     def refuse(self, error: ServiceError, count: int) -> None:
-        """Add a refusal of `count` equal requests to the response."""
+        """Add the refusal of `count` equal requests to the response."""
         refusal = pb.Refusal(
             code=error.code.value[0],
             reason=error.reason,
@@ -84,36 +83,36 @@ class _Call:
         self.response.placed.add(refusal=refusal, count=count)
 
     def finish(self) -> pb.PickResponse:
-        """Return the response, with the engines' addresses."""
+        """Complete the response with the engines' addresses, and return it."""
         self.response.engines.extend(self.addresses)
         return self.response
 
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Equal requests of one call, some of which still have to be placed."""
+    """Equal requests of one `Pick` RPC, of which some still have to be placed."""
 
     priced: pb.PricedRequest
     remaining: int
-    """Number of requests that are neither placed nor refused."""
+    """Number of requests that have been neither placed nor refused yet."""
     session: TenantSession | None
-    """The tenant's session for the requests that entered, or None if there are no tenants."""
+    """Tenant session of the requests that entered the quota, or None if there are no tenants."""
     entered: int = 0
-    """Number of the remaining requests that have entered the quota."""
+    """Number of remaining requests that already count against the quota."""
     priority: int = 0
     paid_by: Claims | None = None
-    """Claims of the ticket that paid for the answer that the request continues."""
+    """Claims of the earlier ticket, if it has paid for the answer that the request continues."""
     unpaid: Unpaid | None = None
-    """Bounds on the caller's unused tickets, or None if the caller pays for its tickets."""
+    """Limits on the caller's unused free tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
-        """Return the price of each use of the ticket, or None if there are no tenants."""
+        """Return the charge for a ticket's uses, or None if there are no tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Return the quota of the remaining requests, which are not placed."""
+        """Refund the quota of the remaining requests, which are refused with an error."""
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1
@@ -123,17 +122,17 @@ class _PendingPick:
 
 
 class TicketIssuer:
-    """Serve `Pick`.
+    """Places picked requests, issues their tickets, and processes clients' reports.
 
     Args:
-        config: The limits and the model's name.
+        config: The configured limits and model name.
         engines: The engines on which requests may be placed.
         queue: The queued requests, which take precedence.
-        policy: The rules of the ladder.
-        balancer: Finds the engine that has a request's prefix in its caches.
-        signer: Signs tickets, or None if Pick is off.
-        on_no_engine: Called when there is no engine for a request.
-        clock: Monotonic clock, in seconds.
+        policy: The routing policy, with the admission ladder.
+        balancer: Finds the engine whose caches hold a request's prefix.
+        signer: Signs tickets, or None if `Pick` is disabled.
+        on_no_engine: Called when no engine is available for a request.
+        clock: Returns monotonic time in seconds.
     """
 
     def __init__(
@@ -162,18 +161,18 @@ class TicketIssuer:
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
         self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
-        """Number of picks by outcome: placed, refused, ended or expired."""
+        """Number of picked requests by outcome: placed, refused, ended or expired."""
         self.refusal: ServiceError | None = None
-        """The error for all requests while the service is stopped, or None while it is not."""
+        """The error for all requests while the service is stopped, or None otherwise."""
 
     def start(self) -> None:
-        """Start watching the signing keys and sweeping expired picks."""
+        """Start watching the signing keys, and start removing expired tickets regularly."""
         if self._signer:
             self._signer.keys.start()
             self._task = asyncio.create_task(self._keep_sweeping(), name="sweep picks")
 
     async def close(self) -> None:
-        """Stop watching the signing keys and sweeping expired picks."""
+        """Stop watching the signing keys, and stop removing expired tickets."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -181,28 +180,28 @@ class TicketIssuer:
             await self._signer.keys.close()
 
     def as_json(self) -> dict[str, object]:
-        """Return the counts for /stats."""
+        """Return the ticket counts for /stats."""
         kinds = ("placed", "refused", "ended", "expired")
         return {"open": self.open, **{kind: self.counts[kind] for kind in kinds}}
 
     @property
     def open(self) -> int:
-        """Number of picks that have neither ended nor expired."""
+        """Number of placed requests that have neither ended nor expired."""
         return self._book.open
 
     def pick(
         self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
     ) -> pb.PickResponse:
-        """Record the client's reports, and place the client's requests without waiting.
+        """Record what the client reports about earlier tickets, and place its new requests at once.
 
         Args:
-            request: The reports and the requests.
+            request: The reports about earlier tickets, and the requests to place.
             session: The tenant's session, or None if there are no tenants.
             peer: The caller's address, in gRPC's notation.
 
         Raises:
-            ServiceError: Pick is off, a request is invalid, no model is known, or too many picks
-                are open.
+            ServiceError: `Pick` is disabled, a request is invalid, no model is known, or too many
+                placed requests are open.
         """
         signer = self._enabled()
         model = self._engines.model
@@ -230,30 +229,30 @@ class TicketIssuer:
         return call.finish()
 
     def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
-        """Return the bounds for a caller whose tickets are free, or None if the caller pays."""
+        """Return the limits for a caller whose tickets are free, or None if the caller pays."""
         if session and session.is_limited:
             return None
         holder = session.name if session else caller_of(peer)
         return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
 
     def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
-        """Return whether an engine has no room left for any request of a caller."""
+        """Return whether a caller's free tickets have reached their limit on an engine."""
         view = engine.view(time.monotonic())
         return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
     ) -> Claims | None:
-        """Check whether a request continues a paid answer, so that it is not charged again.
+        """Check whether a request continues a paid answer, and if so, avoid charging it again.
 
         Args:
-            request: The request, with the prompt and the tokens of the answer so far.
-            ticket: The first ticket of the answer, or None if the request has none.
-            session: The tenant's session of the request.
+            request: The request, with the prompt and the answer's tokens so far.
+            ticket: The answer's first ticket, or None if the request has none.
+            session: The tenant session of the request.
 
         Returns:
-            The claims for `on_resumed` once the request has begun, or None if the request is
-            charged like any other.
+            The ticket's claims, to pass to `on_resumed` once the request has started. None if the
+            request is charged normally.
         """
         num_prompt = len(request.token_ids.ids)
         if not (self.paid and ticket and num_prompt):
@@ -262,7 +261,7 @@ class TicketIssuer:
         return self.paid.prepay(ticket, session, size)
 
     def on_resumed(self, paid_by: Claims | None) -> None:
-        """Count that a paid answer continues on another engine."""
+        """Record that a paid answer was resumed on another engine."""
         if paid_by and self.paid:
             self.paid.on_resumed(paid_by)
 
@@ -314,7 +313,7 @@ class TicketIssuer:
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
-        """Place the requests that fit and that the quota allows. Refuse the other requests."""
+        """Place requests while they fit and the quota allows them, and refuse the rest."""
         share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
         session = pick.session
         try:
@@ -328,10 +327,10 @@ class TicketIssuer:
             self.counts["refused"] += pick.remaining
 
     def _enter(self, pick: _PendingPick, session: TenantSession | None) -> None:
-        """Charge the tenant's quota for as many requests as it currently allows.
+        """Charge the tenant's quota for as many of the requests as the quota allows now.
 
         Raises:
-            ServiceError: The quota allows none.
+            ServiceError: The quota allows none of the requests.
         """
         priced = pick.priced
         if session is None:
@@ -358,7 +357,7 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Grant a ticket for as many requests as fit on the engine of the first request."""
+        """Issue one ticket for as many requests as fit on one engine, up to `share`."""
         number = next(self._ids)
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
@@ -396,15 +395,15 @@ class TicketIssuer:
         call.place(number, engine.address, ticket, run, count)
 
     def _most(self, session: TenantSession | None) -> int:
-        """Return the maximum output tokens that the service and the tenant's rules allow."""
+        """Return the output token limit, which is the lower of the service's and the tenant's."""
         most = self._config.limits.max_output_tokens
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Return a placement, and the number of requests that it covers.
+        """Choose an engine, and return the placement and the number of requests that it covers.
 
         Raises:
-            ServiceError: None of the requests can run now unchanged.
+            ServiceError: None of the requests can run unchanged now.
         """
         priced = pick.priced
         balancer = self._balancer
@@ -441,7 +440,7 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return the limit on a caller's reservations on an engine, or None if the caller pays."""
+        """Return a function that limits a non-paying caller's requests, or None if it pays."""
         if unpaid is None:
             return None
 
@@ -452,13 +451,13 @@ class TicketIssuer:
         return room
 
     def _keys(self, addresses: Iterable[str]) -> frozenset[str]:
-        """Return the keys of the engines at these addresses."""
+        """Return the keys of the engines at the given addresses."""
         wanted = frozenset(addresses)
         return frozenset(e.key for e in self._engines.all() if e.address in wanted)
 
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
-    """Raise ServiceError INVALID_ARGUMENT that names the field."""
+    """Check the fields of a request. If a field is invalid, raise an error that names it."""
     has_more = priced.samples or priced.priority or priced.session_id or priced.avoid
     has_more = has_more or priced.paid_by
     is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS

@@ -1,7 +1,7 @@
-"""Recognise tickets that already paid for answers that are resumed on another engine.
+"""Recognises tickets that have already paid for an answer, so that resuming it is free.
 
 A client that has lost its engine continues its answer with a new ticket, or through the router. The
-client presents the first ticket of the answer, so that the tenant does not pay twice.
+client presents the answer's first ticket, so that the tenant does not pay twice.
 """
 
 import functools
@@ -21,25 +21,25 @@ from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.signing import TicketSigner
 
 RESUMES_A_USE = 4
-"""Number of times that one payment covers resuming an answer.
+"""Maximum number of times that an answer can be resumed after a single payment.
 
-After that, the answer is charged like a new one.
+After that, resuming the answer is charged like a new request.
 """
 MAX_RESUMED = 100_000
-"""Maximum number of remembered tickets whose answers were resumed."""
+"""Maximum number of resumed tickets that are remembered."""
 
 
 class PaidTickets:
-    """The tickets that may have paid for answers.
+    """Checks whether tickets have paid for requests, and counts how often answers were resumed.
 
-    The ticket carries the tenant and the size that were paid for, so every router with the signing
-    key can read these. Each process counts only its own resumptions.
+    A ticket contains the tenant and the size that were paid for, so every router with the signing
+    key can check it. Each router process counts only the answers that it has resumed itself.
 
     Args:
-        signer: Has the keys, the tags of engines and the lifetime of tickets.
+        signer: Provides the keys, the engines' tags and the ticket lifetime.
         engines: The engines, some of which may have been lost.
         request_s: Maximum duration of a request, in seconds.
-        clock: Unix time, in seconds.
+        clock: Returns the Unix time in seconds.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class PaidTickets:
     def prepay(
         self, ticket: str, session: TenantSession, size: tuple[int, int, int]
     ) -> Claims | None:
-        """Return the claims of the ticket that paid for a request, or None if it did not.
+        """Return the ticket's claims if the ticket paid for the request, or None otherwise.
 
-        The session of a paid request is charged at the request's end, unless the ticket's engine
-        was lost.
+        The session of a paid request is charged when the request ends, but only if the ticket's
+        engine was not lost.
 
         Args:
             ticket: The ticket as the client sent it.
-            session: The session of the tenant that sends the request.
-            size: The request's prompt tokens, maximum output tokens of each answer, and number of
-                answers. An output limit of 0 means the service's limit, for which no ticket pays.
+            session: The tenant session of the request.
+            size: The request's prompt tokens, maximum output tokens per answer, and number of
+                answers. An output limit of 0 means the service's limit, which no ticket covers.
         """
         claims = self._find(ticket, session.name, size)
         if claims:
@@ -75,13 +75,13 @@ class PaidTickets:
         return claims
 
     def on_resumed(self, claims: Claims) -> None:
-        """Count that an answer of the ticket was resumed."""
+        """Count that an answer with the ticket was resumed."""
         self._resumed.add(claims.id, self._until(claims))
 
     def was_lost(self, claims: Claims) -> bool:
-        """Return whether the engine of a ticket was lost after a router signed the ticket.
+        """Return whether a ticket's engine was lost after the ticket was signed.
 
-        The time of signing comes from the clock of the router that signed.
+        The time of signing comes from the clock of the router that signed the ticket.
         """
         tag = self._signer.tag
         engine = next((e for e in self._engines.all() if tag(e.id) == claims.engine), None)
@@ -108,5 +108,5 @@ class PaidTickets:
         return claims if is_covered and is_own and is_left and is_running else None
 
     def _until(self, claims: Claims) -> float:
-        """Return the Unix time at which a request with the ticket must have ended."""
+        """Return the Unix time by which every request with the ticket must have ended."""
         return claims.expires_ms / 1000 + CLOCK_SKEW_S + self._request_s

@@ -1,4 +1,4 @@
-"""Sign the tickets that let clients stream directly from engines."""
+"""Signs the tickets that allow clients to send requests directly to engines."""
 
 import os
 import struct
@@ -17,22 +17,22 @@ from ullage_common.tickets.tickets import (
 )
 
 MAX_TAGS = 10_000
-"""Maximum number of cached engine tags. Engine names come and go with their pods."""
+"""Maximum number of cached engine tags, since engine names change with their pods."""
 
 _BLOCK = struct.Struct("64Q")
 
 
 def new_ids() -> Iterator[int]:
-    """Yield ticket ids of 64 random bits that cannot be guessed. An id is never 0."""
+    """Yield unguessable ticket ids of 64 random bits, never 0."""
     while True:
         yield from filter(None, _BLOCK.unpack(os.urandom(_BLOCK.size)))
 
 
 class TicketSigner:
-    """Sign tickets for requests to engines.
+    """Signs tickets for requests to engines.
 
     Args:
-        section: The folder of the keys and the lifetime of a ticket.
+        section: The folder with the signing keys, and the ticket lifetime.
 
     Raises:
         ConfigError: The keys cannot be read.
@@ -41,7 +41,7 @@ class TicketSigner:
     def __init__(self, section: RouterTickets) -> None:
         self.ttl_s = section.ttl
         self.is_required = section.required
-        """Whether engines refuse requests without a ticket."""
+        """Whether engines reject requests without a ticket."""
         self.keys = TicketKeys(Path(section.keys_dir))
         self.ids = new_ids()
         self._tags: dict[str, bytes] = {}
@@ -58,14 +58,14 @@ class TicketSigner:
         count: int = 1,
         tenant: str | None = None,
     ) -> str:
-        """Return a ticket for `count` requests of at most this size to one engine.
+        """Return a signed ticket for `count` requests of limited size to one engine.
 
         Args:
             number: Id of the ticket.
-            engine_id: The engine.
-            prompt_tokens: Maximum number of tokens of each prompt.
-            max_tokens: Maximum number of output tokens of each answer.
-            samples: Maximum number of answers to each request.
+            engine_id: Name of the engine.
+            prompt_tokens: Maximum number of prompt tokens per request.
+            max_tokens: Maximum number of output tokens per answer.
+            samples: Maximum number of answers per request.
             priority: Priority of the requests.
             count: Number of requests.
             tenant: The tenant that sends the requests, or None if there are no tenants.
@@ -81,7 +81,10 @@ class TicketSigner:
     def sign_request(
         self, engine_id: str, request: inference_pb2.GenerateRequest
     ) -> tuple[str, str]:
-        """Return metadata with a ticket for one request that has token ids and an output limit."""
+        """Return the metadata entry with a ticket for a request that the router itself sends.
+
+        The request must have token ids and an output limit.
+        """
         samples = request.samples
         return TICKET_KEY, self.sign(
             next(self.ids),
@@ -93,7 +96,7 @@ class TicketSigner:
         )
 
     def tag(self, engine_id: str) -> bytes:
-        """Return the tag by which tickets name an engine."""
+        """Return the tag that identifies an engine in tickets."""
         tag = self._tags.get(engine_id)
         if tag is None:
             if len(self._tags) >= MAX_TAGS:

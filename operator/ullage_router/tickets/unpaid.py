@@ -1,9 +1,10 @@
-"""Bounds on tickets that are free for the caller.
+"""Limits the unused tickets of callers that do not pay for them.
 
-Tickets are free if there are no tenants, or if the tenant has no limit. A caller could then pick
-endlessly without using the tickets. The unused tickets of a caller may therefore hold at most a
-share of an engine: of its memory, of the sequences in a step, and of the prefill time within which
-other requests meet their TTFT objective. The rest is left for `Generate` and for other callers.
+Tickets are free if there are no tenants, or if the tenant has no limits. A caller could then
+request tickets endlessly without using them. A caller's unused tickets may therefore hold at most a
+share of an engine. The share applies to memory, to sequences per step, and to the prefill time
+within which other requests meet their TTFT objective. The rest is left for `Generate` and for other
+callers.
 """
 
 import ipaddress
@@ -14,16 +15,16 @@ from ullage_router.policy.facts import EngineView
 from ullage_router.policy.forecast import SHARE
 
 CALLER_SHARE = 0.5
-"""Maximum share of an engine that the unused tickets of one caller may hold."""
+"""Maximum share of an engine that one caller's unused free tickets may hold."""
 ALL_SHARE = 0.75
-"""Maximum share of an engine that the unused tickets of all non-paying callers may hold."""
+"""Maximum share of an engine that all callers' unused free tickets may hold together."""
 _V6_NETWORK = 64
-"""Prefix length of one site's IPv6 network."""
+"""IPv6 prefix length by which callers are identified, since a site usually has such a network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpaid:
-    """The bounds on the unused tickets of one caller.
+    """The limits on one non-paying caller's unused tickets.
 
     Args:
         holder: The caller's name.
@@ -34,14 +35,14 @@ class Unpaid:
     ttft_s: float
 
     def room(self, view: EngineView, held: tuple[Held, Held], size: int, tokens: int) -> int:
-        """Return how many more requests may be reserved on an engine.
+        """Return how many more requests the caller may reserve on an engine.
 
         Args:
-            view: The engine.
-            held: Reservations on the engine: those of the caller, and those of all non-paying
-                callers.
-            size: Bytes of each request.
-            tokens: Number of prompt tokens of each request.
+            view: The engine's view.
+            held: The caller's reservations on the engine, and the reservations of all non-paying
+                callers together.
+            size: Bytes per request.
+            tokens: Prompt tokens per request.
         """
         return min(
             _room(view, part, share, size, tokens, self.ttft_s)
@@ -60,7 +61,7 @@ def _room(view: EngineView, held: Held, share: float, size: int, tokens: int, tt
 
 
 def caller_of(peer: str) -> str:
-    """Return the name of a caller without a key: its address, or its IPv6 network.
+    """Return the name for a caller without an API key, which is its address or IPv6 network.
 
     Args:
         peer: The address in gRPC's notation, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.

@@ -1,4 +1,4 @@
-"""Text to token ids, with the tokenizer that the engines publish.
+"""Tokenisation of text with the tokenizer that the engines publish.
 
-The package does not know requests. Prompts are rendered in the packages above it.
+This package does not depend on requests. Higher-level packages render the prompts.
 """

@@ -1,6 +1,6 @@
-"""The served model in the router: its tokenizer, chat template and special tokens.
+"""The router's part of the served model: its tokenizer, chat template and special tokens.
 
-Engines publish the tokenizer, and the router tokenises a text once a request.
+Engines publish the tokenizer, and the router tokenises the text of each request only once.
 """
 
 import hashlib
@@ -24,33 +24,33 @@ from ullage_router.tokenizer.segments import EDGE_TOKENS, MAX_TOKENS, SegmentEnc
 
 
 class PromptError(Exception):
-    """The prompt cannot be tokenised. The message is one line."""
+    """Raised when a prompt cannot be tokenised. The message is a single line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The served model, as the router knows it."""
+    """The parts of the served model that the router needs to tokenise prompts."""
 
     name: str
     fingerprint: str
-    """Digest that is equal for engines with the same token ids and the same task."""
+    """Digest that is equal for engines with the same task and the same token ids for every text."""
     tokenizer: Tokenizer
     encoder: SegmentEncoder
     template: ChatTemplate | None
     affixes: Affixes
-    """Special tokens around raw prompts."""
+    """Special tokens that are added before and after raw prompts."""
     chat_prefix: tuple[int, ...]
-    """Tokens at the beginning of every conversation, even if the template omits them."""
+    """Tokens that every conversation starts with, even if the chat template omits them."""
     vocab_size: int
     bound: TokenBound
-    """Lower bound of a text's tokens."""
+    """Computes a lower bound on the number of tokens in a text."""
     guard: SpecialTokenGuard | None
-    """Prevents clients' texts from becoming special tokens. None if that is allowed."""
+    """Prevents client text from being encoded as special tokens, or None if this is allowed."""
     description: inference_pb2.GetModelResponse
 
     @property
     def tool_format(self) -> ToolFormat:
-        """Return the format in which the model writes calls of tools."""
+        """Return the format in which the model writes tool calls."""
         return self.template.tool_format if self.template else ToolFormat.PLAIN
 
     def render(
@@ -61,19 +61,19 @@ class Model:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         most: int = MAX_TOKENS,
     ) -> TokenIds:
-        """Return the token ids of a conversation.
+        """Render a conversation with the chat template, and return its token ids.
 
         Args:
-            messages: turns, oldest first.
+            messages: turns of the conversation, oldest first.
             tools: functions that the model may call, in OpenAI's format.
-            opening: beginning of the assistant's turn.
-            arguments: variables of the template.
-            most: the highest number of tokens that is of use.
+            opening: text with which the assistant's turn starts.
+            arguments: additional variables for the template.
+            most: maximum useful number of tokens.
 
         Raises:
-            PromptError: the model has no chat template, its template refuses the messages, or they
-                cannot be tokenised.
-            TooManyTokens: the conversation has more tokens.
+            PromptError: the model has no chat template, its template rejects the messages, or the
+                conversation cannot be tokenised.
+            TooManyTokens: the conversation has more than `most` tokens.
         """
         try:
             text, marks = self._written(messages, tools, arguments)
@@ -91,10 +91,10 @@ class Model:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Return the text of a conversation's prompt.
+        """Render a conversation with the chat template, and return the text of the prompt.
 
         Raises:
-            PromptError: as `render`.
+            PromptError: the model has no chat template, or its template rejects the messages.
         """
         text, marks = self._written(messages, tools, arguments)
         return "".join(piece.text for piece in marks.pieces(text)) if marks else text
@@ -105,7 +105,7 @@ class Model:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> tuple[str, ClearMarks | None]:
-        """Return the text of a conversation's prompt, and the means to remove its marks."""
+        """Render a conversation, and return the text with any marks that must be removed later."""
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
 
@@ -122,14 +122,14 @@ class Model:
             raise PromptError(str(error)) from error
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a raw prompt.
+        """Return the token ids of a raw prompt, including the affixes that it lacks.
 
-        Special tokens that the text spells become special tokens, since the prompt is the whole
-        input of the model.
+        Special tokens that the text spells are encoded as special tokens, because a raw prompt is
+        the complete input of the model.
 
         Raises:
             PromptError: the text cannot be tokenised.
-            TooManyTokens: there are more than `most`.
+            TooManyTokens: the text has more than `most` tokens.
         """
         try:
             ids = self.encoder.encode(text, most)
@@ -138,14 +138,14 @@ class Model:
         return _around(self.affixes, ids)
 
     def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a text between the tokenizer's own affixes.
+        """Return the token ids of a text, always enclosed in the tokenizer's affixes.
 
-        Models for embeddings are trained with these affixes. Special tokens that the text spells
-        remain text.
+        Embedding models are trained with these affixes. Special tokens that the text spells are
+        encoded as ordinary text.
 
         Raises:
             PromptError: the text cannot be tokenised.
-            TooManyTokens: there are more than `most`.
+            TooManyTokens: the text has more than `most` tokens.
         """
         try:
             if self.guard and self.guard.guarded:
@@ -157,16 +157,16 @@ class Model:
         return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's tokens, without tokenising it."""
+        """Return a lower bound on the number of tokens in a text, without tokenising the text."""
         return self.bound.fewest(text)
 
     def count_tokens(self, text: str, most: int) -> int:
-        """Return a lower bound of the tokens of a part of a prompt, or a number above `most`.
+        """Return a lower bound on the tokens in a part of a prompt, or a number above `most`.
 
-        Counting takes little memory, since no token id is kept.
+        Counting needs little memory, because no token ids are kept.
 
         Raises:
-            PromptError: no prompt with this part can be tokenised.
+            PromptError: no prompt that contains this part can be tokenised.
         """
         fewest = self.fewest_tokens(text) - EDGE_TOKENS
         if fewest > most:
@@ -177,18 +177,18 @@ class Model:
             raise PromptError(str(error)) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with special tokens."""
+        """Return the text that token ids represent, including special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
-    """Return ids with the affixes added that they lack."""
+    """Return the token ids with any missing affixes added."""
     prefix, suffix = affixes.missing(ids)
     return array("I", prefix) + ids + array("I", suffix) if prefix or suffix else ids
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:
-    """Return a digest of everything that determines token ids, and of the model's task."""
+    """Return a digest of the model's task and of everything that affects token ids."""
     digest = hashlib.sha256(response.tokenizer_json)
     for part in (response.chat_template, response.bos_token, response.eos_token):
         digest.update(b"\0" + part.encode())
@@ -201,9 +201,9 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
 
 
 def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
-    """Return the parts that engines of 0.1.0 do not report.
+    """Return the fingerprint's parts that engines of version 0.1.0 do not report.
 
-    Empty parts are left out, so that the fingerprints of those engines stay the same.
+    Empty parts are left out, so that the fingerprints of such engines do not change.
     """
     defaults = response.sampling_defaults.SerializeToString(deterministic=True)
     parts = {
@@ -218,14 +218,16 @@ def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
 def load_model(
     response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
 ) -> Model:
-    """Build the model from an engine's description, in up to a second for a large vocabulary.
+    """Build the model from an engine's description.
+
+    This takes up to a second for a large vocabulary.
 
     Args:
-        response: the engine's description.
-        trusts_special_tokens: whether texts of clients become the special tokens that they spell.
+        response: the engine's description of its model.
+        trusts_special_tokens: whether special tokens that client text spells are encoded as such.
 
     Raises:
-        ValueError: the tokenizer or the chat template is not valid.
+        ValueError: the tokenizer or the chat template is invalid.
     """
     try:
         tokenizer = Tokenizer.from_buffer(response.tokenizer_json)
@@ -262,15 +264,15 @@ def load_model(
 
 
 def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
-    """Return texts of special tokens by name. Earlier engine versions name only two."""
+    """Return the special tokens' texts by name. Earlier engine versions report only two names."""
     two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
     return dict(response.special_tokens) or {name: text for name, text in two.items() if text}
 
 
 def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> Affixes:
-    """Return the special tokens around raw text.
+    """Return the special tokens that are added before and after raw text.
 
-    Earlier engine versions report the tokens that tokenizers of GGUF files add only as `add_bos`.
+    For tokenizers from GGUF files, earlier engine versions report these tokens only as `add_bos`.
     """
     affixes = affixes_of(tokenizer)
     if affixes == Affixes() and response.add_bos:

@@ -1,11 +1,11 @@
-"""Tokenises texts in segments, and caches the token ids of segments that are likely to recur.
+"""Tokenises texts segment by segment, and caches the token ids of segments.
 
-A conversation is sent again with every turn, and all conversations begin with the same
+A conversation is sent again with every turn, and many conversations start with the same
 instructions. Tokenizers first split a text at its special tokens, and then tokenise each segment
-separately. So a segment has the same ids in every text. The ids are cached, and only new segments
-are tokenised. The key of a segment is its digest. No text is kept.
+separately. A segment therefore has the same ids in every text. The ids are cached by the segment's
+digest, so that only new segments are tokenised. No text is kept.
 
-A long text is tokenised in pieces, up to the useful number of tokens.
+A long text is tokenised in pieces, until the maximum useful number of tokens is reached.
 """
 
 import threading
@@ -33,37 +33,39 @@ from ullage_common.chat.token_finder import TokenPiece, finder, parted
 from ullage_router.text_bounds import TextCutter
 
 MAX_BYTES = 16 << 20
-"""Bytes of token ids that are kept."""
+"""Maximum bytes of cached token ids."""
 ENTRY_BYTES = 250
-"""Bytes of an entry in addition to its ids: the digest, the array and their slots in the table."""
+"""Overhead of a cache entry in bytes: the digest, the array object and their slots in the table."""
 MAX_TOKENS = 1 << 30
-"""More tokens than any text has."""
+"""A number of tokens that no text reaches, used as "no limit"."""
 EDGE_TOKENS = 8
-"""Tokens that a part of a text may lose when it is joined with its neighbours."""
+"""Maximum tokens that a part of a text may lose when it is joined with its neighbours."""
 
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
-"""Pre-tokenizers whose result for a segment does not depend on earlier segments. `Metaspace`, for
-example, depends on whether the segment is the first of the text."""
+"""Pre-tokenizers whose result for a segment does not depend on earlier segments.
+
+The result of `Metaspace`, in contrast, depends on whether the segment is the first of the text.
+"""
 
 Tokenise = Callable[[str], list[int]]
 TokenIds: TypeAlias = "array[int]"
-"""Token ids at four bytes each. A list takes nine times as much."""
+"""An array of token ids with four bytes per id. A list would take nine times as much memory."""
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than useful. It was tokenised only in part."""
+    """Raised when a text has more tokens than the maximum. It was tokenised only in part."""
 
 
 class SegmentEncoder:
-    """Encodes texts like the tokenizer, segment by segment and with a cache.
+    """Gives the same token ids as the tokenizer, but encodes by segment and uses a cache.
 
-    If special tokens are not segment boundaries in a tokenizer, each text is encoded whole. The
-    encoder is thread-safe.
+    If special tokens are not segment boundaries for a tokenizer, the encoder does not split texts
+    into segments. The encoder is thread-safe.
 
     Args:
         tokenizer: the model's tokenizer.
-        max_bytes: bytes of token ids that may be kept.
-        guarded: texts of special tokens that text never becomes.
+        max_bytes: maximum bytes of cached token ids.
+        guarded: texts of special tokens that ordinary text must not be encoded as.
     """
 
     def __init__(
@@ -76,28 +78,29 @@ class SegmentEncoder:
         self._special_ids = _special_ids(tokenizer)
         self._boundaries = finder(self._special_ids)
         self._kept: OrderedDict[bytes, TokenIds] = OrderedDict()
-        """Token ids by the segment's digest, in LRU order."""
+        """Cached token ids by segment digest, in LRU order."""
         self._bytes = 0
         self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
-        """Return the bytes of the ids that are kept."""
+        """Return the size of the cache in bytes."""
         return self._bytes
 
     @property
     def pattern(self) -> str:
-        """Return the pattern of segment boundaries, or empty if there are none."""
+        """Return the regular expression for segment boundaries (empty if there are none)."""
         return self._boundaries.pattern if self._boundaries else ""
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a text, without special tokens that the text does not spell.
+        """Return the token ids of a text, without adding special tokens.
 
         Args:
-            most: the highest number of tokens that is of use.
+            text: the text, in which spelled special tokens are encoded as such.
+            most: maximum useful number of tokens.
 
         Raises:
-            TooManyTokens: the text has more tokens.
+            TooManyTokens: the text has more than `most` tokens.
             UncutText: the text cannot be tokenised in pieces.
         """
         if self._boundaries is None:
@@ -105,13 +108,13 @@ class SegmentEncoder:
         return self._join(parted(text, self._boundaries), self._encode, most)
 
     def count(self, text: str, most: int) -> int:
-        """Return a lower bound of the tokens of a part of a text, or a number above `most`.
+        """Return a lower bound on the tokens in a part of a text, or a number above `most`.
 
-        Each special token counts as one. Tokens at the edges are left out, since neighbours may
-        join them. No token id is kept.
+        Each special token counts as one token. Tokens at the edges are not counted, because they
+        may merge with neighbouring text. No token ids are kept.
 
         Raises:
-            UncutText: no text with this part can be tokenised in pieces.
+            UncutText: no text that contains this part can be tokenised in pieces.
         """
         number = -EDGE_TOKENS
         for piece in parted(text, self._boundaries):
@@ -122,12 +125,13 @@ class SegmentEncoder:
         return max(0, number)
 
     def encode_pieces(self, pieces: Iterable[TokenPiece], most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a text in pieces.
+        """Return the token ids of a text that is given as pieces.
 
-        A piece that is a token becomes that token. A piece of text never becomes a guarded one.
+        A piece that stands for a special token is encoded as that token. A piece of ordinary text
+        is never encoded as a guarded token.
 
         Raises:
-            SpecialTokenError: a piece of text would become a guarded token.
+            SpecialTokenError: a piece of ordinary text would be encoded as a guarded token.
             TooManyTokens: the text has more than `most` tokens.
             UncutText: the text cannot be tokenised in pieces.
         """
@@ -172,7 +176,7 @@ class SegmentEncoder:
     def _tokenise(
         self, text: str, tokenise: Tokenise, is_part: bool = False
     ) -> Iterator[list[int]]:
-        """Yield the token ids of each piece that the text is cut into."""
+        """Cut the text into pieces, and yield the token ids of each piece."""
         return map(tokenise, self._cutter.pieces(text, is_part))
 
     def _encode(self, text: str) -> list[int]:
@@ -183,7 +187,7 @@ class SegmentEncoder:
 
 
 def _counted(parts: Iterable[Iterable[int]], most: int) -> TokenIds:
-    """Join token ids. Raise TooManyTokens if there are more than `most`."""
+    """Join lists of token ids, and raise TooManyTokens if there are more than `most` ids."""
     ids = array("I")
     for part in parts:
         ids.extend(part)
@@ -197,7 +201,7 @@ def _size(ids: TokenIds) -> int:
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return special tokens and their ids, or none if they are not segment boundaries."""
+    """Return the ids of special tokens by text (empty if they are not segment boundaries)."""
     added = tokenizer.get_added_tokens_decoder()
     is_cut = isinstance(tokenizer.model, BPE) and not tokenizer.model.dropout
     if not is_cut or any(map(_looks_around, added.values())):
@@ -208,12 +212,12 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _looks_around(token: AddedToken) -> bool:
-    """Return whether matching a token depends on neighbouring text, as with `single_word`."""
+    """Return whether matching a token depends on the text around it, as with `single_word`."""
     return bool(token.single_word or token.lstrip or token.rstrip or token.normalized)
 
 
 def _steps(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
-    """Yield the steps of a pre-tokenizer."""
+    """Yield the individual steps of a pre-tokenizer, which may be a sequence."""
     if isinstance(pre_tokenizer, PreTokenizers):
         for part in cast(Iterable[PreTokenizer], pre_tokenizer):  # iterates by __getitem__
             yield from _steps(part)
