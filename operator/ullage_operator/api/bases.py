@@ -1,4 +1,4 @@
-"""Merges the specs of services over the LLMServiceBases that they name. Pure.
+"""Merges service specs over the LLMServiceBases that they reference. Pure.
 
 An LLMServiceBase is a spec that several services share.
 
@@ -36,7 +36,7 @@ In other lists, an item of the service replaces the base's item with the same ke
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """The bases that a service may name."""
+    """The LLMServiceBases that a service may reference."""
 
     specs: Mapping[str, Spec] = field(default_factory=dict)
     """The spec of each base, by the base's name."""
@@ -48,7 +48,7 @@ NO_BASES = Bases()
 
 
 def base_names(spec: Any) -> list[str]:
-    """Return the names of the bases that a spec refers to, without unreadable references."""
+    """Return the names of the bases that a spec references, without unreadable references."""
     refs = spec.get(FIELD) if isinstance(spec, Mapping) else None
     names = [ref.get("name") for ref in refs or () if isinstance(ref, Mapping)]
     return [name for name in names if isinstance(name, str)]
@@ -84,7 +84,7 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
 
 
 def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str]:
-    """Return the paths of fields that a manifest sets to their default and a base overrides.
+    """Return paths of fields that a manifest sets to their defaults but a base overrides.
 
     Args:
         spec: the spec as written, without defaults.
@@ -99,8 +99,7 @@ def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str
 def base_schema(definition: Schema) -> Schema:
     """Return the schema of a base's spec.
 
-    It is the schema of a service's spec without defaults, required fields and rules on several
-    fields.
+    This is the schema of a service's spec without defaults, required fields or cross-field rules.
     """
     section = dict(definition["properties"]["spec"])
     fields = {
@@ -127,7 +126,7 @@ def _optional(node: Schema, is_item: bool = False) -> dict[str, Any]:
 
 
 def base_problems(definition: Schema, manifest: Any) -> list[Problem]:
-    """Return the problems for which an API server would refuse a base."""
+    """Return the problems that would make an API server reject a base."""
     if problems := [*schema.identity(manifest, BASE.name)]:
         return problems
     whole = {
@@ -148,7 +147,7 @@ def _missing(names: Sequence[str], bases: Bases) -> Iterator[Problem]:
 
 
 def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Problem:
-    """Return a problem whose message also names the bases that set the section in question."""
+    """Return a problem whose message also names the bases that set the affected section."""
     section = problem.path.removeprefix("spec.").partition(".")[0].partition("[")[0]
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:

@@ -15,12 +15,12 @@ MIN_BYTES = 2**20
 MAX_BYTES = 2**46
 """Maximum size of a memory setting in bytes: 64 TiB, more than any machine has."""
 _MIG_SLICE = "/mig-"
-"""Part of the resource names of MIG slices in NVIDIA's device plugin."""
+"""Substring of the resource names that NVIDIA's device plugin gives to MIG slices."""
 _HOST_SIZE = "tiers.host.size"
 
 
 def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
-    """Return the contradictions between fields of a complete spec that passed the CRD."""
+    """Return the contradictions between fields of a complete spec that passed CRD validation."""
     if unreadable := [*unreadable_amounts(spec), *shared_roles(spec)]:
         return unreadable
 
@@ -49,7 +49,7 @@ def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for adapters that exceed the slots, ranks or mounted claims of engines."""
+    """Yield problems with adapters that do not fit the engines' slots, ranks or mounted claims."""
     memory = spec["memory"]
     adapters = spec.get("adapters", ())
     slots = memory.get("maxLoras")
@@ -108,7 +108,7 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems with memory sizes that exceed any machine or are too small for an engine.
+    """Yield problems with memory sizes that are larger than any machine or too small for an engine.
 
     Args:
         spec: the spec as written.
@@ -188,7 +188,9 @@ def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
-    """Yield problems with KV tiers that cannot hold a single block. Paths are relative to `memory`.
+    """Yield problems with KV tiers that cannot hold a single block.
+
+    The problems' paths are relative to `memory`.
 
     Args:
         tiers: the tiers of the spec.
@@ -209,10 +211,10 @@ def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
 
 
 def excesses(spec: Mapping[str, Any]) -> list[Problem]:
-    """Return resource requests that exceed their limits, which Kubernetes refuses in pods.
+    """Return a problem for each resource request above its limit, which Kubernetes would reject.
 
     The CRD has no CEL rule for this. API servers before 1.34 assume that the text of a quantity may
-    have megabytes, so a rule that compares two quantities would exceed the cost limit.
+    be megabytes long, so a rule that compares two quantities would exceed the cost limit.
     """
     places = {"router": spec["router"]} | {f"pools.{n}": pool for n, pool in spec["pools"].items()}
     return [

@@ -2,7 +2,7 @@
 
 OperatorError
 ├── Permanent             a retry cannot help until somebody changes something
-│   ├── InvalidManifest   an LLMService that the API would refuse, with every problem
+│   ├── InvalidManifest   an LLMService that the API would reject, with every problem
 │   ├── LocalFailure      a local run that cannot continue
 │   └── ClusterRefused    the API server rejects a request as invalid
 └── Temporary             a retry after `delay_s` may help
@@ -36,20 +36,20 @@ class Temporary(OperatorError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a manifest."""
+    """A problem in a manifest."""
 
     path: str
     """Path of the field, for example spec.memory.thresholdPercent (empty for the whole document).
     """
     message: str
-    """The problem with its value, and the remedy."""
+    """Message that states the problem, the offending value and the remedy."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
 class InvalidManifest(Permanent):
-    """An LLMService that the API would refuse."""
+    """An LLMService that the API would reject."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -77,7 +77,7 @@ class ClusterDenied(ClusterUnavailable):
 
 
 class ClusterPostponed(ClusterUnavailable):
-    """A quota, admission or a webhook stops this request for now, but perhaps no other request."""
+    """A quota, admission or a webhook blocks this request for now, but may allow others."""
 
 
 class ClusterConflict(ClusterUnavailable):

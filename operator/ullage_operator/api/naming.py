@@ -1,6 +1,6 @@
 """Names, labels and annotations of a service's objects, and the kinds of Kubernetes objects.
 
-All other modules take these names from this one.
+All other modules import these names from this module.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ FIELD_MANAGER = "ullage-operator"
 SCALE_MANAGER = "ullage-operator-scale"
 """Field manager under which the operator writes the replicas of existing workloads."""
 CONFIG_HASH = f"{GROUP}/config-hash"
-"""Pod annotation: a hash of the configuration. A changed hash replaces the pods."""
+"""Pod annotation: a hash of the configuration. When the hash changes, the pods are replaced."""
 ROLLOUT = f"{GROUP}/rollout"
-"""Annotation of an LLMService with a command to its rollout."""
+"""LLMService annotation that contains a command for the service's rollout."""
 REVISION = f"{GROUP}/revision"
 """Annotation of a StatefulSet: the revision that its pods should have."""
 TEMPLATE_HASH = f"{GROUP}/template-hash"
@@ -36,7 +36,7 @@ The StatefulSet's replicas exclude these engines, which still belong to the pool
 STOPPED = f"{GROUP}/stopped"
 """Annotation of a StatefulSet that `spec.stop` has scaled to zero.
 
-Its replicas therefore do not say how many engines the pool should have after the stop.
+Its replicas therefore do not show how many engines the pool should have after the stop.
 """
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of an engine's pod templates. All pods of an engine have the same hash."""
@@ -80,10 +80,10 @@ ADAPTERS_FILE = "adapters.yaml"
 """File that lists the LoRA adapters. All engines reload the file whenever it changes."""
 ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
-"""File next to the router's configuration. Routers reload the file whenever it changes."""
+"""File in the ConfigMap of the router's configuration. Routers reload the file when it changes."""
 ROLLOUT_STATE = "state.json"
 KEPT_SPEC = "spec.json"
-"""File next to the rollout's state, with the last valid spec."""
+"""File with the last valid spec, in the ConfigMap of the rollout's state."""
 
 _CANARY = "-next"
 """Suffix of a canary's pool.
@@ -104,7 +104,7 @@ OPERATOR = "operator"
 
 
 def router_name(service: str) -> str:
-    """Return the name of the router's Deployment, Service, ConfigMap and further objects."""
+    """Return the name of the router's Deployment, Service, ConfigMap and other objects."""
     return f"{service}-router"
 
 
@@ -191,7 +191,7 @@ def labels(service: str, component: str, version: str, pool: str | None = None) 
 
 
 def operator_selector() -> dict[str, str]:
-    """Return the labels of the operator's own pods, which its chart sets."""
+    """Return the labels of the operator's own pods, which the operator's chart sets."""
     return {
         "app.kubernetes.io/part-of": "ullage",
         "app.kubernetes.io/component": OPERATOR,
@@ -237,7 +237,7 @@ class Kind(NamedTuple):
 
     @property
     def qualified(self) -> str:
-        """Return the name of the resource in messages, for example statefulsets.apps."""
+        """Return the resource name that messages use, for example statefulsets.apps."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str, name: str = "") -> str:

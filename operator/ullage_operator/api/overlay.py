@@ -1,6 +1,7 @@
 """Merges pod templates. Lists of objects are merged by keys, as in server-side apply.
 
-The operator merges its own pod fields, and those of older specs, into a spec's pod templates.
+The operator merges its own pod fields, and the pod fields of older specs, into a spec's pod
+templates.
 """
 
 import posixpath
@@ -56,7 +57,7 @@ _ELSEWHERE = {
     ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
-"""Spec fields that users should set instead of a pod field, by the end of the pod field's path."""
+"""Spec fields that users should set instead of pod fields, by the end of a pod field's path."""
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
@@ -154,9 +155,9 @@ def merge_key(desired: list[Any], live: list[Any]) -> str | None:
 
 
 def with_canonical_amounts(value: Any, name: str = "") -> Any:
-    """Return a pod template with its quantities as the API server stores them.
+    """Return a pod template with its quantities in the API server's stored notation.
 
-    Text that is not a quantity stays unchanged, because the API server refuses it.
+    Text that is not a quantity stays unchanged, because the API server rejects it.
     """
     if isinstance(value, Mapping):
         return {key: with_canonical_amounts(item, key) for key, item in value.items()} | {

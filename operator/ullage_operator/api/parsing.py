@@ -21,7 +21,7 @@ from ullage_operator.api.spec import Service, Spec, claim_of
 _read_spec = section_reader(Spec)
 _API_NAMES = {name: camel(name) for name in field_names(Spec)}
 _NAMES = re.compile(r"args\.\S+|(?<!\w)'[^']*'|\w+")
-"""A word of a message. Quoted text and arguments of vLLM count as one word."""
+"""Matches a word of a message. Quoted text or a vLLM argument counts as one word."""
 _OF_A_POOL = re.compile(r"spec\.pools\.(\w+)\.memory\.(\w+)")
 
 
@@ -34,8 +34,8 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
         bases: the bases that the manifest may name.
 
     Raises:
-        InvalidManifest: the API server would refuse the manifest, a field is unknown, or a base is
-            not among those given.
+        InvalidManifest: the API server would reject the manifest, a field is unknown, or a base is
+            missing from `bases`.
     """
     definition = schema.load_schema()
     stored, problems = schema.complete(definition, manifest)
@@ -51,7 +51,7 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
 def _over_bases(
     definition: schema.Schema, manifest: Mapping[str, Any], spec: Any, bases: Bases
 ) -> Any:
-    """Return a spec merged over its bases, and a spec without bases unchanged."""
+    """Return a spec merged over its bases, or the unchanged spec if it names no bases."""
     if not base_names(spec):
         return spec
     return with_bases(definition, manifest["metadata"]["name"], spec, bases)
@@ -64,19 +64,19 @@ def parse_stored(manifest: Mapping[str, Any]) -> Service:
     operator is upgraded.
 
     Raises:
-        InvalidManifest: a value cannot be read, or contradicts another.
+        InvalidManifest: a value cannot be read, or two values contradict each other.
     """
     return parse_filled(manifest)[0]
 
 
 def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[Service, list[str]]:
-    """Return a stored service, and the paths of the fields whose defaults were filled in here.
+    """Return a stored service, and the paths of fields whose missing defaults were filled in.
 
     An API server fills in the defaults of its installed CRD. A CRD older than this operator leaves
     newer fields without defaults.
 
     Raises:
-        InvalidManifest: a value cannot be read, or contradicts another.
+        InvalidManifest: a value cannot be read, or two values contradict each other.
     """
     whole = schema.load_schema()
     definition = whole["properties"]["spec"]
@@ -96,7 +96,7 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
 
 
 def to_spec(stored: Mapping[str, Any]) -> Spec:
-    """Return the frozen values of a spec whose defaults are filled in.
+    """Convert a stored spec with its defaults filled in to an immutable `Spec`.
 
     Raises:
         InvalidManifest: a value is missing or cannot be read.
@@ -113,7 +113,8 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
 def _with_time_to_start(spec: Spec) -> Spec:
     """Return a spec whose rollout deadline covers the start time that its pools declare.
 
-    Only a start time above the default counts. With the default, the rollout may give up sooner.
+    Only a start time above the default extends the deadline. With the default start time, the
+    rollout may give up earlier.
     """
     pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
     usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
@@ -127,7 +128,7 @@ def _with_time_to_start(spec: Spec) -> Spec:
 def _with_room_for_adapters(spec: Spec) -> Spec:
     """Return a spec with enough adapter slots and mounted claims for its adapters.
 
-    Slots and claims that the spec sets stay unchanged. An edit of adapters starts a rollout of
+    Slots and claims that the spec sets stay unchanged. Editing the adapters triggers a rollout of
     engines only if the adapters need more slots or other claims.
     """
     replaced = msgspec.structs.replace
@@ -150,7 +151,7 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
 def in_api_names(text: str) -> str:
     """Return a message in which the API's field names replace those of configuration files.
 
-    Arguments of vLLM and quoted text keep their names, because users wrote them.
+    vLLM arguments and quoted text keep their names, because users wrote them.
     """
     return _NAMES.sub(lambda match: _API_NAMES.get(match[0], match[0]), text)
 

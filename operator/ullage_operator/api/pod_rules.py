@@ -1,8 +1,8 @@
 """Checks the pod templates of services against an allow-list of pod fields. Pure.
 
-A field that Kubernetes adds later is refused until it is listed here. Pods keep to the restricted
-profile of Pod Security and get no ServiceAccount token. Users may set the fields that the profile
-does not restrict, for example images, nodes, Secrets and claims.
+A field that Kubernetes adds later is rejected until it is listed here. Pods must comply with the
+restricted profile of the Pod Security Standards and get no ServiceAccount token. Users may set the
+fields that the profile does not restrict, for example images, nodes, Secrets and claims.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,7 +166,7 @@ _POD_SECURITY: Mapping[str, Callable[[Any], bool]] = {
     "supplementalGroupsPolicy": _is_any,
     "sysctls": _is_safe,
 }
-"""Checks of the values in a pod's securityContext, by field."""
+"""Validators for the values in a pod's securityContext, by field."""
 _CONTAINER_SECURITY: Mapping[str, Callable[[Any], bool]] = {
     **_SAME_FOR_BOTH,
     "allowPrivilegeEscalation": _is(False),
@@ -175,7 +175,7 @@ _CONTAINER_SECURITY: Mapping[str, Callable[[Any], bool]] = {
     "procMount": _is("Default"),
     "readOnlyRootFilesystem": _is_any,
 }
-"""Checks of the values in a container's securityContext, by field."""
+"""Validators for the values in a container's securityContext, by field."""
 _POD_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "hostIPC": _is(False),
     "hostNetwork": _is(False),

@@ -6,7 +6,7 @@ from typing import Any, get_args
 from ullage_common.config.router import PoolRole
 
 _ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
-"""Roles in order of preference."""
+"""Pool roles in order of preference."""
 
 
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
-    """Return the names of a spec's pools in order of preference. The first is the default pool."""
+    """Return the names of a spec's pools in order of preference. The first pool is the default."""
     pools = spec.get("pools", {})
     return sorted(pools, key=lambda name: (_ROLES.index(role_of(pools[name])), name))
 
@@ -60,9 +60,9 @@ def device_of(spec: Mapping[str, Any]) -> str:
 
 
 def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
-    """Return a pool's number of GPUs and its parallelism, and derive either one from the other.
+    """Return a pool's GPU count and parallelism, and derive whichever is missing from the other.
 
-    The CRD has no default for these fields, because it has one schema for pools of every name.
+    The CRD has no default for these fields, because one schema covers pools of every name.
     """
     parallelism = pool.get("parallelism")
     if parallelism is None:

@@ -1,4 +1,4 @@
-"""Conversion of Kubernetes quantities and Go durations to bytes, numbers and seconds."""
+"""Converts Kubernetes quantities and Go durations to bytes, numbers and seconds."""
 
 import math
 import re

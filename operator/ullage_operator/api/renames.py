@@ -56,7 +56,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A field of 0.1.0, with its present name and form."""
+    """A field of version 0.1.0, with its current name and form."""
 
     old: str
     """Old path below spec. `*` stands for any key of a map, `[]` for any item of a list."""
@@ -111,8 +111,8 @@ _DURATIONS = {
 }
 """Durations that changed their names.
 
-If a field kept its name, stored numbers would be invalid as text. The API server would then refuse
-every write to the object, its status included.
+If a duration kept its name, stored numbers would be invalid, because the field now requires text.
+The API server would then reject every write to the object, including updates of its status.
 """
 _OF_PODS = {
     "podLabels": "podTemplate.metadata.labels",
@@ -186,7 +186,7 @@ def _difference(percent: float) -> str:
 def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Round the percentages of a 0.1.0 spec, and return it with the changes that an upgrade makes.
 
-    Each change names the old value and the new one, or says that the field is left out.
+    Each change reports the field's old and new values, or that the field is left out.
     """
     result = copy.deepcopy(dict(spec))
     changes: list[Problem] = []
@@ -199,7 +199,7 @@ def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
-    """Round a share to a whole percent, and describe the field's change (empty without one)."""
+    """Round a share to a whole percent, and describe the field's change (empty if unchanged)."""
     value = section[name]
     if not rename.new:
         return f"{value!r} is left out; {rename.reason}"
@@ -295,7 +295,7 @@ def _move(section: dict[str, Any], rename: Rename) -> None:
 
 
 def _is_among(item: Any, items: Sequence[Any]) -> bool:
-    """Return whether a list has an item with the same name or mount path."""
+    """Return whether a list already has an item with the name or mount path of `item`."""
     keys = [key for key in ("name", "mountPath") if isinstance(item, dict) and key in item]
     key = keys[-1] if keys else ""
     return any(isinstance(each, dict) and key and each.get(key) == item[key] for each in items)
@@ -331,7 +331,7 @@ def _give_roles(pools: dict[str, Any]) -> None:
 
 
 def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
-    """Replace the words of 0.1.0 with those of the API, in place."""
+    """Replace the enum words of version 0.1.0 in a value with the API's words, in place."""
     items: Any = ()
     if isinstance(value, dict):
         properties = schema.get("properties") or {}
@@ -357,8 +357,8 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     The result maps paths to values. A value is None if only the path is known.
 
     An API server drops fields that its definition does not have, even when it reads a stored
-    object. The annotation of `kubectl apply` still has them. For server-side apply, managedFields
-    has their paths without values.
+    object. The last-applied annotation of `kubectl apply` still contains these fields. For
+    server-side apply, managedFields contains their paths without values.
     """
     metadata = manifest["metadata"]
     text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
@@ -385,8 +385,8 @@ def _plain(tree: Any, live: Any) -> Any:
     """Return the nested fields of a fieldsV1 tree, without the prefixes of its keys.
 
     Args:
-        live: the value in the object. It gives the indices of list items, for which the tree has
-            only keys.
+        live: the value in the object, which provides the indices of list items. The tree contains
+            only the keys of list items.
     """
     if not isinstance(tree, Mapping):
         return {}

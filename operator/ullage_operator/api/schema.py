@@ -1,7 +1,7 @@
 """Applies the CRD as an API server would, for `ullage plan` and `ullage up`.
 
 Both commands run without an API server. The CRD is the only source of the API. The steps run in
-this order: refuse unknown fields (as `kubectl apply` does), drop nulls, fill in defaults, check the
+this order: reject unknown fields (as `kubectl apply` does), drop nulls, fill in defaults, check the
 structural schema, and then check the CEL rules.
 """
 
@@ -43,7 +43,7 @@ _DECIMALS = {
 """Descriptions of the decimals that a pattern accepts, by pattern.
 
 Where 0.1.0 stored a fraction under the same name, the pattern itself checks the bounds. A CEL rule
-cannot be evaluated on a stored fraction, and the API server would then refuse every write to the
+cannot be evaluated on a stored fraction, and the API server would then reject every write to the
 object.
 """
 _OPEN = "x-kubernetes-preserve-unknown-fields"
@@ -58,7 +58,7 @@ def crd_path() -> Path:
 
 @functools.cache
 def load_schema() -> Schema:
-    """Return the openAPIV3Schema of the stored version. It is read once and must not be changed."""
+    """Return the stored version's openAPIV3Schema, which is cached and must not be modified."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     crd = yaml.load(crd_path().read_text(encoding="utf-8"), Loader=loader)
     schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -77,7 +77,7 @@ def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Proble
 
 
 def problems_of(schema: Schema, stored: Any) -> list[Problem]:
-    """Return where a manifest with defaults violates the schema or its CEL rules."""
+    """Return the violations of the schema and its CEL rules in a manifest with defaults."""
     broken = [*structure(schema, stored)]
     # Rules may read any field, so they only hold for values that the structure allows.
     return broken or [*rules(schema, stored, "")]
@@ -336,7 +336,7 @@ def holds(rule: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def cel_value(text: str) -> Any:
-    """Return a JSON value as a CEL value, for all rules of one section."""
+    """Convert a JSON value to a CEL value, which all rules of one section share."""
     from celpy.adapter import json_to_cel
 
     return json_to_cel(json.loads(text))

@@ -88,7 +88,8 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
     """Return the configuration files' spelling of an enum word in the API.
 
-    A word in that spelling already is returned unchanged, because releases and kept specs use it.
+    A word that already has this spelling is returned unchanged, because releases and kept specs use
+    this spelling.
     """
     return words.get(value, value) if isinstance(value, str) else value
 

@@ -52,7 +52,7 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
     max_unavailable: int | str = "25%"
 
     def most_unavailable(self, replicas: int) -> int:
-        """Return the number of a pool's engines that a rollout may make unavailable at once.
+        """Return the maximum number of a pool's engines that a rollout may make unavailable.
 
         A percentage is rounded down, but the result is at least one engine.
         """
@@ -91,7 +91,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
     name: str
     resource_claim_template_name: str
     request: str | None = None
-    """The request of the claim that the engine uses, or None for all requests."""
+    """Name of the claim's request that the engine uses, or None for all requests."""
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class PodSection(Strict, frozen=True, kw_only=True):
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
-    """Pod fields that are merged with those that the operator sets."""
+    """Pod fields to merge with the pod fields that the operator sets."""
 
 
 class Targets(Strict, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 class PoolSpec(PodSection, frozen=True, kw_only=True):
     role: PoolRole = "standard"
     replicas: int
-    """Number of engines, which is the current number if the pool is autoscaled."""
+    """Number of engines, or the current number if the pool is autoscaled."""
     autoscaling: AutoscalingSpec | None = None
     gpus: int
     """Number of GPUs per engine, summed over all of its nodes."""
@@ -248,7 +248,7 @@ class RouterAutoscaling(Strict, frozen=True, kw_only=True):
 
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
-    """Number of router pods, which is the current number under a HorizontalPodAutoscaler."""
+    """Number of router pods, or the current number under a HorizontalPodAutoscaler."""
     public_stats: bool = False
     cors: CORSSection | None = None
     service: RouterServiceSpec = RouterServiceSpec()
@@ -268,7 +268,7 @@ class ServiceAccount(Strict, frozen=True, kw_only=True):
 
 
 class SecurityContext(Strict, frozen=True, kw_only=True):
-    """User and groups of all pods. The cluster or the image chooses fields that are None."""
+    """User and groups of all pods. The cluster or the image sets fields that are None."""
 
     run_as_user: int | None = None
     run_as_group: int | None = None

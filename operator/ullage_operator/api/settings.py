@@ -21,9 +21,9 @@ No registry serves this repository. A node without the images therefore fails to
 of pulling somebody else's image.
 """
 ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
-"""The image for CPUs, without vLLM."""
+"""Default engine image for CPUs, without vLLM."""
 CUDA_ENGINE_IMAGE = f"{IMAGES}/engine-cuda:{VERSION}"
-"""The image for NVIDIA GPUs, without vLLM."""
+"""Default engine image for NVIDIA GPUs, without vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Settings:
     metrics_namespace: str = METRICS_NAMESPACE
     """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read metrics (empty for none).
 
-    It applies to services that do not name the readers themselves.
+    The setting applies to services that do not specify who may read their metrics.
     """
     mesh: Literal["", "istio", "linkerd"] = ""
     """ULLAGE_MESH: the cluster's service mesh, istio or linkerd (empty without one).

@@ -216,11 +216,11 @@ class Spec(Strict, frozen=True, kw_only=True):
     security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
     model_pull_policy: str | None = None
-    """Pull policy of the model's image. With None, Kubernetes chooses it by the image's tag."""
+    """Pull policy of the model's image. With None, Kubernetes derives the policy from the tag."""
     s3: S3Spec | None = None
     router: RouterSpec
     replicas: int
-    """Number of engines of the first pool, unless the pool sets its own."""
+    """Number of engines of the first pool, unless the pool sets its own number."""
     pools: dict[str, PoolSpec]
     """Pools in order of preference: by their roles, then by name."""
     memory: MemorySpec
@@ -241,7 +241,7 @@ class Spec(Strict, frozen=True, kw_only=True):
 
     @property
     def serves_adapters(self) -> bool:
-        """Return whether engines have slots for LoRA adapters, even while the spec lists none."""
+        """Return whether engines have slots for LoRA adapters, even if the spec has no adapter."""
         return any(pool.memory.max_loras for pool in self.pools.values())
 
 

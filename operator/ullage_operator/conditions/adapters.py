@@ -18,7 +18,7 @@ _LONGEST = 512
 
 
 def adapters_status(names: Iterable[str], reports: Reports) -> list[dict[str, Any]]:
-    """Return status.adapters: the number of engines with each wanted adapter, and its errors."""
+    """Return status.adapters: for each requested adapter, its number of engines and its errors."""
     return [_status(name, reports) for name in names]
 
 
@@ -68,7 +68,7 @@ def _is_served(state: headroom_pb2.AdapterState) -> bool:
 
 
 def _message(states: Mapping[str, headroom_pb2.AdapterState]) -> str:
-    """Return the error that keeps an adapter off some engines, with the names of their pods."""
+    """Return an error that keeps engines from loading an adapter, with the names of their pods."""
     errors = {pod: state.error[:_LONGEST] for pod, state in sorted(states.items()) if state.error}
     if not errors:
         return ""

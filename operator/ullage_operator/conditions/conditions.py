@@ -61,7 +61,7 @@ class Workload:
     settled: bool = False
     """Whether the controller has observed the newest spec, and every pod was created from it."""
     sleeps: bool = False
-    """Whether the workload may have no pods and be woken by a request."""
+    """Whether the workload may run without pods until a request wakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ STOPPED = Condition(
 
 
 def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
-    """Return the state of a live object (without pods if it does not exist)."""
+    """Return the state of a live workload, which has no pods if the object does not exist."""
     if live is None:
         return Workload(name, desired)
 
@@ -139,7 +139,7 @@ def available_condition(router: Workload, pools: Sequence[Workload]) -> Conditio
 def progressing_condition(
     workloads: Sequence[Workload], change: Condition | None = None, was_progressing: bool = True
 ) -> Condition:
-    """Return the condition Progressing.
+    """Return the condition Progressing from the state of a service's workloads.
 
     A change ends when its pods have been ready once. A later failure of a pod is not a change.
     """
@@ -204,7 +204,7 @@ def render(
     generation: int,
     now: datetime,
 ) -> list[dict[str, Any]]:
-    """Return conditions for the status.
+    """Return conditions in the form that a Kubernetes status has.
 
     A transition time changes only when the status of its condition changes.
     """

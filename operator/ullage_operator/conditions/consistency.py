@@ -1,7 +1,7 @@
 """The condition EnginesConsistent: whether all engines of a service give the same answers. Pure.
 
 Engines with different fingerprints still serve, but do not share KV. A request that moves between
-two such engines may continue with other text than it would on a single engine.
+two such engines may continue with different text than on a single engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ class EngineNumerics:
 
 
 def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Condition]:
-    """Return the condition (none before an engine has reported a fingerprint).
+    """Return the condition EnginesConsistent (none before an engine has reported a fingerprint).
 
     Args:
         engines: the engines by the names of their pods.

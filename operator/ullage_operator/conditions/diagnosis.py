@@ -1,6 +1,6 @@
 """Diagnoses pods that do not serve, and names the remedies. Pure.
 
-A message contains what the pod asked for, how Kubernetes answered, and the remedy. Users need not
+A message states what the pod requested, how Kubernetes responded, and the remedy. Users need not
 look up the pod, its Events and its log separately.
 """
 
@@ -85,7 +85,7 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
 
 
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the most helpful problem of a pod, or None for a pod that serves, starts or ends."""
+    """Return a pod's most helpful problem, or None if the pod serves, starts or terminates."""
     if "deletionTimestamp" in pod["metadata"]:
         return None
     checks = (unscheduled, _refused, _container_stuck, _looping, _failed, _creating)
@@ -120,7 +120,7 @@ def _image_message(container: Mapping[str, Any], reason: str, message: str) -> s
 
 
 def _looping(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the crash loop of a container.
+    """Return the problem of a container that crash-loops, or None.
 
     Between two crashes, such a container runs and may even be ready.
     """
@@ -134,7 +134,7 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the error of an engine or router that no restart can fix, from its first exit on."""
+    """Return the error that made an engine or router exit, if no restart can fix the error."""
     if is_ready(pod):
         return None
     for container in container_statuses(pod):
@@ -232,14 +232,17 @@ def is_unmounted(pod: Pod, now: datetime) -> bool:
 
 
 def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until the Events of a pod should be read, or None for a created pod."""
+    """Return the seconds until a pod's Events should be read.
+
+    The result is None for a pod that does not wait for volumes or its network.
+    """
     if not _is_mounting(pod):
         return None
     return max(0.0, MOUNTING_S - age_s(pod, now)) or EVENTS_S
 
 
 def _is_mounting(pod: Pod) -> bool:
-    """Return whether a pod has a node, but neither volumes nor a network there yet.
+    """Return whether a scheduled pod still waits for its volumes and network.
 
     Kubernetes pulls images only after the volumes and the network are ready.
     """

@@ -37,7 +37,7 @@ def transitions(
     """Return the Events for changes of a service's conditions.
 
     A condition gets an Event when its status or reason changes. A new service gets Events only for
-    unusual conditions. That nothing serves yet is not unusual.
+    unusual conditions. It is not unusual that a new service serves nothing yet.
     """
     previous = {condition["type"]: condition for condition in before}
     notes = [
@@ -78,7 +78,7 @@ def _title(condition: Mapping[str, Any]) -> str:
 
 
 def clipped(text: str) -> str:
-    """Cut a text to the length of an Event's message, without splitting a character."""
+    """Truncate a text to an Event's maximum message length, without splitting a character."""
     data = text.encode()
     if len(data) <= MAX_NOTE_BYTES:
         return text

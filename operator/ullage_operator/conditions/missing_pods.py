@@ -68,8 +68,9 @@ def missing_pods_due_s(
 def _lacks(workload: WorkloadPods) -> bool:
     """Return whether a workload lacks pods now and lacked them in the last status.
 
-    A pod that is being replaced is missing only for a moment. The controller of a Deployment must
-    also report a failure, because it may observe a spec before it creates the pods.
+    A pod that is being replaced is missing only for a moment. A Deployment lacks pods only if its
+    controller also reports a failure, because the controller may observe a spec before it creates
+    the pods.
     """
     live = workload.live
     desired = _desired(workload.live)
@@ -91,9 +92,10 @@ def _exist(live: Mapping[str, Any]) -> int:
 
 
 def _message(workload: WorkloadPods, warnings: Warnings) -> str:
-    """Return the problem with the API server's message.
+    """Return the message about a workload's missing pods, with the API server's explanation.
 
-    A Deployment has the message in a condition, a StatefulSet in an Event.
+    For a Deployment, the explanation comes from a condition. For a StatefulSet, it comes from an
+    Event.
     """
     kind = workload.live["kind"]
     name = workload.live["metadata"]["name"]

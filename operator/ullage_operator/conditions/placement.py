@@ -13,7 +13,7 @@ Pod = Mapping[str, Any]
 
 _TEMPLATE = "resourceClaimTemplateName"
 _UNALLOCATED = "cannot allocate all claims"
-"""Part of the scheduler's message about a node without the devices that a pod claims."""
+"""Substring of the scheduler's message about a node without the devices that a pod claims."""
 _DISK = "ephemeral-storage"
 _ORDINARY = ("cpu", "memory", _DISK, "hugepages")
 
@@ -31,9 +31,9 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def roomless_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds for which no node has had room for a pod, or None.
+    """Return the seconds for which no node has had enough free resources for a pod, or None.
 
-    The result is None once a node has room, or if the pod waits for something other than room.
+    The result is None once a node has enough resources, or if the pod waits for something else.
     """
     placed = pod_condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":

@@ -19,7 +19,7 @@ STUCK_REASONS = IMAGE_REASONS | CONFIG_REASONS | {CRASH_LOOP, CANNOT_START}
 
 @dataclass(frozen=True, slots=True)
 class PodProblem:
-    """A problem of one pod."""
+    """A pod's problem, as a service's status reports it."""
 
     pod: str
     """Name of the pod (empty for a problem without a pod)."""

@@ -76,12 +76,12 @@ def container_statuses(pod: Pod) -> list[Mapping[str, Any]]:
 
 
 def is_placed(pod: Pod) -> bool:
-    """Return whether a pod is on a node."""
+    """Return whether a pod is assigned to a node."""
     return bool(pod.get("spec", {}).get("nodeName"))
 
 
 def spec_section(pod: Pod) -> str:
-    """Return the path of the spec's section for a pod."""
+    """Return the path of the spec section that configures a pod."""
     pool = naming.stable_pool(pool_of(pod))
     return f"spec.pools.{pool}" if pool else "spec.router"
 

@@ -44,7 +44,7 @@ class AppliedChanges:
     created: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
-    """Objects whose edits by other clients were reverted."""
+    """Objects in which edits by other clients were reverted."""
     deleted: list[str] = field(default_factory=list)
 
     def on_applied(self, desired: Object, before: Object | None, after: Object) -> None:
@@ -62,7 +62,7 @@ class AppliedChanges:
             names.append(object_name(desired))
 
     def notes(self, is_new: bool) -> list[EventNote]:
-        """Return one note for each kind of change.
+        """Return one Event note for each kind of change to the objects.
 
         Args:
             is_new: whether the service is new. The creation of a new service's objects needs no
@@ -82,7 +82,7 @@ class AppliedChanges:
 
 
 def object_name(obj: Mapping[str, Any]) -> str:
-    """Return `Kind name`."""
+    """Return an object's kind and name, as `Kind name`."""
     return f"{obj['kind']} {obj['metadata']['name']}"
 
 
@@ -262,7 +262,7 @@ class Applier:
         _logger.info("%s: applied %s", key, object_name(desired))
 
     async def _create(self, manifest: Object, desired: Object) -> Object:
-        """Create an object that the cache lacks, or adopt an existing one of the service."""
+        """Create an object that the cache lacks, or adopt the service's existing object."""
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:
@@ -307,7 +307,7 @@ def check_owner(live: Object, manifest: Object) -> None:
 
 
 def _remedy(obj: Object) -> str:
-    """Return a hint to the spec section that sets a workload's pods (empty for other objects)."""
+    """Return a hint at the spec section that configures a workload's pods (empty otherwise)."""
     if obj["kind"] not in ("StatefulSet", "Deployment"):
         return ""
     pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))

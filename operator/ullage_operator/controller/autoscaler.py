@@ -1,7 +1,7 @@
 """Polls routers for the load of pools, in one task per service, and keeps scaling decisions.
 
 `ullage_operator.policy.scaling` decides the sizes. Routers are polled every `INTERVAL_S`. While a
-pool sleeps, the operator uses a long poll, which routers answer as soon as a request wants the
+pool sleeps, the operator uses a long poll, which routers answer as soon as a request needs the
 pool. Services that do not scale have no task.
 """
 
@@ -79,12 +79,13 @@ class Autoscaler(Generic[Key]):
     def follow(
         self, key: Key, followed: ScaledService, current: Mapping[str, int]
     ) -> ScalingDecisions:
-        """Start or continue to scale pools of a service, and return the current decisions.
+        """Start or continue scaling a service's pools, and return the current decisions.
 
         Args:
             key: the service.
             followed: the pools to scale, and the routers to poll.
-            current: the number of engines of each pool, used only for pools that are new here.
+            current: the number of engines of each pool, used only for pools that this object does
+                not scale yet.
         """
         if not followed.policies:
             self.forget(key)
@@ -143,7 +144,7 @@ class Autoscaler(Generic[Key]):
                     await asyncio.sleep(MIN_INTERVAL_S)
 
     def _pause_s(self, service: _Service) -> float:
-        """Return the seconds between two polls."""
+        """Return the seconds between two polls of a service's routers."""
         # While a pool sleeps, long polls already delay the answer.
         if not all(service.current.values()) and not service.decisions.problem:
             return MIN_INTERVAL_S
@@ -154,7 +155,7 @@ class Autoscaler(Generic[Key]):
     def _take(
         self, key: Key, service: _Service, reports: Mapping[str, list[RouterReport]], problem: str
     ) -> None:
-        """Decide from the routers' reports, and call `on_change` if the decisions changed."""
+        """Decide sizes from the routers' reports, and call `on_change` if the decisions changed."""
         before = service.decisions
         if not reports:
             service.decisions = ScalingDecisions(before.pools, problem, before.changes)
@@ -231,6 +232,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return those parts of scaling decisions that affect a service's objects and conditions."""
+    """Return the parts of scaling decisions that affect a service's objects and conditions."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

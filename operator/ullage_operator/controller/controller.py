@@ -1,6 +1,6 @@
 """The operator's informers, which fill the cache, and the queue of services to reconcile.
 
-An event only says that a service may have changed, so a service that is already queued is not
+An event only indicates that a service may have changed, so a service that is already queued is not
 queued twice. If a service changes while it is reconciled, it is reconciled once more afterwards.
 """
 
@@ -127,7 +127,7 @@ class OperatorMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of the command line."""
+    """Command-line options of the operator."""
 
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve (empty for all)."""
@@ -144,8 +144,8 @@ class Options:
 class Controller:
     """Runs the operator's informers, queue and workers.
 
-    An operator that is not the leader also watches the cluster, so that it can take over at once.
-    It writes nothing.
+    An operator that is not the leader watches the cluster without writing, so that it can take over
+    at once.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Controller:
 
     @property
     def silent_s(self) -> float:
-        """Return the longest time in seconds for which one of the watches has received nothing."""
+        """Return the longest time, in seconds, for which any watch has received no data."""
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:

@@ -1,4 +1,4 @@
-"""Detects planned objects that differ from live ones, and edits by other clients. Pure."""
+"""Detects differences between planned and live objects, and edits by other clients. Pure."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ Other boolean fields may default to true.
 
 
 def with_applied_hash(desired: Mapping[str, Any]) -> Object:
-    """Return a manifest with a hash of itself as an annotation."""
+    """Return a manifest annotated with its own hash."""
     meta = desired["metadata"]
     text = json.dumps(desired, sort_keys=True, separators=(",", ":"))
     applied_hash = hashlib.sha256(text.encode()).hexdigest()[:16]

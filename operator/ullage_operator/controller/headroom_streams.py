@@ -1,8 +1,8 @@
 """Follows the headroom reports of all engines over gRPC, with one stream per engine.
 
-Each stream connects to a started pod and gets reports at a low rate. It uses the port of the
-probes, which serves health and headroom in plaintext and accepts no inference requests. The
-operator therefore needs no certificate, no ticket and no access to the serving port.
+Each stream connects to a started pod and gets reports at a low rate. The stream uses the probe
+port, which serves health and headroom in plaintext and accepts no inference requests. The operator
+therefore needs no certificate, no ticket and no access to the serving port.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class HeadroomStreams(Generic[Key]):
     def pressure_levels(self, key: Key) -> PressureLevels:
         """Return the last reported memory pressure by pool.
 
-        The published levels change at most once in `status_interval_s`.
+        The published levels change at most once per `status_interval_s`.
         """
         return self._reported[key][1] if key in self._reported else {}
 
@@ -220,7 +220,7 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _tick(self) -> None:
-        """Advance the clock of this process's running time.
+        """Advance the clock that counts this process's running time.
 
         Reports cannot arrive while the process is suspended. The time of a suspension therefore
         must not count as silence of the engines.

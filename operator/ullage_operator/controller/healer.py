@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Healer:
-    """Follows the health of engine pods, and restarts those that policy selects.
+    """Follows the health of engine pods, and restarts the pods that the policy selects.
 
     Args:
         cluster: the Kubernetes API.
@@ -106,8 +106,8 @@ class Healer:
     ) -> None:
         """Delete the pods to restart.
 
-        The caller must already have written the status that counts these restarts, so that no
-        restart goes uncounted.
+        The caller must already have written the status that counts these restarts, so that every
+        restart is counted.
         """
         for restart in restarts:
             if not restart.by_force:

@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Return those observations of a service that are in the cache. Callers add measurements."""
+    """Return a service's observations from the cache. Callers add measurements."""
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]
@@ -42,8 +42,8 @@ def observe(cache: Cache, service: Object) -> Observed:
 def belongs(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
     """Return whether an object with the operator's labels belongs to this service.
 
-    An object without an owner belongs to the service, which adopts it. An object of another owner
-    does not, for example if its owner is a deleted service with the same name.
+    An object without an owner belongs to the service, which adopts it. An object with another
+    owner, for example a deleted service with the same name, does not belong to the service.
     """
     owners = obj["metadata"].get("ownerReferences") or ()
     return not owners or any(owner["uid"] == service["metadata"]["uid"] for owner in owners)
@@ -92,7 +92,7 @@ def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
 
 
 def failed_status(manifest: Object, observed: Observed, problems: Iterable[Problem]) -> Object:
-    """Return the status of a service whose declared spec is invalid and that serves nothing yet.
+    """Return the status of a service that has an invalid declared spec and serves nothing yet.
 
     All other fields of the status stay unchanged.
     """

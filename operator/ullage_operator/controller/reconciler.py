@@ -56,7 +56,7 @@ _MIN_WAIT_S = 1.0
 _MAX_WARNED = 3
 """Maximum number of pods and workloads whose Events one reconciliation reads."""
 _MAX_COUNTED_TRIES = 7
-"""Number of failed tries after which the backoff, about a minute then, no longer grows."""
+"""Number of failed attempts after which the backoff stops growing, at about a minute."""
 
 
 def _generation(obj: Object) -> tuple[str, int]:
@@ -71,7 +71,7 @@ class ReconcileResult(NamedTuple):
     status: Object
     """The status to report."""
     plan: ServicePlan | None = None
-    """The applied plan, or None without a plan. Its restarts follow the write of the status."""
+    """The applied plan, or None. The plan's restarts happen after the status is written."""
     recheck_s: float | None = None
     """Maximum number of seconds until the next reconciliation, or None for no limit."""
 
@@ -103,9 +103,9 @@ class Reconciler:
     ) -> None:
         self._name = name
         self._questions: dict[ServiceKey, Question] = {}
-        """Questions that this operator asked, by the service that another operator serves."""
+        """This operator's questions about services that another operator serves, by service."""
         self._challengers: dict[ServiceKey, Question] = {}
-        """Questions that other operators asked, by the service that this operator serves."""
+        """Other operators' questions about services that this operator serves, by service."""
         self._cluster = cluster
         self._cache = cache
         self._applier = applier
@@ -177,7 +177,7 @@ class Reconciler:
         self._rollout_queue.forget(key)
 
     async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
-        """Reconcile, and return the result and the maximum seconds until the next time."""
+        """Reconcile once, and return the result and the maximum delay until the next run."""
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # the garbage collector deletes the objects of the service
@@ -207,7 +207,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator named in its status, and ask whether it is alive."""
+        """Leave a service to the operator in its status, and ask whether that operator is alive."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -298,7 +298,7 @@ class Reconciler:
     async def _plan_and_apply(
         self, key: ServiceKey, manifest: Object, observed: Observed
     ) -> ReconcileResult:
-        """Plan, apply the plan, and return the result with the status to report."""
+        """Plan a service, apply the plan, and return the result with the status to report."""
         declared = await self._declared(key, manifest)
         stands = standing(manifest, declared, observed, self._settings)
         if stands is None:
@@ -333,7 +333,7 @@ class Reconciler:
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
         """Return a plan, and record its rollout in the rollout queue.
 
-        Nothing is awaited between both steps, so that two services never take the same place in
+        There is no `await` between both steps, so that two services cannot take the same place in
         the queue.
         """
         observed = dataclasses.replace(
@@ -361,7 +361,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Add to `observed` the new objects, which no watch has reported yet, and the failures."""
+        """Add to `observed` the written objects, which no watch has reported yet, and failures."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -382,8 +382,8 @@ class Reconciler:
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
         """Return the declared service, which is parsed again only if the service or a base changed.
 
-        A change is a new generation. Fields that the API server dropped may also change without a
-        new generation.
+        A new generation counts as a change. Fields that the API server dropped may also change
+        without a new generation.
         """
         names = base_names(manifest.get("spec"))
         present = {name: self._cache.base(key.namespace, name) for name in names}

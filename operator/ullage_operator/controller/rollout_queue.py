@@ -30,7 +30,7 @@ class RolloutQueue:
 
     Args:
         max_rollouts: the maximum number of services that may be in a rollout at once.
-        wake: called with a service when its turn has come. It may be called several times.
+        wake: called with a service when its turn has come, possibly several times.
     """
 
     def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
@@ -54,7 +54,7 @@ class RolloutQueue:
 
         Args:
             key: the service.
-            statuses: a function that returns all services with their status. It is called at most
+            statuses: a function that returns all services with their status, and is called at most
                 once.
         """
         if self._rolling is None:
@@ -68,8 +68,8 @@ class RolloutQueue:
     def may_yield(self, key: ServiceKey) -> bool:
         """Return whether a service's next pod would get the resources that its old pods free.
 
-        This is true while no engine of another service is unschedulable. If people edited several
-        services, and these wait for resources at once, the first service by name has precedence.
+        This is true while no engine of another service is unschedulable. If users edited several
+        services that wait for resources at the same time, the first service by name has precedence.
         """
         others = (self._roomless | self._seeking) - {key}
         return all({key, other} <= self._seeking and key < other for other in others)
@@ -86,7 +86,7 @@ class RolloutQueue:
     ) -> None:
         """Record the progress of a service's rollout.
 
-        A rollout that waits for people or for pods does not count.
+        A rollout that waits for a user or for pods does not count towards the limit.
 
         Args:
             key: the service.

@@ -40,7 +40,7 @@ class RouterSamples:
 
 
 class RouterClient:
-    """Reads from the routers of all services, and caches their samples of canaries."""
+    """Reads counts and load reports from the routers of all services, and caches canary samples."""
 
     def __init__(self) -> None:
         self._http = PodHttp()
@@ -56,7 +56,7 @@ class RouterClient:
         self._samples.clear()
 
     async def canary_samples(self, key: ServiceKey, pods: Iterable[Pod]) -> RouterSamples:
-        """Return the samples of all routers that answer, cached for some seconds."""
+        """Return the samples of all routers that answer, cached for a few seconds."""
         asked_at, answers = self._samples.get(key, (-math.inf, RouterSamples()))
         if time.monotonic() - asked_at < MIN_INTERVAL_S:
             return answers
@@ -82,16 +82,16 @@ class RouterClient:
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
     ) -> frozenset[str]:
-        """Return the pools in which no router has a ready engine.
+        """Return the pools in which no router reaches a ready engine.
 
-        Routers that are not ready are also asked, because a router without any engine is not ready.
-        Their answers are optional. The result is empty while it is uncertain: if a router has just
-        started and may not have found the engines yet, if a ready router does not answer, or if no
-        router answers.
+        Routers that are not ready are also queried, because a router without any engine is not
+        ready. The answers of unready routers are optional. The result is empty whenever it would be
+        uncertain: a router has just started and may not have found the engines yet, a ready router
+        does not answer, or no router answers.
 
         Args:
             pods: the pods of the service.
-            pools: the pools in question.
+            pools: the pools to check.
             now: the current time, in UTC.
         """
         routers = [pod for pod in running(pods) if metrics_url(pod)]
@@ -133,7 +133,7 @@ class RouterClient:
 
 
 def running(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Return the pods in phase Running, terminating ones included."""
+    """Return the pods in phase Running, including terminating pods."""
     return (pod for pod in pods if pod.get("status", {}).get("phase") == "Running")
 
 
@@ -153,7 +153,7 @@ def metrics_url(pod: Pod) -> str:
 
 
 def _port(pod: Pod, name: str, otherwise: int) -> int:
-    """Return the number of a pod's named port."""
+    """Return the port number of a pod's named port (`otherwise` if the pod does not name it)."""
     ports = [
         port["containerPort"]
         for container in pod.get("spec", {}).get("containers", ())
@@ -179,7 +179,7 @@ def _progress_url(pod: Pod) -> str:
 def router_addresses(
     pods: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return `http://host:port` of the routers that run, and of those that terminate."""
+    """Return the `http://host:port` URLs of running routers and of terminating routers."""
     staying: set[str] = set()
     leaving: set[str] = set()
     for pod in running(pods):

@@ -3,9 +3,9 @@
 Reconciliations read from the cache and not from the API server. The cache also records which kinds
 the operator cannot list or watch, with the reasons.
 
-Events of different objects arrive in any order. They do not show when all existing objects have
-arrived, nor which objects were deleted while nobody watched. A sweep shows both, because it lists
-the names and versions of all objects.
+Events of different objects arrive in any order. Events show neither when all existing objects have
+arrived nor which objects were deleted while no watch was active. A sweep shows both, because it
+lists the names and versions of all objects.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from ullage_operator.api.renames import LAST_APPLIED, dropped_fields
 Object = dict[str, Any]
 
 Name = tuple[str, str]
-"""Namespace and name."""
+"""An object's namespace and name."""
 _INSTANCE = "app.kubernetes.io/instance"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
@@ -48,7 +48,7 @@ class Scope(NamedTuple):
 
 
 class Visibility(Enum):
-    """Whether the operator sees a scope."""
+    """Whether the operator can see the objects of a scope."""
 
     UNKNOWN = "not listed yet"
     SEEN = "listed"
@@ -77,14 +77,14 @@ class _Collection:
 
     visibility: Visibility = Visibility.UNKNOWN
     reason: str = ""
-    """The denied verb, or the error that prevents a list of the scope."""
+    """The denied verb, or the error that prevents listing the scope."""
     objects: dict[Name, Object] = field(default_factory=dict)
     swept: int = -1
-    """The resourceVersion of the last sweep (-1 before the first)."""
+    """The resourceVersion of the last sweep (-1 before the first sweep)."""
     expected: dict[Name, int] = field(default_factory=dict)
     """Versions from the last sweep that no event has delivered yet."""
     deleted: dict[Name, int] = field(default_factory=dict)
-    """Versions of the deletions since the last sweep."""
+    """Versions at which objects were deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
         """Return whether a newer version of an object, or its deletion, is known."""
@@ -100,11 +100,11 @@ class _Collection:
 
 
 class Cache:
-    """Objects by scope, and by the service that they belong to.
+    """Caches objects by scope, and by the service that they belong to.
 
     Args:
         scopes: the scopes to keep.
-        wake: called for every service that a change concerns, but only after all scopes have been
+        wake: called for every service that a change affects, but only after all scopes have been
             listed or found missing. An earlier plan would miss existing objects.
     """
 
@@ -174,7 +174,7 @@ class Cache:
         return self._lose(scope, Visibility.ABSENT, "")
 
     def denied(self, scope: Scope, verb: str) -> bool:
-        """Record that the operator may not see the kind, and return whether that is new."""
+        """Record that the operator may not list or watch a kind, and return whether that is new."""
         return self._lose(scope, Visibility.DENIED, verb)
 
     def failing(self, scope: Scope, reason: str) -> bool:
@@ -219,7 +219,7 @@ class Cache:
 
     @property
     def complete(self) -> bool:
-        """Return whether every scope has been seen once, or is known to be invisible."""
+        """Return whether every scope has been listed once, or cannot be listed."""
         return self._complete
 
     def service(self, key: ServiceKey) -> Object | None:
@@ -236,7 +236,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Return the objects with the labels of the service and of the operator, of any owner."""
+        """Return the objects with labels of the service and the operator, whoever owns them."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -311,7 +311,7 @@ class Cache:
             del self._by_service[key]
 
     def _notify_of(self, kind: Kind, obj: Object) -> None:
-        """Wake the services that an object concerns."""
+        """Wake the services that a change of an object affects."""
         keys = self._referring(*_name_of(obj)) if kind == BASE else [key_of(kind, obj)]
         for key in keys:
             self._notify(key)

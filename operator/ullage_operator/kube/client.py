@@ -1,6 +1,6 @@
 """A client of the Kubernetes API for the operator's requests: get, list names, apply, delete.
 
-All requests of the operator to the API server are in this module. Every failure is raised as
+This module contains the operator's requests to the API server. Every failure is raised as
 `Temporary` (a retry may help) or `Permanent` (the API server rejects the request).
 """
 
@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the unlimited time for writes of an operator without leader election."""
+    """Return infinity, because an operator without leader election may always write."""
     return _REQUEST_S
 
 
@@ -177,9 +177,9 @@ class Cluster:
     async def apply(self, obj: Object) -> Object:
         """Write the operator's fields of an object by server-side apply.
 
-        The apply is forced, because the operator owns these fields. Fields of others stay
-        unchanged. The API server does not write an unchanged object, which keeps its
-        resourceVersion.
+        The apply is forced, because the operator owns these fields. Fields of other managers stay
+        unchanged. The API server does not write an unchanged object, so the object's
+        resourceVersion stays the same.
         """
         answer = await self._apply(_kind(obj), obj)
         if answer is None:
@@ -268,7 +268,7 @@ class Cluster:
         return answer
 
     async def create_lease(self, lease: Object) -> Object:
-        """Create the Lease. A process that is not the leader may create it, too.
+        """Create the Lease. A process that is not the leader may also create the Lease.
 
         Raises:
             ClusterConflict: the Lease exists already.
@@ -310,7 +310,7 @@ class Cluster:
         Args:
             obj: the object.
             grace_s: the grace period of a pod, or None for its own. With 0, Kubernetes removes the
-                pod without an answer of its node.
+                pod without waiting for its node.
         """
         body: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
@@ -345,7 +345,7 @@ class Cluster:
         subresource: str = "",
         **arguments: Any,
     ) -> Object | None:
-        """Send a write. It times out when this process may no longer write."""
+        """Send a write request, which times out when this process may no longer write."""
         request = _Request(verb, kind, namespace, name, subresource)
         left_s = self._may_write_s()
         if left_s <= 0:
@@ -427,7 +427,7 @@ class _Request(NamedTuple):
     """A request about an object or a list of objects."""
 
     verb: str
-    """Method of the dynamic client."""
+    """Name of the dynamic client's method for the request."""
     kind: Kind
     namespace: str
     name: str

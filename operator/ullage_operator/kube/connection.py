@@ -1,8 +1,8 @@
 """The address and credentials of the API server, as `kubernetes.config` reads them.
 
 Inside a pod, the credentials are those of the service account, whose token file is read again every
-minute. Elsewhere, they come from the kubeconfig, with its exec plugins and OIDC logins. If the API
-server refuses credentials, they are read again.
+minute. Elsewhere, the credentials come from the kubeconfig, with its exec plugins and OIDC logins.
+Credentials that the API server rejects are read again.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""Delay in seconds before kopf is told of a refused login, because kopf retries at once."""
+"""Delay in seconds before kopf gets the error of a rejected login, because kopf retries at once."""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 
@@ -78,7 +78,7 @@ class ApiConnection:
         return self._api
 
     async def renew(self, refused: Configuration | None) -> None:
-        """Read the credentials again. Requests that were refused together cause only one read."""
+        """Read the credentials again. Concurrent requests that were refused cause only one read."""
         async with self._renewing:
             current = self._api and self._api.configuration
             if current is not refused:
@@ -138,11 +138,11 @@ class ApiConnection:
 
 
 def _tls(configuration: Configuration) -> tuple[object, ...]:
-    """Return the settings of a session that cannot change while it is open."""
+    """Return the connection settings that cannot change while a session is open."""
     files = ("ssl_ca_cert", "cert_file", "key_file")
     names = ("host", *files, "verify_ssl", "tls_server_name", "proxy")
     return tuple(getattr(configuration, name) for name in names)
 
 
 FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
-"""Exceptions of a request without an answer."""
+"""Exceptions that a request raises if it gets no response."""

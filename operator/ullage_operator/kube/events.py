@@ -29,9 +29,9 @@ REPEAT_S = 360.0
 An example is an object that another client edits and the operator repairs again and again.
 """
 MAX_REMEMBERED = 4096
-"""Number of Events of all services that are remembered to detect repetitions."""
+"""Number of recent Events, over all services, that are remembered to detect repetitions."""
 MAX_WAITING = 10_000
-"""Maximum number of Events that wait to be written. Further ones are dropped."""
+"""Maximum number of Events that wait to be written. Further Events are dropped."""
 MAX_BURST = 100
 """Number of Events that may be written at once."""
 RATE = 10.0

@@ -152,7 +152,7 @@ class Informers:
 
     @property
     def silent_s(self) -> float:
-        """Return the longest time for which a watch has delivered nothing, in seconds."""
+        """Return the longest time, in seconds, for which any watch has received no data."""
         return max((informer.silent_s for informer in self._informers.values()), default=0.0)
 
 
@@ -198,7 +198,7 @@ class Informer:
         self._sweep_due.set()
 
     async def keep(self) -> Never:
-        """Watch the scope until cancelled."""
+        """Watch the informer's scope until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             began_s = clock()
@@ -334,7 +334,7 @@ class Informer:
     # Failures.
 
     def _failed(self, error: Exception) -> tuple[str, float]:
-        """Record a failure. Return its one-word reason and the seconds until a retry."""
+        """Record a failed watch, and return its one-word reason and the seconds until a retry."""
         kind, namespace = self._scope
         where = namespace or "all namespaces"
         match error:

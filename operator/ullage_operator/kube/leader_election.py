@@ -43,7 +43,7 @@ def boot_s() -> float:
 
 
 class Lead:
-    """The time for which this process leads."""
+    """The leadership of this process, which lasts for a limited time."""
 
     def __init__(self, candidacy: Candidacy) -> None:
         self.candidacy = candidacy
@@ -58,7 +58,7 @@ class LeaderElection:
 
     Args:
         cluster: the cluster with the Lease.
-        lead: the lead, which the election updates.
+        lead: the leadership, which the election updates.
         where: the namespace and name of the Lease.
         on_gained: called when this process begins to lead.
         on_lost: called when this process no longer leads.

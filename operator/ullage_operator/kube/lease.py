@@ -21,7 +21,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of a lease, in seconds."""
+    """Timing of a Lease, in seconds."""
 
     duration_s: float = 15.0
 
@@ -56,7 +56,7 @@ class Candidacy:
         return max(0.0, self.renewed_s + self.times.renew_deadline_s - now_s)
 
     def saw(self, lease: Mapping[str, Any] | None, now_s: float) -> "Candidacy":
-        """Return the state after a read of the Lease, or of None if the Lease does not exist."""
+        """Return the state after a read of the Lease. `lease` is None if no Lease exists."""
         record = None if lease is None else dict(lease.get("spec") or {})
         if record == self.record:
             return self
@@ -121,7 +121,7 @@ def release(lease: Object, where: tuple[str, str], now: datetime) -> Object:
 
 
 def lease_with(lease: Object | None, where: tuple[str, str], spec: Object) -> Object:
-    """Return a Lease with a spec, and with the resourceVersion of the Lease that was read."""
+    """Return a Lease with the given spec and the resourceVersion of the Lease that was read."""
     namespace, name = where
     meta = {"namespace": namespace, "name": name}
     if lease is not None:

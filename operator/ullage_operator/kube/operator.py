@@ -42,7 +42,7 @@ class Runnable(Protocol):
 
 
 class Operator:
-    """Runs the operator by kopf's handlers.
+    """Runs the operator as handlers of a kopf program.
 
     Args:
         make: builds the component. It gets the connection to the API server and the event that is

@@ -28,7 +28,8 @@ class PodHttp:
         """Return the body of the response to a GET request.
 
         Raises:
-            PodUnavailable: the pod did not answer in time, or with an error or too much data.
+            PodUnavailable: the pod did not answer in time, or answered with an error or too much
+                data.
         """
         if self._session is None:
             # Every sleeping service holds a long poll at each of its routers. With a limit, waiting

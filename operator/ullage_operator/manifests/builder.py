@@ -101,6 +101,6 @@ def owner_references(service: Service) -> list[Manifest]:
 
 
 def as_asked(section: Strict) -> Manifest:
-    """Return a section that has Kubernetes' field names, without its unset fields."""
+    """Return a section with Kubernetes' field names as a manifest, without unset fields."""
     asked = to_api(section).items()
     return {name: value for name, value in asked if value is not None}

@@ -44,7 +44,7 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 LOG_LEVEL: LogLevel = "info"
 """Log level of pods whose service does not set a level.
 
-The operator's own log level does not apply to pods, because a change of it would replace all pods.
+The operator's own log level does not apply to pods, because changing it would replace all pods.
 """
 
 
@@ -53,7 +53,7 @@ def engine_config(
 ) -> EngineConfig:
     """Return the configuration that all engines of a pool share.
 
-    The identity of an engine is not in this file. An engine gets it as an argument.
+    The identity of an engine is not in this file. An engine gets its identity as an argument.
     """
     spec = service.spec
     tickets = None
@@ -131,7 +131,7 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
 
 
 def device_of(device: engine.Device, settings: Settings) -> engine.Device:
-    """Return the device of engines.
+    """Return the device on which engines run.
 
     On Kubernetes, `auto` means CUDA, because an engine that fell back to the CPU would hold its
     GPUs idle.
@@ -230,7 +230,7 @@ def engines_server_name(service: Service) -> str:
 
 
 def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
-    """Return the rules of tenants.
+    """Return the tenant rules of the router's configuration.
 
     Args:
         tenants: the tenants of the spec.

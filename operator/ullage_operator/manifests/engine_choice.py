@@ -1,7 +1,7 @@
 """Predicts whether a service's pods run the native engine or vLLM, and chooses their image.
 
-The engine itself decides when it starts, by the same rule. The operator chooses the image by this
-prediction, and `ullage plan` and `ullage up` print the prediction.
+At its start, the engine itself decides by the same rule. The operator chooses the image based on
+this prediction, and `ullage plan` and `ullage up` print the prediction.
 """
 
 from itertools import product
@@ -19,8 +19,9 @@ _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 def engine_image(spec: Spec, settings: Settings) -> str:
     """Return the image of engine pods.
 
-    An image that the service names has precedence. Otherwise the operator's image with vLLM is used
-    if any pool needs vLLM, and else the operator's image for the device.
+    An image that the service names has precedence. If the service names no image and any pool needs
+    vLLM, the operator's image with vLLM is used. Otherwise, the operator's image for the device is
+    used.
     """
     if spec.image:
         return spec.image

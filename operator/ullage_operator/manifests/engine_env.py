@@ -23,7 +23,7 @@ ENGINE_ENV: tuple[Manifest, ...] = (
     {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
 )
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Environment variables of the AWS SDKs that form one credential, and the keys of its Secret."""
+"""AWS SDK variables that form one credential, and are also the keys of its Secret."""
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
@@ -53,7 +53,7 @@ def given_variables(pool: PoolSpec) -> list[Manifest]:
 
 
 def group_env(pool: PoolSpec) -> list[Manifest]:
-    """Return the environment of pods in engines that span several pods."""
+    """Return the environment variables of pods whose engine spans several pods."""
     if pool.nodes == 1:
         return []
     revision = f"metadata.annotations['{naming.GROUP_REVISION}']"
@@ -68,7 +68,7 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the environment variables for the AWS SDKs with which engines read buckets.
 
     Variables of the pod template take precedence. The keys form one credential, so if the pod
-    template sets one of them, the operator sets none.
+    template sets any of the keys, the operator sets none of them.
     """
     spec = service.spec
     if spec.s3 is None and not spec.model.source.startswith("s3://"):

@@ -40,7 +40,7 @@ FOLLOWER_START_S = 120
 def engine_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Return the pod template of engines: the spec's, with the operator's fields merged over it."""
+    """Return the engines' pod template: the spec's template with the operator's fields on top."""
     own = own_engine(service, pool_name, pool, config, settings)
     return completed(pool.pod_template, own, settings)
 
@@ -48,7 +48,7 @@ def engine_template(
 def own_engine(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Return the operator's fields of an engine's pod template."""
+    """Return the pod template fields that the operator sets for engines."""
     spec = {
         "serviceAccountName": account_name(service, naming.engine_name(service.name)),
         **pod_defaults(service, settings, engine_pre_stop_s(settings)),
@@ -61,7 +61,7 @@ def own_engine(
 
 
 def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
-    """Return the container of an engine."""
+    """Return the manifest of an engine's container."""
     # The kubelet's probes support neither the service's TLS nor that of a mesh.
     is_secure = service.spec.tls.engines is not None or bool(settings.mesh)
     # The startup probe covers the time in which the engine fetches and loads its model.
@@ -113,7 +113,7 @@ def claims_of_pods(pool: PoolSpec) -> Manifest:
 
 
 def claims_of_container(pool: PoolSpec) -> Manifest:
-    """Return those of a pod's resource claims that the engine's container uses."""
+    """Return the resource claims of a pod that the engine's container uses."""
     claims = [
         {"name": each.name, **({"request": each.request} if each.request else {})}
         for each in pool.resource_claims

@@ -28,7 +28,7 @@ from ullage_operator.manifests.volumes import cache_volumes, scratch_volume
 Manifest = dict[str, Any]
 
 DEADLINE_S = 6 * 3600
-"""Total time limit in seconds for all tries of a Job, enough to fetch 700 GB at 32 MB/s."""
+"""Total time limit in seconds for all attempts of a Job, enough to fetch 700 GB at 32 MB/s."""
 RETRIES = 3
 KEPT_S = 3600
 """Seconds for which Kubernetes keeps a Job that has ended."""
@@ -65,7 +65,7 @@ class SharedCache(NamedTuple):
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
-    """Return the claims that a spec asks to fill with its model, without duplicates."""
+    """Return the claims that a spec wants filled with its model, without duplicates."""
     pools: dict[str, list[str]] = {}
     for name, pool in service.spec.pools.items():
         cache = pool.model_cache
@@ -79,7 +79,7 @@ def shared_caches(service: Service) -> list[SharedCache]:
 
 
 def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manifest:
-    """Build the Job that fetches a model into a claim, verifies it there and ends."""
+    """Build the Job that fetches a model into a claim and verifies the model there."""
     pool_name = cache.pools[0]
     pool = service.spec.pools[pool_name]
     match = naming.selector(service.name, naming.FETCHER, pool_name)

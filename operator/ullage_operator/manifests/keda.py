@@ -97,7 +97,7 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
 
 
 def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
-    """Return the additional triggers of a spec in the form of a ScaledObject."""
+    """Return a spec's additional triggers in the form of a ScaledObject."""
     return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
 
 

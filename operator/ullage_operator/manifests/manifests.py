@@ -40,7 +40,8 @@ def router_objects(
     """Return the router and its accompanying objects, in the order to apply.
 
     Args:
-        rollout_file: the text of the file that running routers read. A change restarts nothing.
+        rollout_file: the text of the file that running routers reload. A change of the file
+            restarts no router.
         accepts_plaintext: whether some engines speak TLS and others plaintext.
     """
     name = naming.router_name(service.name)
@@ -89,7 +90,7 @@ def router_objects(
 
 
 def router_service(service: Service, ports: list[Manifest]) -> Manifest:
-    """Return the Service by which clients reach the routers.
+    """Return the Service through which clients reach the routers.
 
     Fields that the spec does not set are left out, so that the API server or other controllers can
     set them.
@@ -117,7 +118,8 @@ def engine_objects(
     """Return the objects that the engines of all pools share.
 
     Args:
-        with_adapters: whether running engines have slots for adapters although the spec has none.
+        with_adapters: whether running engines have slots for adapters although the spec lists no
+            adapters.
     """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
@@ -190,7 +192,7 @@ def pool_objects(
 
 
 def disks(pool_name: str, pool: PoolSpec) -> Manifest:
-    """Return the StatefulSet fields of its pods' claim templates (empty without them).
+    """Return the StatefulSet fields for a pool's volume claim templates (empty without templates).
 
     A canary's claims are deleted with the canary, because the engines that replace the canary have
     separate claims.
@@ -328,7 +330,7 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
-    """Return manifests, without replicas in those of a kind that another controller scales."""
+    """Return the manifests, without replicas for the kind that another controller scales."""
     return [
         {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
         if item["kind"] == kind

@@ -91,7 +91,7 @@ def pod_monitor(service: Service, component: str, name: str) -> Manifest:
 
 
 def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """Return a manifest with the spec's labels, over which the operator's own take precedence."""
+    """Return a manifest with the spec's labels. The operator's own labels take precedence."""
     meta = manifest["metadata"]
     return manifest | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
 
@@ -105,7 +105,7 @@ def prometheus_rule(service: Service, settings: Settings) -> Manifest:
 
 
 class Alert(NamedTuple):
-    """An alert of a service."""
+    """A Prometheus alert for a service."""
 
     name: str
     expression: str
@@ -113,7 +113,7 @@ class Alert(NamedTuple):
     summary: str
     description: str
     hold: str = "5m"
-    """Time for which the expression must hold."""
+    """Time for which the expression must hold before the alert fires."""
 
 
 def rule_groups(service: Service, settings: Settings) -> list[Rule]:
@@ -261,13 +261,13 @@ def budget_alerts(service: Service) -> list[Alert]:
 
 
 def burn(service: Service, window: str, objectives: str) -> str:
-    """Return the selector of the burn rates of objectives whose names match."""
+    """Return the PromQL selector for the burn rates of objectives with matching names."""
     of_service = f'namespace="{service.namespace}",llmservice="{service.name}"'
     return f'{BURN}{window}{{{of_service},objective=~"{objectives}"}}'
 
 
 def and_several(service: Service, count: int, window: str) -> str:
-    """Return the PromQL condition that there were more than `count` requests."""
+    """Return the PromQL condition that a window had more than `count` requests."""
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"
 
@@ -468,5 +468,5 @@ def engines(service: Service) -> str:
 
 
 def pods(service: Service, names: str) -> str:
-    """Return label matchers for pods with matching names, by the labels of a PodMonitor."""
+    """Return PromQL label matchers for pods with matching names, by a PodMonitor's labels."""
     return f'namespace="{service.namespace}",pod=~"{names}"'

@@ -62,8 +62,8 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
     """Return the pool's own resources, completed with defaults and its GPUs.
 
-    GPUs are set as limits, by which the DCGM exporter also attributes them to pods. Pools on the
-    CPU and pools with device claims get no GPU limits.
+    GPUs are requested as limits, which the DCGM exporter also uses to attribute GPUs to pods. Pools
+    on the CPU and pools with device claims get no GPU limits.
     """
     size = _engine_bytes(service, pool, vllm=is_vllm(service.spec, pool, settings))
     requests = {"cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m", "memory": f"{size // _MIB}Mi"}
@@ -232,7 +232,7 @@ def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Am
 
     In this notation, an applied object equals the stored object. A default request is left out if
     there is a limit, because Kubernetes uses the limit as the missing request. A default limit is
-    left out if a request exceeds it, because Kubernetes refuses a request above its limit.
+    left out if a request exceeds it, because Kubernetes rejects a request above its limit.
     """
     merged: Amounts = {
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}

@@ -33,13 +33,13 @@ Manifest = dict[str, Any]
 
 
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
-    """Return the pod template of routers: the spec's, with the operator's fields merged over it."""
+    """Return the routers' pod template: the spec's template with the operator's fields on top."""
     own = own_router(service, config, settings)
     return completed(service.spec.router.pod_template, own, settings)
 
 
 def own_router(service: Service, config: str, settings: Settings) -> Manifest:
-    """Return the operator's fields of a router's pod template."""
+    """Return the pod template fields that the operator sets for routers."""
     secrets = router_secrets(service)
     container = {
         "name": naming.ROUTER,

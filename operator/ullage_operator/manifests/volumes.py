@@ -89,7 +89,7 @@ def ticket_secrets(service: Service) -> list[MountedSecret]:
 
 
 def secret_volumes(service: Service, secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    """Return the volumes of Secrets."""
+    """Return the pod volumes for the given Secrets."""
     # With fsGroup, only the pod's group may read the files. Without it, root owns them, so all
     # users must be able to read them.
     mode = 0o444 if service.spec.security_context.fs_group is None else 0o440

@@ -27,25 +27,25 @@ class ServingTurn(StrEnum):
     ASK = "ask"
     """Ask the serving operator whether it is alive."""
     WAIT = "wait"
-    """Wait for the answer."""
+    """Wait for the serving operator's answer."""
     YIELD = "yield"
     """Leave the service to the operator that answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question whether the operator that serves a service is still alive."""
+    """A question to the operator that serves a service: whether that operator is still alive."""
 
     holder: str
     """Name of the operator that was asked."""
     asked_s: float
     """Time of the question in seconds, on the clock of this process."""
     is_answered: bool = False
-    """Whether the answer was logged."""
+    """Whether the serving operator's answer was logged."""
 
 
 def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> ServingTurn:
-    """Return the decision of the operator with the name `own` about a service.
+    """Decide what the operator `own` does about a service that another operator may serve.
 
     Args:
         question: the operator's last question, or None before the first one.
@@ -62,7 +62,7 @@ def turn_of(own: str, status: Status, question: Question | None, now_s: float) -
 
 
 def holder_of(status: Status) -> str:
-    """Return the name of the operator that serves a service (empty if none serves it yet)."""
+    """Return the name of the operator that serves a service (empty if no operator serves it)."""
     return str((status.get("operator") or {}).get("name", ""))
 
 

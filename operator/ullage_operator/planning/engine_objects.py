@@ -130,7 +130,7 @@ def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
 def resized_engines(
     service: Service, pools: Iterable[str], observed: Observed, places: int = 0
 ) -> list[Manifest]:
-    """Return the live StatefulSets of pools whose number of pods differs from the planned one.
+    """Return the live StatefulSets of pools whose number of pods differs from the plan.
 
     Args:
         places: the number of each pool's engines that a canary replaces.

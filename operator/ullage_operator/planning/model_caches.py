@@ -26,7 +26,7 @@ FETCHING = "Fetching"
 FETCHED = "Fetched"
 FAILED = "Failed"
 RECHECK_S = 10.0
-"""Seconds after which the operator asks a running Job for its progress again."""
+"""Seconds after which the operator requests a running Job's progress again."""
 _LONGEST = 512
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -46,7 +46,7 @@ class FetchObservation:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """How far one claim has been filled with its model."""
+    """The progress of filling one claim with its model."""
 
     cache: SharedCache
     phase: str
@@ -89,7 +89,7 @@ def cache_states(
 
     Args:
         objects: the live objects of the service.
-        status: the service's present status.
+        status: the service's current status.
     """
     states = []
     for cache in shared_caches(service):
@@ -253,7 +253,7 @@ def _reason(job: LiveObject) -> str:
 
 
 def _terminated(pods: Iterable[LiveObject]) -> list[str]:
-    """Return the termination messages of all containers in some pods, in the order of the pods."""
+    """Return the termination messages of all containers in the given pods, in pod order."""
     return [
         str(status["state"]["terminated"].get("message", ""))
         for pod in pods

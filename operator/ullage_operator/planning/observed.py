@@ -19,9 +19,9 @@ LiveObject = dict[str, Any]
 
 
 class ObjectKey(NamedTuple):
-    """The kind and name of an object of a service.
+    """The kind and name of a service's object.
 
-    The key has no API group, because no two kinds of a service's objects share a name.
+    The key has no API group, because the kinds of a service's objects have distinct names.
     """
 
     kind: str

@@ -47,7 +47,7 @@ LiveObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The actions for one service. Order: apply, delete, write the status, restart pods."""
+    """The actions for one service, in order: apply, delete, write the status, restart pods."""
 
     apply: tuple[Manifest, ...]
     delete: tuple[LiveObject, ...]
@@ -164,7 +164,7 @@ def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Man
 def restart_decision(service: Service, observed: Observed) -> RestartDecision:
     """Return the engine pods to restart now and later.
 
-    The pods of a canary are excluded, because the rollout deals with them.
+    The pods of a canary are excluded, because the rollout handles them.
     """
     return decide_restarts(
         service.spec.healing,
@@ -257,8 +257,8 @@ def left_to_router_scaler(
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
     """Return the rollout file that the routers read.
 
-    While the state of the rollout is unknown, the live file is kept, and only its field that says
-    whether the service is stopped may change.
+    While the state of the rollout is unknown, the live file is kept. Only the field that marks a
+    stopped service may change.
     """
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)

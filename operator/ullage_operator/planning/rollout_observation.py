@@ -1,4 +1,4 @@
-"""Selects from a service's observations those that its rollout depends on. Pure."""
+"""Selects the observations of a service that its rollout depends on. Pure."""
 
 from dataclasses import replace
 from datetime import timedelta

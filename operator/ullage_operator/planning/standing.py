@@ -4,9 +4,9 @@ An invalid edit changes nothing. The operator continues to scale, wake and heal 
 last valid spec, and reports the invalid fields. The ConfigMap with the state of the rollout keeps
 the last valid spec, with hashes instead of the values of environment variables.
 
-Services of an older operator may have no kept spec. Then only the live objects are known, so the
-operator leaves them unchanged. It changes only the number of pods, by those fields of each pool's
-autoscaling that can be read.
+Services of an older operator may have no kept spec. The operator then leaves their live objects
+unchanged, except for the number of pods. The number of pods follows the readable autoscaling fields
+of each pool.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Declared:
     service: Service | None
     """The parsed service, or None if it cannot be carried out."""
     problems: tuple[Problem, ...] = ()
-    """Problems because of which the service cannot be carried out."""
+    """Problems that prevent the operator from carrying out the service."""
     filled: tuple[str, ...] = ()
     """Fields that have no default in the cluster's installed CRD."""
 
@@ -63,7 +63,7 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
     """Read a declared service, and check that it can be planned.
 
     Args:
-        bases: the bases of the service's namespace that the service names.
+        bases: the bases in the service's namespace that the service references.
     """
     if dropped := dropped_fields(manifest):
         return Declared(None, tuple(starmap(_dropped, dropped.items())))
@@ -90,8 +90,7 @@ def standing(
 ) -> Standing | None:
     """Return the spec to reconcile, or None if there is none.
 
-    A valid declared spec is returned. Otherwise the spec that already serves is returned, and None
-    if no spec serves.
+    A valid declared spec takes precedence. Otherwise the spec that already serves is returned.
     """
     if declared.service:
         return Standing(declared.service)

@@ -141,7 +141,7 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
-    """Return a problem for each pool from whose pods the API server removed the device claims."""
+    """Return a problem for each pool whose device claims the API server removed from the pods."""
     stable = rollout.stable
     problems = []
     for name, pool in stable.spec.pools.items():
@@ -269,7 +269,7 @@ def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
 def with_canary_engines(
     service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
 ) -> Workload:
-    """Return a pool's workload with the canary's ready engines included in its ready engines."""
+    """Return a pool's workload, which counts the canary's ready engines as ready."""
     if pool.name not in rollout.pools:
         return pool
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))

@@ -25,7 +25,7 @@ FRESH_S = 10.0
 """Seconds after which a report of a canary's engine is too old for the analysis."""
 
 PressureLevels = Mapping[str, int]
-"""Highest level of memory pressure of the engines that report, by pool."""
+"""Highest memory pressure level of the reporting engines, by pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class EngineTarget:
     address: str
     min_health: float
     interval_ms: int = REPORT_INTERVAL_MS
-    """Minimum time between two reports, in milliseconds."""
+    """Minimum time between two headroom reports, in milliseconds."""
 
 
 def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
@@ -165,5 +165,5 @@ def is_terminating(pod: Pod) -> bool:
 
 
 def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
-    """Return the pools with a silent engine, for which the operator also asks the routers."""
+    """Return the pools with a silent engine, for which the operator also queries the routers."""
     return frozenset(v.pool for v in engine_health if v.report and v.silent_s >= silent_after)

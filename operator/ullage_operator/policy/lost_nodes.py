@@ -26,9 +26,10 @@ def elapsed_s(at: datetime | None, now: datetime) -> float:
 
 
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
-    """Return the nodes that may be lost, by their pods.
+    """Return the nodes that may be lost, judging by the state of their pods.
 
-    Such a node has pods that should have ended by now, or that started and are not ready.
+    Such a node has pods that should have terminated already, or that have started but are not
+    ready.
     """
     return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
 

@@ -18,7 +18,7 @@ class PoolLoad:
     """The load of one pool, summed over all its routers."""
 
     ready: int = 0
-    """Engines that accept requests."""
+    """Number of engines that accept requests."""
     capacity: int = 0
     """KV memory of these engines, in bytes."""
     claimed: int = 0
@@ -28,13 +28,13 @@ class PoolLoad:
     queue_s: float = 0.0
     """Longest time that a request has waited, in seconds."""
     answered: int = 0
-    """First tokens within the last `LATE_WINDOW_S`."""
+    """Number of first tokens within the last `LATE_WINDOW_S`."""
     late: int = 0
     """Number of these first tokens that came later than the objective."""
     active: int = 0
-    """Requests running or waiting."""
+    """Number of running and waiting requests."""
     wanted: int = 0
-    """Requests that arrived while the pool slept, and were held or sent to another pool."""
+    """Number of requests that arrived while the pool slept, and were held or sent elsewhere."""
     idle_s: float = 0.0
     """Seconds since the last request."""
     is_partial: bool = False

@@ -65,7 +65,7 @@ def may_sleep(pool: PoolSpec) -> bool:
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Return a pool's number of engines, including those that a canary replaces, or None.
+    """Return a pool's number of engines, including engines that a canary replaces, or None.
 
     The result is None if the pool has no StatefulSet.
     """
@@ -81,7 +81,7 @@ def canary_places(live: Object) -> int:
 def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None) -> int:
     """Return the number of engines that a pool should have now.
 
-    A new operator that has no scaling decisions yet keeps the StatefulSet's number.
+    A new operator that has no scaling decisions yet keeps the StatefulSet's number of replicas.
     """
     scaling = autoscaling_of(pool)
     if scaling is None:
@@ -156,7 +156,7 @@ def places_annotation(places: int) -> dict[str, str]:
 
 
 def stop_annotation(is_stopped: bool) -> dict[str, str]:
-    """Return the annotation by which `was_stopped` recognises a StatefulSet."""
+    """Return the annotation by which `was_stopped` recognises a stopped StatefulSet."""
     return {naming.STOPPED: "true"} if is_stopped else {}
 
 
@@ -177,7 +177,7 @@ def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False
 
 
 def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return the policies of pools that the operator itself scales (none of a stopped service)."""
+    """Return the policies of pools that the operator scales (none for a stopped service)."""
     if service.spec.stop:
         return {}
     scaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}

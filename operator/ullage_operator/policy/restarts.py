@@ -55,13 +55,13 @@ class EnginePod:
     """Whether the startup probe passed. A pod that still loads its model is never restarted."""
     is_ready: bool
     not_ready_s: float = 0.0
-    """Seconds for which the operator has seen the started pod not ready."""
+    """Seconds for which the operator has seen that the started pod is not ready."""
     not_ready_reason: str = ""
     """The reason that the engine reports for not being ready (empty without one)."""
     has_reported: bool = False
     """Whether the engine has reported headroom since the pod started."""
     silent_s: float = 0.0
-    """Seconds since the last report."""
+    """Seconds since the engine's last headroom report."""
     unhealthy_s: float = 0.0
     """Seconds for which the reported health has been below the service's minimum."""
     is_terminating: bool = False
@@ -74,7 +74,7 @@ class EnginePod:
 
 @dataclass(frozen=True, slots=True)
 class RestartEvent:
-    """A restart that happened."""
+    """A restart of an engine pod that has happened."""
 
     pool: str
     pod: str
@@ -90,14 +90,14 @@ class Restart:
     reason: str
     message: str
     by_force: bool = False
-    """Whether to remove the pod without an answer from its node. This uses no restart budget."""
+    """Whether to remove the pod without waiting for its node, which uses no restart budget."""
     grace_s: int | None = None
-    """Grace period of the deletion in seconds, or None for the pod's own, for a drain."""
+    """Grace period of the deletion in seconds, or None for the pod's own, which allows a drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartDecision:
-    """The pods of a service to restart now, and those to restart later."""
+    """The pods of a service to restart now, and the pods to restart later."""
 
     restarts: tuple[Restart, ...] = ()
     deferred: tuple[Restart, ...] = ()
@@ -168,7 +168,7 @@ def _decide_for_pool(
     now: datetime,
     is_unreachable: bool,
 ) -> RestartDecision:
-    """Choose at most one pod of a pool to restart. The next one waits for the backoff."""
+    """Choose at most one pod of a pool to restart. The next restart waits for the backoff."""
     diagnoses = [diagnosis for pod in pods if (diagnosis := _diagnose(policy, pod))]
     waits = [_due_s(policy, pod) for pod in pods]
     if not diagnoses:
@@ -190,7 +190,7 @@ def _decide_for_pool(
 
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
-    """Return the restart that a pod needs, or None while it starts, ends or serves."""
+    """Return the restart that a pod needs, or None while the pod starts, terminates or serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
 
@@ -229,7 +229,7 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Return why a pod must not be restarted, for example because it is the last that serves."""
+    """Return why a pod must not be restarted, for example because it is the last serving pod."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):

@@ -22,7 +22,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
 
 TOLERANCE = 0.1
-"""Relative deviation of the load from the engines' target within which their number stays."""
+"""Relative deviation of the load from the target within which the number of engines stays."""
 STRAIN_KEPT_S = 3600.0
 """Seconds without late requests after which the target may rise by `EASING`."""
 EASING = 1.05
@@ -61,7 +61,7 @@ class Strain:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """Earlier decisions, with times in seconds of one monotonic clock.
+    """Earlier decisions. Times are in seconds, from one monotonic clock.
 
     A new operator may start without a history. The current number of engines then counts as a
     suggestion made now, so that no engine is removed before a whole window has passed.
@@ -75,7 +75,7 @@ class ScalingHistory:
     """Recent changes of the number of engines."""
     strain: Strain | None = None
     full_since: float | None = None
-    """Time since which all requested engines are ready, or None while some are not."""
+    """Time since which all requested engines are ready, or None while some engines are unready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ScalingDecision:
 
     replicas: int
     reason: str
-    """Idle, Wake, Memory, Late, Bounds, Stabilizing, NotReady or Steady."""
+    """Reason: Idle, Wake, Memory, Late, Bounds, Stabilizing, NotReady or Steady."""
     message: str
 
 
@@ -244,7 +244,7 @@ def _limited(
 
 
 def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
-    """Return the number, limited to the bounds of the pool. Only an idle pool has no engine."""
+    """Return the number of engines within the pool's bounds. Only an idle pool has no engine."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
     return min(policy.max_replicas, max(least, replicas))
 

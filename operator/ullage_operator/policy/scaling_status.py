@@ -27,8 +27,8 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 
     Args:
         pool: the pool.
-        change: the last change that this operator decided, or None without one.
-        before: the present status of the pool.
+        change: the last change that this operator decided, or None without a change.
+        before: the current status of the pool.
     """
     status: dict[str, Any] = {"desiredReplicas": pool.replicas}
     if not autoscaling_of(pool):
@@ -72,7 +72,7 @@ def scaling_condition(
 
 
 def scaling_notes(before: Object, after: Object) -> list[EventNote]:
-    """Return Events for changed sizes, from the service's status before and after."""
+    """Return Events for pools whose size changed between two statuses of the service."""
     previous = before.get("pools", {})
     return [
         EventNote(f"Scaled{pool['scaling']['reason']}", "Scale", _scaling_message(name, pool))

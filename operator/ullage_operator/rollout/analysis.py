@@ -4,8 +4,8 @@ All limits are relative to the stable engines over the same time, so a problem t
 sides does not fail a canary.
 
 A limit counts as exceeded only if the count would be improbable (below `SIGNIFICANCE`) for a canary
-just within the limit. This is the probability of a false alarm in a single test. It is small,
-because a canary is tested again and again.
+just within the limit. `SIGNIFICANCE` is the probability of a false alarm in a single test. The
+probability is small, because a canary is tested repeatedly.
 """
 
 import math
@@ -39,14 +39,14 @@ class Variant:
     succeeded: int = 0
     failed: int = 0
     declined: int = 0
-    """Requests that the canary could not admit at once for lack of room."""
+    """Number of requests that the canary could not admit at once for lack of capacity."""
     restarts: int = 0
-    """Workers and pods that crashed, for lack of memory or for another reason."""
+    """Number of workers and pods that crashed, for lack of memory or for another reason."""
     ttft: Mapping[float, int] = field(default_factory=dict)
     """Histogram of the TTFT: counts by each bucket's upper bound in seconds, the last one infinite.
     """
     e2e: Mapping[float, int] = field(default_factory=dict)
-    """Histogram of the end-to-end latency, in the same form."""
+    """Histogram of the end-to-end latency, in the form of `ttft`."""
 
     @property
     def ended(self) -> int:
@@ -61,7 +61,7 @@ class Outcome(StrEnum):
     PASS = "Pass"
     FAIL = "Fail"
     WAIT = "Wait"
-    """Too few requests to decide."""
+    """There are too few requests to decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Analysis:
     reason: str
     message: str
     waits_for: str = ""
-    """The data that the outcome WAIT waits for."""
+    """The missing data, if the outcome is WAIT."""
 
 
 def analyze(
@@ -158,7 +158,7 @@ def slowness(
 
 
 def summary(canary: Variant, stable: Variant) -> str:
-    """Return the counts and latencies of both sides in one line."""
+    """Summarise the counts and latencies of the canary and the stable engines in one line."""
     parts = [
         f"{canary.failed} of {canary.ended} requests failed (stable {stable.failed} of "
         f"{stable.ended})"
@@ -192,7 +192,7 @@ def num_above(counts: Mapping[float, int], limit_s: float) -> int:
 def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
     """Yield the lower bound, upper bound and count of each bucket.
 
-    The upper bound of the infinite bucket is given as its lower bound.
+    The infinite upper bound of the last bucket is replaced by the bucket's lower bound.
     """
     low = 0.0
     for end in sorted(counts):

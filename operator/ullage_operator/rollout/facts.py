@@ -71,7 +71,7 @@ def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
 def crowded_pools(
     service: Service, observation: RolloutObservation, tried: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the pools whose canary must replace stable engines for lack of room, or by `surge`."""
+    """Return the pools whose canary must replace stable engines for lack of nodes or by `surge`."""
     surge = service.spec.rollout.surge
     if surge == "always":
         return ()
@@ -164,7 +164,7 @@ def _is_of_many(
 def outdated_pools(
     service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
 ) -> tuple[str, ...]:
-    """Return the pools whose applied pod template differs from this operator's, without an edit.
+    """Return the pools whose pod template changed with the operator and not through an edit.
 
     Edits of fields that stable engines and the canary share are excluded. Routers apply such edits
     at once, so engines must not wait. Other edits of a waiting service do not advance its turn.

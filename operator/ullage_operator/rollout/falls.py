@@ -1,12 +1,11 @@
 """Counts the falls of engines during a trial, as the engines themselves report them. Pure.
 
-A fall is the loss of a worker or the end of a container. An engine's server counts the workers that
-it lost, and the kubelet counts the container restarts. Both counts belong to one pod. They do not
-depend on when a router read its file, on the address that a name resolved to, or on which operator
-read the counts.
+A fall is the loss of a worker or the exit of a container. An engine's server counts the workers
+that it lost, and the kubelet counts the container restarts. Both counts belong to one pod. The
+counts do not depend on when a router read its file, on the address that a name resolved to, or on
+which operator read the counts.
 
-Routers count falls, too, but only from the moment at which they learn of a canary. A canary may
-have fallen before.
+Routers also count falls, but only after they learn of a canary. A canary may have fallen before.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,7 +45,7 @@ class FallCount:
 
 
 Falls = Mapping[str, FallCount]
-"""Falls during a trial by pod uid, including those of deleted pods."""
+"""Falls during a trial by pod uid, including the falls of deleted pods."""
 
 
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:

@@ -38,7 +38,7 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 
 def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Return pool objects whose StatefulSets have hashes of revision, spec and template."""
+    """Return pool objects, with the revision and hashes in annotations of the StatefulSets."""
     hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
         _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects
@@ -87,7 +87,7 @@ def _stop_said(is_stopped: bool) -> Manifest:
 
 
 def with_stop_said(text: str, is_stopped: bool) -> str:
-    """Return the routers' rollout file, changed only in whether the service is stopped."""
+    """Return the routers' rollout file, with only the flag for a stopped service updated."""
     document = yaml.safe_load(text)
     kept = {name: value for name, value in document.items() if name != "stopped"}
     changed = kept | _stop_said(is_stopped)

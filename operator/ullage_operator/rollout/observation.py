@@ -24,7 +24,7 @@ class RolloutObservation:
     stored_state: str | None
     """The stored text of the rollout's state, or None without one."""
     is_state_readable: bool = True
-    """Whether the operator can read the kept state."""
+    """Whether the operator can read the stored state of the rollout."""
     may_begin: bool = True
     """Whether the rollout queue admits a rollout that starts without an edit of the service."""
     may_yield: bool = True
@@ -86,7 +86,7 @@ def is_made_of(observation: RolloutObservation, name: str, revision: str) -> boo
 def canary_engines(
     service: Service, observation: RolloutObservation, revision: str
 ) -> list[EngineReport]:
-    """Return a canary's engines that have the revision."""
+    """Return a canary's engines that have the given revision."""
     engines = []
     for engine in observation.engines:
         name = naming.pool_name(service.name, engine.pool)
@@ -101,5 +101,5 @@ def canary_engines(
 
 
 def stable_engines(observation: RolloutObservation) -> list[EngineReport]:
-    """Return the engines that are not the canary's."""
+    """Return the engines that do not belong to a canary."""
     return [each for each in observation.engines if not naming.is_canary_pool(each.pool)]

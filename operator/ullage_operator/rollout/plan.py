@@ -47,13 +47,13 @@ class RolloutPlan:
 
     state: RolloutState
     stable: Service
-    """The service with the release of its stable engines."""
+    """The service with the release of the stable engines."""
     canary: Service
-    """The service with the release of its canary."""
+    """The service with the release of the canary."""
     pools: tuple[str, ...]
     """Pools that have a canary now."""
     weight: int
-    """Percentage of requests for the canary."""
+    """Percentage of requests that the canary gets."""
     held: tuple[str, ...] = ()
     """Pools whose stable engines stay unchanged, although this operator's template differs."""
     places: Mapping[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class RolloutPlan:
 
     @property
     def look_again_s(self) -> float | None:
-        """Return the seconds until the next plan without changes, or None if no plan is due."""
+        """Return the seconds until a plan is due even without changes, or None."""
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
         waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
         return None if is_quiet and not waits else LOOK_AGAIN_S
@@ -118,7 +118,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return a progress that changes nothing if the needed state is lost. Otherwise return None."""
+    """Return a progress that changes nothing if the needed state is lost, and None otherwise."""
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)

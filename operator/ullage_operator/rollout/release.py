@@ -62,7 +62,7 @@ NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetent
 
 
 def release_of(service: Service, settings: Settings) -> Release:
-    """Return the release that a service's spec asks for."""
+    """Return the release that a service's spec describes."""
     spec = to_api(service.spec)
     spec[ENGINE_TLS] = spec["tls"]["engines"]
     chosen = {name: spec[name] for name in SECTIONS}
@@ -72,7 +72,7 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that its engines depend on, without those that warm the cache."""
+    """Return the fields of a pool that affect engines, except the field that warms the cache."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 

@@ -6,7 +6,7 @@ and the operator therefore agree on the next pod. Without the operator, Kubernet
 at a time.
 
 A new operator changes the router pods of every service. Each Deployment takes the new template when
-it is the service's turn, or earlier with an edit of the service.
+it is the service's turn, or earlier if the service is edited.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -126,7 +126,7 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
     """Return a ConfigMap with the current routers' configuration and the new rollout file.
 
-    Running routers read the rollout file again whenever it changes.
+    Running routers reload the rollout file whenever it changes.
     """
     config = live.get((item["kind"], item["metadata"]["name"]), {}).get("data", {})
     if item["kind"] != "ConfigMap" or naming.ROUTER_CONFIG not in config:

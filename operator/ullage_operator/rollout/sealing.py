@@ -53,7 +53,7 @@ def sealed_widely(release: Mapping[str, Any]) -> Release:
 
 
 def unsealed(release: Mapping[str, Any], values: Mapping[str, str]) -> Release:
-    """Return a release that was sealed in either form, with its original values.
+    """Return a sealed release with its original values, whichever operator version sealed it.
 
     Raises:
         KeyError: an original value is unknown.

@@ -3,9 +3,9 @@
     Stable ─► Starting ─► Canary, step by step ─► Promoting ─► Stable
                  └────────────┴──► RolledBack (until the spec changes)
 
-A revision identifies a release of engines. The stable revision serves. Another revision that the
-spec asks for is first tried on a canary. `RolloutProgress` has all decisions and is stored in the
-cluster, so the operator may stop at any point.
+A revision identifies a release of engines. The stable revision serves. If the spec requests another
+revision, the operator first tries it on a canary. `RolloutProgress` holds all decisions and is
+stored in the cluster, so the operator may stop at any point.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ TRYING = (RolloutStage.STARTING, RolloutStage.CANARY)
 
 
 class RolloutCommand(StrEnum):
-    """A command that a user gave by an annotation of the service."""
+    """A rollout command that a user gave through an annotation of the service."""
 
     NONE = ""
     PROMOTE = "promote"
@@ -73,7 +73,7 @@ class RolloutFacts:
 
     now: datetime
     target: str
-    """The revision that the spec asks for."""
+    """The revision that the spec requests."""
     is_serving: bool
     """Whether a stable engine is ready. A canary can be compared only with ready stable engines."""
     is_bridged: bool = False
@@ -92,16 +92,16 @@ class RolloutFacts:
     fetching: str = ""
     """Why the target waits for a Job to fetch its model (empty if it does not wait)."""
     can_canary: bool = True
-    """Whether a canary is possible: a changed pool has engines, and the model's name stays."""
+    """Whether a canary is possible: a changed pool has engines, and the model keeps its name."""
     needs_canary: bool = True
-    """Whether the target may answer differently, or the spec asks for a canary of every change."""
+    """Whether the target may answer differently, or the spec requests a canary for every change."""
     is_canary_ready: bool = False
     crowded: tuple[str, ...] = ()
     """Pools without free nodes for a canary, which may then replace one of their engines."""
     restarts: int = 0
     """Number of worker losses and container restarts in the canary's pods."""
     problem: str = ""
-    """Why the canary is not ready."""
+    """Reason why the canary is not ready."""
     is_stuck: bool = False
     """Whether waiting cannot solve the canary's problem, for example a missing image."""
     like_stable: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class RolloutFacts:
     final_analysis: Analysis = field(
         default_factory=lambda: Analysis(Outcome.FAIL, "Unknown", "no router could be asked")
     )
-    """The analysis if the time to wait for requests is over."""
+    """The analysis that applies once the time to wait for requests is over."""
     command: RolloutCommand = RolloutCommand.NONE
 
 
@@ -140,9 +140,9 @@ class RolloutProgress:
     unserved_since: datetime | None = None
     """Time since which no stable engine is ready, in a new service or during a rollout."""
     settled_since: datetime | None = None
-    """Time since which all stable engines have the revision and are ready, while promoting."""
+    """During a promotion, time since which all stable engines have the revision and are ready."""
     is_asleep: bool = False
-    """Whether the canary's pools have no engines. The canary starts once they have some."""
+    """Whether the canary's pools have no engines. The canary starts once the pools have engines."""
     is_held: bool = False
     """Whether a user must decide, for example about a failed canary without automatic rollback."""
     renewal: str = ""
@@ -150,7 +150,7 @@ class RolloutProgress:
     reason: str = "Stable"
     message: str = _NOTHING
     seen: str = ""
-    """The annotation that the operator last acted on."""
+    """The rollout annotation that the operator last acted on."""
     replaces: tuple[str, ...] = ()
     """Pools in which the canary takes the place of stable engines."""
     falls: Mapping[str, FallCount] = field(default_factory=dict)
@@ -430,7 +430,7 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
 
 
 def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
-    """Return a message that says what a step waits for, and until when."""
+    """Return a message that explains what a rollout step waits for, and until when."""
     if analysis.outcome is Outcome.PASS:
         until = _clock(state.since, policy.step_duration)
         return f"good so far, waits for its minimum time until {until}"

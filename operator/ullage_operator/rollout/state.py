@@ -1,8 +1,8 @@
 """The state of a rollout that reconciliations share: its progress and its releases. Pure.
 
 The state is text in a ConfigMap. Without the state, the operator cannot distinguish a stable
-revision from a revision that was rolled back. It then leaves engines unchanged and reports the lost
-state, instead of rolling out a revision that was not analysed.
+revision from a revision that was rolled back. The operator then leaves engines unchanged and
+reports the lost state, instead of rolling out a revision that was not analysed.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return the state that follows a decision about the release that the spec asks for."""
+        """Return the state after a decision about the release that the spec describes."""
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
@@ -164,7 +164,7 @@ def dump(state: RolloutState) -> str:
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """Return the progress of a service whose ConfigMaps cannot be read, which changes nothing."""
+    """Return a progress that changes nothing, for a service whose ConfigMaps cannot be read."""
     message = (
         "the state of the rollout cannot be read: engines stay unchanged until the operator may "
         "list and watch ConfigMaps"
