@@ -1,4 +1,4 @@
-"""`ullage key`: makes API keys of tenants."""
+"""`ullage key` generates API keys for tenants."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ HELP = """examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage key`."""
     parser = commands.add_parser(
         "key",
         help="make an API key",
@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a new key and its entry.
+    """Print a new API key, and the entry that the tenants' Secret stores for the key.
 
     Raises:
         LocalFailure: the tenant's name is not valid, or the entry cannot be written.
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add_entry(path: Path, line: str) -> None:
-    """Append an entry to a tenant's file, whose earlier keys stay valid."""
+    """Append an entry to a tenant's key file. The tenant's earlier keys remain valid."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         old = path.read_text(encoding="utf-8") if path.exists() else ""

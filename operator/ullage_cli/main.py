@@ -22,11 +22,11 @@ HELP = """examples:
 """
 
 COMMANDS = (up, top, trace, profile, plan, quantize, key, upgrade_manifest)
-"""Modules of the commands, in the order of the help."""
+"""Modules of the subcommands, in the order in which the help lists them."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line. Each command sets its function as `run`."""
+    """Return the parser of the command line. Each subcommand stores its function as `run`."""
     parser = argparse.ArgumentParser(
         prog="ullage",
         description="Language models that never run out of GPU memory.",
@@ -42,10 +42,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit status, which is 2 for an error that the user can fix.
+    """Run a subcommand and return its exit status, which is 2 for an error that the user can fix.
 
     Args:
-        arguments: the command line without the program's name, by default this process's.
+        arguments: the command line without the program's name (None for this process's own).
     """
     options = make_parser().parse_args(arguments)
     try:

@@ -17,7 +17,7 @@ from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import Service
 
 BASE_HELP = "manifest of an LLMServiceBase that the service names (repeat for several)"
-"""Help of the option --base, which several commands have."""
+"""Help text of the option --base, which several commands share."""
 
 
 def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
@@ -38,7 +38,7 @@ def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
 
 
 def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
-    """Return the paths of fields that a manifest sets to their default and a base overrides."""
+    """Return the paths of fields that the manifest sets to their defaults but a base overrides."""
     if not base_paths:
         return []
 
@@ -47,7 +47,7 @@ def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
 
 
 def read_bases(paths: Sequence[Path]) -> Bases:
-    """Return the LLMServiceBases of several manifests.
+    """Return the LLMServiceBases in several manifest files.
 
     Raises:
         LocalFailure: one line for each problem, each starting with the file's name.
@@ -67,7 +67,7 @@ def read_bases(paths: Sequence[Path]) -> Bases:
 
 
 def _read_object(path: Path, kind: str) -> Any:
-    """Return the only object of a file, with a separate copy for each YAML alias."""
+    """Return the single object in a file, with a separate copy for each YAML alias."""
     documents = read_documents(path)
     if len(documents) != 1:
         raise LocalFailure(
@@ -116,7 +116,7 @@ def upgraded_manifest(path: Path) -> tuple[str, list[str]]:
 
 
 def _failure(path: Path, problems: Iterable[Problem]) -> LocalFailure:
-    """Return the error with one line for each problem of a file."""
+    """Return an error with one line for each problem in a file."""
     return LocalFailure("\n".join(f"{path}: {each}" for each in problems))
 
 

@@ -1,7 +1,8 @@
 """Reads YAML as `kubectl apply` does: as JSON, in which no key occurs twice.
 
-Dates and keys become text, and values that JSON cannot represent are refused. Length, depth and the
-expansion of anchors are bounded, because a file of a kilobyte can expand to terabytes.
+Dates and keys become text, and values that JSON cannot represent are refused. The file's length,
+its nesting depth and the expansion of its anchors are bounded, because a file of a kilobyte can
+expand to terabytes.
 """
 
 import math
@@ -16,9 +17,9 @@ from ullage_operator.api.errors import LocalFailure, Problem
 from ullage_operator.api.schema import join
 
 MAX_BYTES = 1 << 20
-"""Maximum size of a file, bytes. etcd does not store an object of 1.5 MiB."""
+"""Maximum size of a file in bytes. etcd does not store an object of 1.5 MiB."""
 MAX_NODES = 100_000
-"""Maximum number of values in a document, in which each use of an alias counts again."""
+"""Maximum number of values in a document. Each use of an alias counts its values again."""
 MAX_DEPTH = 100
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -29,13 +30,13 @@ _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 
 _MAX_NUMBER = 64
-"""Maximum length of a number. The time to parse one is quadratic in its length."""
+"""Maximum length of a number. The parsing time is quadratic in the number's length."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""One half of a surrogate pair of UTF-16, which UTF-8 cannot encode."""
+"""Matches one half of a UTF-16 surrogate pair, which UTF-8 cannot encode."""
 
 
 def read_documents(path: Path) -> list[Any]:
-    """Return the documents of a YAML file, without empty ones.
+    """Return the documents of a YAML file, without empty documents.
 
     Raises:
         LocalFailure: the file cannot be read, or is not YAML that an API server would accept.
@@ -92,7 +93,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that accepts only JSON values and refuses duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node, or raise an error if there are too many or too deep nodes."""
+        """Return the next node. Raise an error if nodes are too many or too deeply nested."""
         self.depth: int = getattr(self, "depth", 0) + 1
         self.num_nodes: int = getattr(self, "num_nodes", 0) + 1
         if self.depth > MAX_DEPTH:
@@ -107,7 +108,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        """Refuse a tag of a type that the text does not have, for example `!!bool x`.
+        """Refuse a tag whose type does not match the text, for example `!!bool x`.
 
         Long numbers are refused, too.
         """
@@ -122,7 +123,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
 
     def _refusal(self, text: str) -> yaml.YAMLError:
-        """Return an error at the next event."""
+        """Return an error that points at the next event's position in the file."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         return yaml.composer.ComposerError(None, None, text, mark)
 
@@ -134,12 +135,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_size(self, node: yaml.Node, sizes: dict[int, int], within: set[int]) -> int:
-        """Return the number of values in an expanded node, and refuse a node that contains itself.
+        """Count the values of a node with its aliases, and refuse a node that contains itself.
 
         Args:
             node: the node to count.
-            sizes: known numbers of values, by the identity of the node.
-            within: identities of the nodes that contain this node.
+            sizes: numbers of values that were already counted, by the node's `id()`.
+            within: the `id()` of each node that contains this node.
         """
         if id(node) in sizes:
             return sizes[id(node)]
@@ -184,7 +185,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Return the pattern of a plain scalar without sexagesimal numbers, such as 12:30:45."""
+    """Return a pattern for plain scalars that excludes sexagesimal numbers such as 12:30:45."""
     if tag not in (_INT, _FLOAT):
         return form
     return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)

@@ -32,7 +32,7 @@ reason for it, and the places where its engines keep KV.
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage plan`."""
     parser = commands.add_parser(
         "plan",
         help="print the objects that the operator would apply",
@@ -50,7 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the objects, and print notes about them to standard error."""
+    """Print the planned objects, and print notes about them to standard error."""
     service = read_service(options.file, options.base)
     # Objects of optional kinds are printed as if the cluster served their kinds.
     serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))
@@ -75,14 +75,14 @@ def _render(objects: list[Manifest], output: str) -> str:
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """A YAML dumper that writes shared values in full, without anchors, which reads better."""
+    """A YAML dumper that writes shared values in full instead of anchors, for readability."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def _pool_lines(service: Service, settings: Settings) -> list[str]:
-    """Return two lines for each pool: engine, reason and image, and the KV tiers."""
+    """Return two lines per pool: first the engine, reason and image, then the KV tiers."""
     spec = service.spec
     image = engine_image(spec, settings)
     expected = {

@@ -11,9 +11,9 @@ FORWARD_TIMEOUT_S = 20.0
 
 
 class PortForward:
-    """A running `kubectl port-forward` that is restarted if it has ended.
+    """A running `kubectl port-forward`, which is restarted if the process has ended.
 
-    For example, the command ends when its pod is replaced.
+    For example, the process ends when its pod is replaced.
 
     Args:
         namespace: namespace of the target.
@@ -33,7 +33,7 @@ class PortForward:
         self._stop()
 
     def url(self) -> str:
-        """Return the URL of the port on this machine, and start kubectl if it does not run.
+        """Return the forwarded port's URL on this machine, and start kubectl if it does not run.
 
         Raises:
             LocalFailure: kubectl is not installed, or cannot forward the port.

@@ -1,4 +1,4 @@
-"""`ullage profile` records the next steps of a serving engine, for Perfetto."""
+"""`ullage profile` records the next steps of a running engine as a trace for Perfetto."""
 
 import argparse
 import contextlib
@@ -19,15 +19,15 @@ from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 
 MAX_STEPS = 1000
-"""Maximum number of steps of a profile, which the engine enforces."""
+"""Maximum number of steps in a profile. The engine enforces this limit."""
 MAX_SECONDS = 300
-"""Maximum number of seconds to wait for the steps, which the engine enforces."""
+"""Maximum number of seconds to wait for the steps. The engine enforces this limit."""
 
 NOT_SERVED = (
     "the engine serves no profiles at that port, because clients reach it (tickets.required) or "
     "the engine's version is too old"
 )
-"""Error of an engine that does not know the call."""
+"""Error text for an engine that does not serve the Profile RPC."""
 
 HELP = """examples:
   ullage profile smollm2                          record 50 steps of a local engine
@@ -42,7 +42,7 @@ observability.profiling.enabled. An engine computes steps only while it has requ
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage profile`."""
     parser = commands.add_parser(
         "profile",
         help="record an engine's next steps",
@@ -70,12 +70,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def steps(text: str) -> int:
-    """Return a number of steps (argparse uses this function's name in its error)."""
+    """Parse a number of steps. argparse shows this function's name in its error message."""
     return _between(text, MAX_STEPS, "steps")
 
 
 def seconds(text: str) -> int:
-    """Return a number of seconds (argparse uses this function's name in its error)."""
+    """Parse a number of seconds. argparse shows this function's name in its error message."""
     return _between(text, MAX_SECONDS, "seconds")
 
 
@@ -87,10 +87,11 @@ def _between(text: str, most: int, unit: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the profile to the chosen file.
+    """Record a profile, and write it to the chosen file.
 
     Raises:
-        LocalFailure: there is no such engine, it serves no profiles, or the file cannot be written.
+        LocalFailure: there is no such engine, the engine serves no profiles, or the file cannot be
+            written.
     """
     request = admin_pb2.ProfileRequest(
         kind="PROFILE_KIND_TIMELINE" if options.timeline else "PROFILE_KIND_OPERATIONS",
@@ -127,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
-    """Write the profile while it arrives, and return its size in bytes and its number of steps."""
+    """Write the profile as it arrives, and return its size in bytes and its number of steps."""
     size = num_seen = 0
     is_live = sys.stderr.isatty()
     with path.open("wb") as file:
@@ -146,7 +147,7 @@ def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the gRPC address and the name of the engine.
+    """Yield the chosen engine's gRPC address and name.
 
     Raises:
         LocalFailure: there is no such engine.
@@ -164,7 +165,7 @@ def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _first_pool(namespace: str, service: str) -> str:
-    """Return the service's default pool, which its status names.
+    """Return the name of the service's default pool from the service's status.
 
     Raises:
         LocalFailure: kubectl is not installed, or the service has no status.
@@ -185,7 +186,7 @@ def _first_pool(namespace: str, service: str) -> str:
 
 
 def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the chosen engine from the state.json of a running `ullage up`.
+    """Return the chosen engine's entry in the state.json of a running `ullage up`.
 
     Raises:
         LocalFailure: there is no such engine on this machine.

@@ -1,4 +1,4 @@
-"""`ullage quantize` runs the engine's offline tool, which writes a model in a smaller format."""
+"""`ullage quantize` runs the engine's offline tool, which converts a model to a smaller format."""
 
 import argparse
 import signal
@@ -8,14 +8,14 @@ import sys
 from ullage_operator.api.errors import LocalFailure
 
 MODULE = "ullage_engine.quantize.convert"
-"""The engine's tool. It runs as a process, because the command does not import the engine."""
+"""Module of the engine's tool. It runs as a process, because the CLI does not import the engine."""
 
 EXPECTED_STATUSES = (0, 2, 130, 143)
-"""Exit statuses that pass through: success, an error that the tool printed, SIGINT, SIGTERM."""
+"""Exit statuses that are passed on: success, an error that the tool printed, SIGINT, SIGTERM."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage quantize`."""
     parser = commands.add_parser(
         "quantize",
         help="write a model in a smaller format",
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def quantize(command: list[str]) -> int:
-    """Run the tool, which prints its own progress and errors, and return its exit status.
+    """Run the tool and return its exit status. The tool prints its own progress and errors.
 
     Raises:
         LocalFailure: the tool could not be started, was killed, or crashed.

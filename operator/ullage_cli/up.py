@@ -1,6 +1,6 @@
 """`ullage up` serves the LLMService of a manifest on this machine until Ctrl-C.
 
-The progress of the start is one live table on a terminal, and plain lines elsewhere.
+The startup progress is shown as a live table on a terminal, and as plain lines elsewhere.
 """
 
 import argparse
@@ -43,7 +43,7 @@ HELP = """examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage up`."""
     parser = commands.add_parser(
         "up",
         help="serve a manifest on this machine until Ctrl-C",
@@ -72,7 +72,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def port(text: str) -> int:
-    """Return a TCP port (0 for any free port)."""
+    """Parse a TCP port (0 for any free port)."""
     number = int(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port; use 0 to 65535")
@@ -80,9 +80,9 @@ def port(text: str) -> int:
 
 
 def collector(text: str) -> TracingSection:
-    """Return the tracing section for a collector at a URL.
+    """Return the tracing section for the OTLP collector at a URL.
 
-    The protocol is OTLP over HTTP for port 4318 or a URL with a path, and over gRPC otherwise.
+    The transport is HTTP if the port is 4318 or the URL has a path, and gRPC otherwise.
     """
     try:
         url = urlsplit(text)
@@ -93,14 +93,14 @@ def collector(text: str) -> TracingSection:
 
 
 def traced_to(service: Service, section: TracingSection) -> Service:
-    """Return the service with another tracing section."""
+    """Return a copy of the service with its tracing section replaced."""
     replaced = msgspec.structs.replace
     observability = replaced(service.spec.observability, tracing=section)
     return replaced(service, spec=replaced(service.spec, observability=observability))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve the manifest until it is stopped.
+    """Serve the manifest until the service is stopped.
 
     Raises:
         LocalFailure: the manifest is invalid, this machine cannot serve it, or a pod failed for
@@ -152,11 +152,11 @@ def _run_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
-    """Run the plan until SIGINT or SIGTERM. A second signal kills the processes that still stop.
+    """Run the plan until SIGINT or SIGTERM. A second signal kills the remaining processes.
 
     Args:
         plan: the processes to run.
-        run_dir: folder of logs and of state.json, the service's addresses and process ids.
+        run_dir: folder of logs and of state.json (the service's addresses and process ids).
         state_file: another file to which state.json is written.
 
     Raises:
@@ -200,7 +200,7 @@ async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> Non
 
 @contextlib.asynccontextmanager
 async def _scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
-    """Scale pools within the block by the router's load reports."""
+    """Scale the pools according to the router's load reports while the block runs."""
     if not plan.policies:
         yield
         return
@@ -226,12 +226,12 @@ async def _scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> 
 async def _first_of(
     failed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
 ) -> None:
-    """Return when a pod has failed, all pods are ready, or `stop` is set.
+    """Wait until a pod has failed, all pods are ready, or `stop` is set.
 
     Args:
-        failed: ends with the error of a pod that can never work.
-        ready: ends when all pods are ready, or None to wait only for the others.
-        stop: set by a signal.
+        failed: future that fails with the error of a pod that can never work.
+        ready: task that ends when all pods are ready, or None to wait only for the other two.
+        stop: event that a signal sets.
 
     Raises:
         PodFailed: a pod has failed.
@@ -248,11 +248,11 @@ async def _first_of(
 
 
 class StartView:
-    """Shows the progress of every pod until all are ready.
+    """Shows the startup progress of every pod until all pods are ready.
 
     Args:
         names: names of the pods that start.
-        console: where to print.
+        console: the console to print on.
     """
 
     def __init__(self, names: list[str], console: Console) -> None:
@@ -276,11 +276,11 @@ class StartView:
 
     @property
     def seconds(self) -> float:
-        """Time since the start, seconds."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def update(self, name: str, progress: str) -> None:
-        """Show a pod's progress, if it is new."""
+        """Show a pod's progress if it has changed."""
         if self._progress.get(name) == progress:
             return
 
@@ -291,7 +291,7 @@ class StartView:
             self._console.print(f"{self.seconds:5.1f} s  {name}: {progress}", highlight=False)
 
     def _table(self) -> Table:
-        """Return a row for each pod."""
+        """Return a table with one row per pod."""
         table = Table.grid(padding=(0, 2))
         for name, progress in self._progress.items():
             table.add_row(name, progress, f"{self.seconds:.1f} s")
@@ -306,7 +306,7 @@ def _announce(
     console: Console,
     seconds: float,
 ) -> None:
-    """Write the state files, and print the addresses of a service that is ready."""
+    """Write the state files, and print the addresses of the ready service."""
     state = service_state(plan.model, runtime.processes, run_dir)
     for path in (run_dir / STATE_FILE, state_file):
         if path:

@@ -1,4 +1,4 @@
-"""`ullage upgrade-manifest` prints a manifest of 0.1.0 with today's fields."""
+"""`ullage upgrade-manifest` converts a manifest of version 0.1.0 to the current fields."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from ullage_cli.manifest_file import upgraded_manifest
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage upgrade-manifest`."""
     parser = commands.add_parser(
         "upgrade-manifest",
         help="print a manifest of 0.1.0 with today's fields",
@@ -21,7 +21,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the manifest, and print a note for each changed value to standard error."""
+    """Print the upgraded manifest, and print a note for each changed value to standard error."""
     text, changes = upgraded_manifest(options.file)
     print(text, end="")
     for each in changes:

@@ -1,4 +1,5 @@
-"""Plans a service for this machine: the operator's pods as commands, files and loopback ports.
+"""Plans how a service runs on this machine: its pods become commands, files and loopback ports.
 
-This package starts no process (the package `processes` does), and does not access a cluster.
+This package starts no processes, because `ullage_cli.processes` does that. It does not access a
+cluster.
 """

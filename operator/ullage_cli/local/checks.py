@@ -9,15 +9,15 @@ from ullage_operator.api.spec import Service, image_of
 
 
 def check_service(service: Service, has_vllm: bool) -> None:
-    """Check that this machine can serve a service.
+    """Check that this machine can run a service.
 
     Args:
-        service: the service to serve.
+        service: the service to run.
         has_vllm: whether vLLM is installed on this machine.
 
     Raises:
-        LocalFailure: this machine cannot provide what a field asks for. The message names the first
-            such field.
+        LocalFailure: a field requests something that this machine cannot provide. The message names
+            the first such field.
     """
     _check_not_stopped(service)
     _check_vllm(service, has_vllm)
@@ -33,7 +33,7 @@ def _check_not_stopped(service: Service) -> None:
 
 
 def _check_vllm(service: Service, has_vllm: bool) -> None:
-    """Refuse features of vLLM if this environment lacks vLLM."""
+    """Reject a service that needs vLLM if vLLM is not installed."""
     if has_vllm:
         return
 
@@ -51,7 +51,7 @@ def _check_vllm(service: Service, has_vllm: bool) -> None:
 
 
 def _check_model_image(service: Service) -> None:
-    """Refuse models in images, which only the nodes of a cluster pull and mount."""
+    """Reject a model in a container image, because only a cluster's nodes can mount images."""
     source = service.spec.model.source
     if image_of(source):
         raise LocalFailure(
@@ -61,7 +61,7 @@ def _check_model_image(service: Service) -> None:
 
 
 def _check_cascade(service: Service) -> None:
-    """Refuse cascade steps that name a Service, because only a cluster's DNS resolves them."""
+    """Reject cascade steps that name a Service, because only a cluster's DNS resolves that name."""
     cascade = service.spec.cascade
     names = [step.service for step in cascade.steps if step.service] if cascade else []
     if names:
@@ -72,7 +72,7 @@ def _check_cascade(service: Service) -> None:
 
 
 def _check_nodes(service: Service) -> None:
-    """Refuse engines that span nodes, because this machine is one node."""
+    """Reject engines that span several nodes, because this machine is a single node."""
     for name, pool in service.spec.pools.items():
         if pool.nodes > 1:
             raise LocalFailure(
@@ -82,7 +82,7 @@ def _check_nodes(service: Service) -> None:
 
 
 def _check_pod_templates(service: Service) -> None:
-    """Refuse pod fields that only a cluster can provide."""
+    """Reject pod template fields that need a cluster."""
     spec = service.spec
     _check_pod_template("spec.router", naming.ROUTER, spec.router.pod_template)
     for name, pool in spec.pools.items():
@@ -90,7 +90,7 @@ def _check_pod_templates(service: Service) -> None:
 
 
 def _check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> None:
-    """Refuse other containers, volumes, and environment variables with references.
+    """Reject extra containers, volumes, and environment variables that reference other objects.
 
     Args:
         section: path of the section that has the template, for example spec.router.

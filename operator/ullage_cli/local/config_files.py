@@ -1,4 +1,4 @@
-"""Builds every pod's configuration file: the one for a cluster, with this machine's addresses."""
+"""Builds each pod's configuration file: the file for a cluster, with this machine's addresses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ ADAPTERS_DIR = "adapters"
 """Folder of the adapters file. No pod has this name, because pod names end with numbers."""
 
 LISTENERS = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
-"""Section of a router's configuration, by the name of its container port."""
+"""Maps a container port's name to the section of the router's configuration for that port."""
 
 Document = dict[str, Any]
 """A parsed configuration file."""
@@ -26,11 +26,11 @@ Document = dict[str, Any]
 def pod_files(
     objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, cores: Mapping[str, Document]
 ) -> list[File]:
-    """Return the configuration files of every pod, each in its own folder.
+    """Return the configuration files of all pods, with a separate folder for each pod.
 
     Args:
         objects: the operator's plan, with a memory budget for every engine.
-        run_dir: folder of all pods' folders.
+        run_dir: folder that contains every pod's folder.
         ports: loopback ports by pod name.
         cores: CPU core settings of every engine, by pod name.
     """
@@ -71,15 +71,15 @@ def _local_engine(
     cores: Document,
     pool: Sequence[str],
 ) -> Document:
-    """Return an engine's configuration. All engines of this machine share the prepared weights.
+    """Return an engine's configuration for this machine, where all engines share prepared weights.
 
     Args:
-        document: the configuration that the engine has in a cluster.
+        document: the engine's configuration in a cluster.
         pod_name: the engine's id.
-        run_dir: folder of all pods' folders.
+        run_dir: folder that contains every pod's folder.
         ports: the engine's loopback ports.
         cores: the CPU core settings of the engine.
-        pool: gRPC addresses of all engines of its pool.
+        pool: gRPC addresses of all engines in the engine's pool.
     """
     server = (
         document["server"]
@@ -116,13 +116,13 @@ def _local_router(
 ) -> dict[str, Document]:
     """Return the router's configuration files by name.
 
-    A pool's Service name is replaced by the addresses of its engines, and a pool without engines is
-    left out. No canary can run here, so the rollout file has only the adapters of engines that
-    sleep. Without adapters there is no rollout file.
+    The addresses of a pool's engines replace the pool's Service name, and a pool without engines is
+    left out. No canary can run on this machine, so the rollout file has only the adapters of
+    engines that sleep. Without adapters there is no rollout file.
 
     Args:
-        data: the configuration files that the router has in a cluster, by name.
-        folder: folder of the files.
+        data: the router's configuration files in a cluster, by name.
+        folder: folder to which the files will be written.
         ports: the router's loopback ports.
         targets: gRPC addresses of engines, by the name of their StatefulSet, which is also the name
             of their Service.
@@ -149,12 +149,12 @@ def _local_router(
 
 
 def _addresses(services: Iterable[str], targets: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the addresses of the engines behind Services, each given as NAME:PORT."""
+    """Return the addresses of all engines behind the given Services (each as NAME:PORT)."""
     return [address for service in services for address in targets[service.split(":")[0]]]
 
 
 def adapters_of(service: Service, run_dir: Path) -> File:
-    """Return the file that all engines read their adapters from."""
+    """Return the adapters file, which all engines share."""
     return File(_adapters_path(run_dir), adapters_file(service))
 
 
@@ -163,7 +163,7 @@ def _adapters_path(run_dir: Path) -> Path:
 
 
 def kv_folders(files: Iterable[File]) -> list[Path]:
-    """Return the folders of all engines' file tiers, without duplicates."""
+    """Return the folders of the engines' KV file tiers, without duplicates."""
     engines = [yaml.safe_load(f.text) for f in files if f.path.name == naming.ENGINE_CONFIG]
     tiers = [engine["memory"]["tiers"]["file"] for engine in engines if _has_file_tier(engine)]
     return [Path(path) for path in dict.fromkeys(tier["path"] for tier in tiers)]

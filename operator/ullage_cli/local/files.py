@@ -1,4 +1,4 @@
-"""Writes the plan's configuration files, and makes the folders in which engines keep KV."""
+"""Writes the plan's configuration files, and creates the folders of the engines' KV file tiers."""
 
 import tempfile
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ class File:
 
 
 def write_files(files: Sequence[File]) -> None:
-    """Write configuration files, and make their folders."""
+    """Write configuration files, and create their folders."""
     for file in files:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         file.path.write_text(file.text, encoding="utf-8")
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Make the folders of file tiers, and check that they are writable.
+    """Create the folders of KV file tiers, and check that each folder is writable.
 
     Raises:
         LocalFailure: a folder cannot be created or is not writable.

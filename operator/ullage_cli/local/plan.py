@@ -1,7 +1,8 @@
 """Converts the operator's plan for one machine: pods become commands, files and ports.
 
 Addresses of the cluster become loopback addresses, volumes become folders, and a Secret becomes a
-folder with one file per key. This module writes and starts nothing, but it reserves ports.
+folder with one file per key. This module reserves ports, but it writes no files and starts no
+processes.
 """
 
 import contextlib
@@ -42,16 +43,16 @@ class LocalPlan:
 
     model: str
     pods: list[Pod]
-    """All pods, including those of scaling pools that do not run yet."""
+    """All pods, including pods of autoscaled pools that do not run yet."""
     files: list[File]
     policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
-    """Autoscaling policies of the autoscaled pools, by pool."""
+    """Autoscaling policy of each autoscaled pool, by the pool's name."""
     engines: Sequence[str] = ()
-    """A line for each pool with its expected engine and the reason."""
+    """One line per pool, with the engine that is expected to run it and the reason."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Initial number of engines of the autoscaled pools, by pool."""
+    """Initial number of engines in each autoscaled pool, by the pool's name."""
     folders: Sequence[Path] = ()
-    """Folders in which engines keep KV."""
+    """Folders of the engines' KV file tiers."""
 
 
 def plan_local(
@@ -72,13 +73,13 @@ def plan_local(
         run_dir: folder of configuration, logs, sockets and downloads.
         http_port: the router's port for HTTP (0 for any free port).
         grpc_port: the router's port for gRPC (0 for any free port).
-        log_level: log level of a service that does not set one.
-        secrets: folder with one folder for every Secret that the service names.
+        log_level: log level for a service that does not set its own level.
+        secrets: folder with one subfolder for every Secret that the service names.
         has_vllm: whether vLLM is installed on this machine.
-        kept: reserves the pods' ports until it is closed.
+        kept: exit stack that reserves the pods' ports until the stack is closed.
 
     Raises:
-        LocalFailure: a port is taken, no pool asks for an engine, or the path of `run_dir` is too
+        LocalFailure: a port is taken, no pool requests an engine, or the path of `run_dir` is too
             long for sockets. Or the service needs an engine, another service or a Secret that this
             machine does not have.
     """
@@ -114,11 +115,12 @@ def plan_local(
 
 
 def _adapted(service: Service, log_level: str) -> Service:
-    """Return the service as this machine runs it.
+    """Return the service with the changes that it needs to run on this machine.
 
-    All engines that a pool can scale to get their ports and files at the start. There is one
-    router, because several would share one port. A service that names no log level gets
-    `log_level`. Profiling is on, because its ports are on loopback, for the user of this machine.
+    Every pool has its maximum number of engines, so that all of them have ports and files from the
+    start. There is one router, because several routers would share one port. A service without a
+    log level gets `log_level`. Profiling is on, because its ports are on loopback, where only the
+    user of this machine can reach them.
     """
     replace = msgspec.structs.replace
     spec = service.spec
@@ -139,13 +141,13 @@ def _adapted(service: Service, log_level: str) -> Service:
 
 
 def _policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return the policies of autoscaled pools. `ullage up` scales pools of every provider."""
+    """Return each autoscaled pool's policy. `ullage up` scales pools of every provider itself."""
     autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: scaling for name, scaling in autoscaling.items() if scaling}
 
 
 def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
-    """Return a line for each pool with its expected engine and the reason."""
+    """Return one line per pool, with its expected engine and the reason."""
     spec = service.spec
     on_cuda = {"cuda": True, "cpu": False}.get(spec.device)
     place = "this environment"
@@ -157,7 +159,7 @@ def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
 
 
 def _check_engines(pods: Iterable[Pod]) -> None:
-    """Raise an error for a plan that has only routers."""
+    """Raise an error if the plan has routers but no engines."""
     if all("http" in pod.ports for pod in pods):
         raise LocalFailure(
             "spec.pools: no pool asks for an engine; set spec.replicas, or replicas of a pool, to 1"

@@ -1,4 +1,4 @@
-"""Turns pods into commands: arguments, environment, volumes as folders, and loopback ports."""
+"""Converts pods to commands with arguments, environment, folders as volumes, and loopback ports."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from ullage_cli.local.workloads import Manifest, pod_names, pod_spec, workloads
 from ullage_operator.api import naming
 
 ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
-"""Modules of the images' commands, which run in this interpreter's environment."""
+"""Python module for each command of the images. This interpreter runs the modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +20,30 @@ class Pod:
 
     name: str
     owner: str
-    """Name of the Deployment or StatefulSet."""
+    """Name of the Deployment or StatefulSet that owns the pod."""
     part: str
-    """Section of the spec that the pod belongs to, for example pools.single or router."""
+    """Section of the service's spec that describes the pod, for example pools.single or router."""
     command: tuple[str, ...]
     env: Mapping[str, str]
     ports: Mapping[str, int]
     """Loopback port of every named container port."""
     grace_s: float
-    """Seconds between SIGTERM and SIGKILL, in which running requests can finish."""
+    """Seconds between SIGTERM and SIGKILL, during which running requests can finish."""
 
 
 def make_pods(
     objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, secrets: Path | None = None
 ) -> list[Pod]:
-    """Return the processes of a plan.
+    """Return every pod of a plan as a process.
 
     Args:
         objects: the operator's plan.
-        run_dir: folder in which the volumes of pods are folders.
+        run_dir: folder in which each pod volume becomes a folder.
         ports: loopback ports by pod name.
-        secrets: folder with one folder per Secret.
+        secrets: folder with one subfolder per Secret.
 
     Raises:
-        LocalFailure: an environment variable needs a Secret that has no folder, or lacks the key.
+        LocalFailure: an environment variable needs a Secret whose folder or key is missing.
     """
     return [
         _make_pod(workload, name, run_dir, ports[name], secrets)
@@ -84,7 +84,7 @@ def _make_pod(
 
 
 def _spec_part(workload: Manifest) -> str:
-    """Return the spec's section for a workload, for example pools.single or router."""
+    """Return the spec section that describes a workload, for example pools.single or router."""
     labels = workload["spec"]["template"]["metadata"]["labels"]
     pool = labels.get(naming.POOL_LABEL)
     return f"pools.{pool}" if pool else str(labels["app.kubernetes.io/component"])
@@ -106,7 +106,7 @@ def _variable_value(variable: Manifest, pod_name: str) -> str:
 
 
 def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path]:
-    """Return this machine's folder for every mount path. All pods share the folder of downloads."""
+    """Return the local folder for each mount path. All pods share one folder for downloads."""
     return {
         mount["mountPath"]: run_dir / mount["name"]
         if mount["mountPath"] == naming.CACHE_DIR
@@ -116,7 +116,7 @@ def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path
 
 
 def _translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
-    """Expand $(NAME) as the kubelet does, and mount paths to folders of this machine."""
+    """Expand $(NAME) as the kubelet does, and replace a mount path with its local folder."""
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
 

@@ -23,11 +23,11 @@ def assign_ports(
     Args:
         objects: the operator's plan.
         fixed: ports that the user chose, by workload and container port (0 for any free port).
-        kept: holds the reservations until it is closed. If it is None, the ports are released
-            before this function returns.
+        kept: exit stack that holds the reservations until the stack is closed. Without a stack, the
+            ports are released before this function returns.
 
     Raises:
-        LocalFailure: a fixed port cannot be bound, or is used twice. The message names the flags.
+        LocalFailure: a fixed port is used twice or cannot be bound. The message names the flags.
     """
     _check_distinct(fixed)
 
@@ -48,7 +48,7 @@ def assign_ports(
 
 
 def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
-    """Raise an error if two listeners have the same port."""
+    """Raise an error if the user chose the same port for two listeners."""
     given = [port for ports in fixed.values() for port in ports.values() if port]
     if twice := next((port for port in given if given.count(port) > 1), 0):
         raise LocalFailure(
@@ -58,10 +58,10 @@ def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
-    """Bind a port, so that the kernel does not give it to a program that asks for any free port.
+    """Bind a port, so that the kernel does not assign it to a program that requests any free port.
 
-    The pod's server can still bind it, because nothing listens here and both sockets have
-    SO_REUSEADDR.
+    The pod's server can still bind the port, because this socket does not listen and both sockets
+    have SO_REUSEADDR.
     """
     sock = socket.socket()
     # SO_REUSEADDR also allows a port whose old connections linger in TIME_WAIT.

@@ -1,4 +1,4 @@
-"""Replaces each Secret with a folder of one file per key, as the kubelet would mount it."""
+"""Replaces each Secret with a folder that has one file per key, as the kubelet would mount it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -14,18 +14,18 @@ from ullage_operator.manifests.config_files import to_yaml
 
 
 def is_secret_variable(variable: Manifest) -> bool:
-    """Return whether an environment variable's value is a key of a Secret."""
+    """Return whether an environment variable takes its value from a Secret."""
     return "secretKeyRef" in variable.get("valueFrom", {})
 
 
 def secret_env(variables: Iterable[Manifest], secrets: Path | None) -> dict[str, str]:
-    """Return the values of environment variables that are keys of Secrets.
+    """Return the environment variables that take their values from Secrets.
 
-    Without a folder of Secrets the result is empty, and processes inherit the environment of
+    Without a folder of Secrets, the result is empty and processes inherit the environment of
     `ullage up`.
 
     Raises:
-        LocalFailure: a Secret has no folder, or lacks a key.
+        LocalFailure: a Secret's folder or key is missing.
     """
     if secrets is None:
         return {}
@@ -43,11 +43,11 @@ def secret_env(variables: Iterable[Manifest], secrets: Path | None) -> dict[str,
 
 
 def secret_mounts(objects: Iterable[Manifest], secrets: Path | None) -> dict[str, dict[str, Path]]:
-    """Return the folders of the Secrets that pods mount, by pod name and mount path.
+    """Return the folder of each Secret that a pod mounts, by pod name and mount path.
 
     Args:
         objects: the operator's plan.
-        secrets: folder with one folder per Secret, by its name.
+        secrets: folder with one subfolder per Secret, named after the Secret.
 
     Raises:
         LocalFailure: a Secret has no folder.
@@ -80,7 +80,7 @@ def _secret_folder(name: str, secrets: Path | None) -> Path:
 
 
 def mount_secrets(files: Iterable[File], mounts: Mapping[str, Mapping[str, Path]]) -> list[File]:
-    """Return the files with folders of this machine in place of the Secrets' mount paths.
+    """Return the configuration files with the Secrets' mount paths replaced by local folders.
 
     Args:
         files: configuration files, each in `RUN_DIR/POD/config`.
@@ -98,7 +98,7 @@ def mount_secrets(files: Iterable[File], mounts: Mapping[str, Mapping[str, Path]
 
 
 def _with_folders(document: Any, folders: Mapping[str, Path]) -> Any:
-    """Return a configuration whose mount paths are folders of this machine."""
+    """Return a configuration with its mount paths replaced by local folders."""
     match document:
         case dict():
             return {name: _with_folders(value, folders) for name, value in document.items()}

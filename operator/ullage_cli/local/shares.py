@@ -1,6 +1,6 @@
 """Divides this machine's memory and cores among the engines.
 
-In a cluster, the limits of its container bound an engine. On this machine, every engine would
+In a cluster, each engine is bounded by its container's limits. On this machine, every engine would
 otherwise use all memory and cores.
 """
 
@@ -19,7 +19,8 @@ from ullage_operator.manifests.config_files import to_yaml
 MIN_OWN_CORES = 2
 """Minimum number of physical cores per worker for which engines get separate cores.
 
-With fewer cores, an engine that is busy alone would leave most of the machine idle.
+With fewer cores per worker, separate cores would leave most of the machine idle while only one
+engine is busy.
 """
 
 EngineConfigs = Mapping[str, Mapping[str, Any]]
@@ -27,7 +28,7 @@ EngineConfigs = Mapping[str, Mapping[str, Any]]
 
 
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
-    """Return the objects with a memory budget for every worker.
+    """Return the plan's objects with a memory budget for every worker.
 
     Workers without `deviceBytes` get equal parts of the machine's usable memory, after the budgets
     of the other workers and the requested host tiers are subtracted.
@@ -76,7 +77,7 @@ def _host_tier_bytes(engines: EngineConfigs, num_pods: Mapping[str, int]) -> int
 
 
 def machine_cores() -> list[list[int]]:
-    """Return the physical cores that this process may keep busy, each as its hardware threads."""
+    """Return the physical cores that this process may use, each as its hardware threads."""
     allowed = sorted(os.sched_getaffinity(0))
     return physical_cores(allowed[: usable_cores()])
 
@@ -87,14 +88,14 @@ def share_cores(
     """Return the CPU core settings for the section `server` of each engine, by pod name.
 
     A single engine gets all cores. Several engines get separate cores, in proportion to their
-    workers, if there are at least MIN_OWN_CORES for each worker. Otherwise they share all cores,
-    and their threads sleep while they wait for one another instead of spinning. All engines of a
-    scaling pool count, whether they run or not.
+    workers, if there are at least MIN_OWN_CORES for each worker. Otherwise all engines share all
+    cores, and threads that wait for one another sleep instead of spinning. All engines of an
+    autoscaled pool count, whether they run or not.
 
     Args:
         objects: the operator's plan.
-        cores: physical cores, each as its hardware threads. The threads of a core stay together,
-            because they compute in turns.
+        cores: physical cores, each as its hardware threads. The threads of a core go to the same
+            engine, because they take turns in computing.
     """
     num_workers = _workers_by_pod(objects)
     if len(num_workers) == 1:

@@ -10,12 +10,12 @@ Manifest = Mapping[str, Any]
 
 
 def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
-    """Return the objects that have pods."""
+    """Return the objects that create pods: Deployments and StatefulSets."""
     return [item for item in objects if item["kind"] in WORKLOAD_KINDS]
 
 
 def pod_names(workload: Manifest) -> list[str]:
-    """Return the names of a workload's pods, numbered as in a StatefulSet."""
+    """Return the names of a workload's pods, which are numbered as in a StatefulSet."""
     name = workload["metadata"]["name"]
     return [f"{name}-{index}" for index in range(workload["spec"]["replicas"])]
 
@@ -27,6 +27,6 @@ def pod_spec(workload: Manifest) -> Manifest:
 
 
 def container_ports(workload: Manifest) -> list[str]:
-    """Return the names of the ports of a workload's main container."""
+    """Return the port names of a workload's main container."""
     container = pod_spec(workload)["containers"][0]
     return [port["name"] for port in container["ports"] if "name" in port]

@@ -1,4 +1,4 @@
-"""Runs the pods of a local plan as processes, and scales them: `ullage up` after its plan.
+"""Runs and scales the pods of a local plan as processes, after `ullage up` has made the plan.
 
 This package handles processes, probes and the router's load reports. It depends on neither
 manifests nor a cluster.

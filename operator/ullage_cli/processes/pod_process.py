@@ -1,4 +1,4 @@
-"""Keeps one pod's process running: restarts it after a crash, and reads its output."""
+"""Keeps one pod's process running. Restarts the process after a crash, and reads its output."""
 
 import asyncio
 import contextlib
@@ -21,22 +21,22 @@ MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
 """Seconds of readiness after which a process's restart backoff is reset."""
 MAX_FAILURES = 5
-"""Number of consecutive exits without a steady run after which the pod fails for good."""
+"""Number of consecutive exits at which the pod fails for good. A steady run resets the count."""
 
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
 """Maximum length of an output line in bytes. A longer line is logged as several lines."""
 TAIL_LINES = 5
-"""Number of log lines in the error of a pod that printed no error of its own."""
+"""Number of log lines in the error message of a pod that printed no error itself."""
 
 MISUSE = 2
-"""Exit status of a process whose configuration can never work."""
+"""Exit status that reports a configuration that can never work."""
 PR_SET_PDEATHSIG = 1
 """prctl's option for the signal that a process gets when its parent ends (linux/prctl.h)."""
 
 
 class PodFailed(LocalFailure):
-    """A pod that can never work. The message is the pod's last error."""
+    """Error of a pod that no restart can fix. The message is the pod's last error."""
 
 
 class PodProcess:
@@ -44,7 +44,7 @@ class PodProcess:
 
     Args:
         pod: the pod to run.
-        log_path: file to which the output of all its processes is appended.
+        log_path: file to which the output of every run is appended.
         on_progress: called with a short text whenever the pod's progress changes.
     """
 
@@ -53,7 +53,7 @@ class PodProcess:
         self.log_path = log_path
         self.restarts = 0
         self.ready_since: float | None = None
-        """Monotonic time at which the present process was first ready, or None if not yet."""
+        """Monotonic time at which the current process first became ready (None before that)."""
         self._on_progress = on_progress
         self._process: asyncio.subprocess.Process | None = None
         self._last_error = ""
@@ -61,7 +61,7 @@ class PodProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the current process (0 before the first process)."""
+        """Process id of the current process (0 before the first start)."""
         return self._process.pid if self._process else 0
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class PodProcess:
             await process.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its children, and do not start another process."""
+        """Send SIGKILL to the process and its children, without a restart afterwards."""
         self._stopping.set()
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -150,14 +150,14 @@ class PodProcess:
     def _was_steady(self) -> bool:
         """Return whether the process that ended had been ready for at least STEADY_S.
 
-        The time of its start does not count, because a long start does not mean that the next one
+        The startup time does not count, because a long start does not mean that the next start
         succeeds.
         """
         ready_since = self.ready_since
         return ready_since is not None and time.monotonic() - ready_since > STEADY_S
 
     async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
-        """Append the output to the log, record the last error, and report progress."""
+        """Append the process's output to the log, and track its last error and its progress."""
         async for line in lines_of(output):
             print(line, file=log, flush=True)
             if "error: " in line and not line.startswith("{"):
@@ -167,16 +167,16 @@ class PodProcess:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, in any way.
+    """Ask the kernel to kill this process when its parent ends for any reason.
 
-    This function runs in the child before exec. The signal is SIGKILL, because after a SIGTERM no
-    parent would be left to enforce the end. An engine's worker makes the same request.
+    This function runs in the child process before exec. The signal is SIGKILL, because no parent
+    would be left to follow up on a SIGTERM. An engine's worker makes the same request.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield lines as they are written, with a line longer than LONGEST_LINE in pieces.
+    """Yield output lines as they arrive, and split lines that are longer than LONGEST_LINE.
 
     At most one line is held in memory.
     """
@@ -194,7 +194,7 @@ async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def tail(path: Path) -> str:
-    """Return the last lines of a log."""
+    """Return the last TAIL_LINES lines of a log file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return "\n".join(lines[-TAIL_LINES:])
 

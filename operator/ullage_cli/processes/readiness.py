@@ -1,4 +1,4 @@
-"""Waits until pods are ready, by the probes that the kubelet would use."""
+"""Waits until pods are ready, with the same probes that the kubelet would use."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def wait_ready(pod: Pod) -> None:
-    """Wait until the pod answers its readiness probe, without a timeout.
+    """Wait without a timeout until the pod passes its readiness probe.
 
     As in Kubernetes, a pod without a probe is ready when it starts. Pods without ports have no
     probe.

@@ -1,6 +1,6 @@
-"""Runs the pods of a plan as processes, and ends every process when it is stopped.
+"""Runs the pods of a plan as processes, and ends all of them when the service stops.
 
-Pools scale by the same load reports and decisions as in a cluster.
+Pools scale by the same load reports and the same decisions as in a cluster.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
 END_TIMEOUT_S = 20.0
-"""Seconds within which all processes must end after they were asked to end."""
+"""Seconds within which all processes must end after they were told to stop."""
 
 OnProgress = Callable[[str, str], None]
 """Called with a pod's name and its progress."""
@@ -32,7 +32,7 @@ class LocalRuntime:
         pods: all pods that may run.
         run_dir: folder of the pods' logs.
         on_progress: called with the name and progress of each pod.
-        sizes: number of pods that run at the start, by pool. A pool that is not named runs all.
+        sizes: initial number of running pods, by pool. A pool without an entry runs all its pods.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class LocalRuntime:
 
     @property
     def processes(self) -> list[PodProcess]:
-        """Processes of the pods that run."""
+        """Processes of the pods that currently run."""
         return list(self._running.values())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
         """Run all processes within the block.
 
-        The block gets a future that ends only by `PodFailed`. At the end of the block routers stop
-        before engines, so that streams end as answers and not as errors.
+        The block gets a future that never succeeds and fails with `PodFailed`. At the end of the
+        block, routers stop before engines, so that running streams can finish without an error.
         """
         self._failed = asyncio.get_running_loop().create_future()
         for process in self.processes:
@@ -81,7 +81,7 @@ class LocalRuntime:
                 self._failed.exception()
 
     async def scale(self, pool: str, size: int) -> None:
-        """Start pods of a pool, or stop its last ones and wait until they have ended."""
+        """Resize a pool: start pods, or stop the last pods and wait until they have ended."""
         sizes = {pool: size}
         for pod in self._pods:
             if pod.part != f"pools.{pool}":
@@ -104,7 +104,7 @@ class LocalRuntime:
             process.kill()
 
     async def ready(self) -> None:
-        """Wait until every pod answers its readiness probe."""
+        """Wait until every running pod passes its readiness probe."""
         await asyncio.gather(*(self._ready(process.pod) for process in self.processes))
 
     async def _ready(self, pod: Pod) -> None:
@@ -115,7 +115,7 @@ class LocalRuntime:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """Wait until all processes that were asked to stop have ended."""
+        """Wait until all stopping processes have ended."""
         if self._runs:
             await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
@@ -138,7 +138,7 @@ class LocalRuntime:
 
 
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
-    """Return whether a pod is among the first of its pool, up to the pool's size.
+    """Return whether a pod's index in its pool is below the pool's size.
 
     The result is always True for routers and for pods of pools without a size.
     """
@@ -154,7 +154,7 @@ async def keep_scaled(
     metrics_port: int,
     on_scaled: OnScaled,
 ) -> None:
-    """Start and stop engines as the router's load reports demand, until cancelled.
+    """Start and stop engines according to the router's load reports, until cancelled.
 
     Args:
         runtime: the processes to scale.

@@ -1,6 +1,6 @@
-"""Writes and reads state.json: addresses and process ids of a running service.
+"""Writes and reads state.json, which has the addresses and process ids of a running service.
 
-Scripts read the file, and so do the commands that look for a service on this machine.
+Scripts read this file, and so do the commands that look for a service on this machine.
 """
 
 import json
@@ -18,7 +18,7 @@ RUN_DIR_PREFIX = "ullage-"
 STATE_FILE = "state.json"
 
 State = dict[str, Any]
-"""Content of a state file."""
+"""Content of a state file, as parsed JSON."""
 
 
 def service_state(model: str, processes: Sequence[PodProcess], run_dir: Path) -> State:
@@ -26,8 +26,8 @@ def service_state(model: str, processes: Sequence[PodProcess], run_dir: Path) ->
 
     Args:
         model: name of the service's model.
-        processes: processes of one router and of engines.
-        run_dir: folder of their logs.
+        processes: the processes of the router and of the engines.
+        run_dir: folder of the processes' logs.
     """
     router = next(p for p in processes if "http" in p.pod.ports)
     engines = [p for p in processes if p is not router]
@@ -63,17 +63,17 @@ def _address(process: PodProcess, port_name: str) -> str:
 
 
 def write_state(path: Path, state: State) -> None:
-    """Write a state file in one step, so that a poll never reads half of it."""
+    """Write a state file atomically, so that a reader never sees a partial file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(state, indent=2), encoding="utf-8")
     temporary.replace(path)
 
 
 def running_folders() -> list[Path]:
-    """Return the folders of every running `ullage up` without --run-dir, newest first.
+    """Return the run directory of every `ullage up` that runs without --run-dir, newest first.
 
     Raises:
-        LocalFailure: no `ullage up` runs.
+        LocalFailure: no such `ullage up` runs.
     """
     states = Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*/{STATE_FILE}")
     folders = [path.parent for path in sorted(states, key=_modified, reverse=True)]
@@ -93,7 +93,7 @@ def _modified(path: Path) -> float:
 
 
 def engines_of(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the engines in a run directory's state file (none if the service has just ended)."""
+    """Return the engines in a run directory's state file (empty if the service just ended)."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

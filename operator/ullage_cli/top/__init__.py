@@ -1,4 +1,4 @@
-"""`ullage top` shows a service's engines, queue and decisions live in the terminal.
+"""`ullage top` shows a live view of a service's engines, queue and decisions in the terminal.
 
 The package reads the router's pages over HTTP. It depends on neither manifests nor processes.
 """

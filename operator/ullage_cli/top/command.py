@@ -1,4 +1,4 @@
-"""The command `ullage top`, which samples a router and shows a frame every interval."""
+"""The command `ullage top`, which samples a router at a fixed interval and shows each frame."""
 
 import argparse
 import contextlib
@@ -21,9 +21,9 @@ from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 
 LOCAL_URL = "http://127.0.0.1:8000"
-"""Router of an `ullage up` with its default port."""
+"""URL of the router that `ullage up` starts on its default port."""
 TIMEOUT_S = 5.0
-"""Maximum time in seconds until the router answers."""
+"""Timeout of one HTTP request to the router, in seconds."""
 
 HELP = """examples:
   ullage top                                       watch ullage up on this machine
@@ -38,7 +38,7 @@ also at the API's port. With tenants.protectStats, set ULLAGE_API_KEY to a tenan
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage top`."""
     parser = commands.add_parser(
         "top",
         help="watch engines, queue and decisions live",
@@ -63,7 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def seconds(text: str) -> float:
-    """Return the time between frames, seconds."""
+    """Parse the interval between two frames in seconds."""
     number = float(text)
     if not 0.1 <= number <= 3600:
         raise argparse.ArgumentTypeError(f"{text} s is not an interval; use 0.1 to 3600")
@@ -99,7 +99,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _router_url(options: argparse.Namespace, stack: contextlib.ExitStack) -> Callable[[], str]:
-    """Return a function that returns the router's URL, which changes with a forwarded port."""
+    """Return a function that returns the router's URL, because a forwarded port may change."""
     if not options.service:
         address = (options.url or LOCAL_URL).rstrip("/")
         return lambda: address
@@ -113,7 +113,7 @@ def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
     """Show frames until interrupted: in place on a terminal, otherwise one below the other.
 
     Raises:
-        LocalFailure: the router does not answer the first time. Later failures are shown.
+        LocalFailure: the first request to the router fails. Later failures are only shown.
     """
     console = make_console()
     frames = _frames(router, options.interval)
@@ -138,7 +138,7 @@ def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
 
 
 def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | None, str]]:
-    """Yield a frame, or None and the problem, every interval."""
+    """Yield at every interval either a frame, or None and the reason why there is no frame."""
     before = router.sample()
     while True:
         time.sleep(interval_s)
@@ -155,7 +155,7 @@ def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | 
 class RouterPages:
     """Client of a router's `/stats` and `/metrics`.
 
-    The connection stays open, so the same router answers each time.
+    The connection stays open, so the same router answers all requests.
 
     Args:
         url: returns the router's URL. It is called before every sample.
@@ -174,7 +174,7 @@ class RouterPages:
         self._http.close()
 
     def sample(self) -> Sample:
-        """Read both pages.
+        """Fetch `/stats` and `/metrics` as one sample.
 
         Raises:
             LocalFailure: the router does not answer, or is not a router of Ullage.
@@ -189,7 +189,7 @@ class RouterPages:
             raise LocalFailure(f"{url}/stats: not a page of an Ullage router ({error})") from None
 
     def _page(self, url: str) -> httpx.Response:
-        """Return the text of a page.
+        """Fetch one page from the router.
 
         Raises:
             LocalFailure: the router does not answer with status 200.

@@ -9,7 +9,7 @@ from rich.text import Text
 from ullage_cli.top.frame import EngineRow, Frame, LatestRow, total_headroom
 
 BAR_CELLS = 20
-"""Width of the bar for a KV pool, in characters."""
+"""Width of a KV pool's bar in characters."""
 PLAIN_WIDTH = 140
 """Width of the output without a terminal, in characters."""
 MAX_DECISIONS = 8
@@ -25,7 +25,7 @@ ACTION_STYLES = {
 PARTS = (("used", "blue"), ("committed", "bright_blue"), ("reclaimable", "green"))
 """Parts of a KV pool that a bar shows, and their colours."""
 BLOCKS = "█▓▒░"
-"""Characters of a bar: one for each of PARTS, then one for free bytes."""
+"""Characters of a bar: one for each part in PARTS, then one for free bytes."""
 LETTERS = "#=+."
 """Characters of a bar on terminals without block characters."""
 
@@ -42,7 +42,7 @@ def has_blocks(console: Console) -> bool:
 
 
 def draw(frame: Frame, problem: str, with_blocks: bool) -> Group:
-    """Draw a frame.
+    """Draw a frame as text lines and tables for the console.
 
     Args:
         frame: the latest frame.
@@ -113,7 +113,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
 
 
 def bar(engine: EngineRow, cells: str) -> Text:
-    """Draw a KV pool, with at least one cell for each part that is not empty."""
+    """Draw a KV pool as a bar with at least one cell for each part that is not empty."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
     text = Text()
     num_free = BAR_CELLS
@@ -178,7 +178,7 @@ def _latest_table(rows: tuple[LatestRow, ...]) -> Table:
 
 
 def _size(count: int | None) -> str:
-    """Return a number of bytes with a binary unit (empty for None)."""
+    """Format a number of bytes with a binary unit (empty for None)."""
     if count is None:
         return ""
     number = float(count)

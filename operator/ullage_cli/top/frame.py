@@ -1,6 +1,6 @@
-"""The figures that `ullage top` shows at one moment, computed from two samples of a router.
+"""Computes the figures that `ullage top` shows at one moment, from two samples of a router.
 
-This module is pure. It uses neither HTTP nor a clock.
+This module has only pure functions. They use neither HTTP nor a clock.
 """
 
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIX = "ullage_router_"
-"""Prefix of the metrics that are read."""
+"""Prefix of the router's metrics. Other metrics are ignored."""
 MAX_LATEST = 50
 """Maximum number of latest requests in a frame."""
 
@@ -20,17 +20,17 @@ Document = Mapping[str, Any]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Both pages of a router at one moment."""
+    """The content of a router's /stats and /metrics at one moment."""
 
     at: float
     """Time of the sample in seconds, on the monotonic clock."""
     stats: Document
-    """The page /stats."""
+    """The content of /stats."""
     totals: Mapping[tuple[str, ...], float]
-    """Counters and gauges of the page /metrics.
+    """Counters and gauges from /metrics.
 
-    A key is the metric's name without PREFIX, then the values of the labels in the order of the
-    labels' names.
+    A key is the metric's name without PREFIX, followed by the label values in the order of the
+    label names.
     """
 
 
@@ -45,11 +45,11 @@ class EngineRow(msgspec.Struct, frozen=True):
     pressure_level: int = 0
     pool_bytes: int = 0
     used_bytes: int = 0
-    """KV of running sequences."""
+    """Bytes of running sequences' KV."""
     committed_bytes: int = 0
-    """Bytes reserved for admitted requests and not used yet."""
+    """Bytes that are reserved for admitted requests but not used yet."""
     reclaimable_bytes: int = 0
-    """Cached KV that new requests can evict."""
+    """Bytes of cached KV that can be evicted for new requests."""
     headroom_bytes: int = 0
     running: int = 0
     waiting: int = 0
@@ -60,7 +60,7 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
-    """Decisions with one action and reason since the router's start."""
+    """The number of routing decisions with the same action and reason since the router started."""
 
     action: str
     reason: str
@@ -69,7 +69,7 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
 
 class LatestRow(msgspec.Struct, frozen=True):
-    """A request that ended."""
+    """A finished request in the list of the latest requests."""
 
     request_id: str
     arrived: float
@@ -88,7 +88,7 @@ class LatestRow(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """All figures of one moment."""
+    """All figures that the display shows at one moment."""
 
     model: str
     ready: bool
@@ -103,19 +103,19 @@ class Frame(msgspec.Struct, frozen=True):
     queue_max_requests: int
     queue_bytes: int
     queue_oldest_s: float
-    """Longest wait in the queue, seconds."""
+    """Longest current wait in the queue, in seconds."""
     retry_after_s: tuple[int, int] | None
-    """Smallest and largest Retry-After of the latest requests, seconds, or None without refusals.
+    """Smallest and largest Retry-After of the latest requests in seconds (None without refusals).
     """
     engines: tuple[EngineRow, ...]
     decisions: tuple[DecisionRow, ...]
-    """Decisions by frequency, the most frequent first."""
+    """Decisions in order of frequency, most frequent first."""
     latest: tuple[LatestRow, ...]
-    """Latest finished requests, the newest first."""
+    """Latest finished requests, newest first."""
 
 
 def read_metrics(text: str) -> dict[tuple[str, ...], float]:
-    """Return `Sample.totals` from Prometheus' text format."""
+    """Parse Prometheus's text format into `Sample.totals`."""
     totals: dict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.type not in ("counter", "gauge"):
@@ -130,7 +130,7 @@ def read_metrics(text: str) -> dict[tuple[str, ...], float]:
 
 
 def make_frame(before: Sample | None, now: Sample) -> Frame:
-    """Return the figures of a moment. Without an earlier sample all rates are 0."""
+    """Compute a frame from two samples. Without an earlier sample, all rates are 0."""
     stats = now.stats
     queue = stats["queue"]
 
@@ -200,7 +200,7 @@ def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
 
 
 def _counts(sample: Sample) -> dict[tuple[str, str], int]:
-    """Return the number of decisions by action and reason."""
+    """Count a sample's decisions by action and reason."""
     counts: Counter[tuple[str, str]] = Counter()
     for each in sample.stats["decisions"]:
         counts[each["action"], each["reason"]] += each["count"]
@@ -217,13 +217,13 @@ def _rate(before: Sample | None, now: Sample, name: str) -> float:
 
 
 def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
-    """Return the growth per second (0 after a restart of the router, whose counters begin at 0)."""
+    """Return a counter's growth per second (0 if a restart of the router reset the counter)."""
     if before is None or now.at <= before.at:
         return 0.0
     return round(max(0.0, grown) / (now.at - before.at), 2)
 
 
 def total_headroom(engines: Iterable[EngineRow]) -> tuple[int, int]:
-    """Return the headroom and the size of all KV pools together, bytes."""
+    """Return the total headroom and the total size of all KV pools, in bytes."""
     rows = list(engines)
     return sum(row.headroom_bytes for row in rows), sum(row.pool_bytes for row in rows)

@@ -23,7 +23,7 @@ Every answer and every error has the id in its header x-request-id. Clients may 
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage trace`."""
     parser = commands.add_parser(
         "trace",
         help="print the steps of one request from all logs",
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the request's steps.
 
     Raises:
-        LocalFailure: no log has the request, or logs cannot be read.
+        LocalFailure: no log mentions the request, or the logs cannot be read.
     """
     if options.logs and (options.namespace or options.service):
         raise LocalFailure("--logs and --namespace: give only one of them")
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _render(request_id: str, steps: list[TraceStep]) -> Iterator[str]:
-    """Yield the lines of the text output."""
+    """Yield the lines of the text output for a request's steps."""
     first = steps[0].at
     yield f"request {request_id}, {first.isoformat(timespec='milliseconds')}"
 

@@ -1,4 +1,4 @@
-"""Reads the logs of pods: files in a folder, or a cluster's through kubectl."""
+"""Reads the logs of pods, from files in a folder or from a cluster with kubectl."""
 
 import json
 import shutil
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from ullage_operator.api.errors import LocalFailure
 
 PART_OF = "app.kubernetes.io/part-of=ullage"
-"""Label of all pods of Ullage."""
+"""Label selector that matches all of Ullage's pods."""
 INSTANCE = "app.kubernetes.io/instance"
-"""Name of the label whose value is a pod's LLMService."""
+"""Name of the label whose value is the name of a pod's LLMService."""
 KUBECTL_S = 60.0
-"""Timeout of one kubectl command, seconds."""
+"""Timeout of one kubectl command, in seconds."""
 READERS = 8
 """Number of pods whose logs are read concurrently."""
 
@@ -97,7 +97,7 @@ def logs_of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
 
 
 def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
-    """Return a pod's name and the number of its containers' restarts."""
+    """Return a pod's name and its containers' total number of restarts."""
     statuses = pod.get("status", {}).get("containerStatuses", [])
     return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
 

@@ -1,4 +1,4 @@
-"""Finds the steps of one request in logs, in order of time."""
+"""Finds the steps of one request in log lines, and sorts the steps by time."""
 
 import json
 from collections import defaultdict, deque
@@ -14,7 +14,7 @@ _PROCESSES = (
     ("ullage.engine.group", "worker"),
     ("ullage.engine", "engine"),
 )
-"""Process by the prefix of the logger's name. The first match counts."""
+"""Maps a prefix of the logger's name to the process. The first match wins."""
 
 _ORDER = (
     ("router", "arrived"),
@@ -39,9 +39,9 @@ _ORDER = (
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
 
 _HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
-"""Fields of log lines that are not shown, or have a separate column."""
+"""Fields of log lines that are hidden or shown in a separate column."""
 _IN_TIMELINE = frozenset({"decided", "resumed", "lost"})
-"""Events in the router's log that are also in the timeline of the router's last line."""
+"""Events in the router's log that are repeated in the timeline of the request's last line."""
 _SUMMARY = (
     "status",
     "error",
@@ -57,7 +57,7 @@ _SUMMARY = (
     "coalesced_with",
     "tenant",
 )
-"""Fields of the router's last line that describe the request as a whole."""
+"""Fields of the router's last line about a request that describe the request as a whole."""
 
 
 class TraceStep(NamedTuple):
@@ -65,7 +65,7 @@ class TraceStep(NamedTuple):
 
     at: datetime
     process: str
-    """router, engine (the server process) or worker, or an unknown logger's name."""
+    """`router`, `engine` (the server process) or `worker`. Otherwise the name of the logger."""
     pod: str
     event: str
     fields: dict[str, Any]
@@ -80,8 +80,8 @@ class TraceStep(NamedTuple):
 def steps_of(request_id: str, logs: Iterable[Log]) -> list[TraceStep]:
     """Return the steps of a request in order of time.
 
-    The router's last line of a request has a timeline. Earlier lines of that router with the same
-    events are left out.
+    The router's last line about a request has a timeline. Earlier lines of that router are left out
+    if the timeline has the same events.
     """
     steps: list[TraceStep] = []
     for log in logs:
@@ -123,7 +123,7 @@ def _order(step: TraceStep) -> tuple[datetime, int]:
 
 
 def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
-    """Return the log line of the request in a text, or None for any other text."""
+    """Parse a line of text, and return None if it is not a log line about the request."""
     # This test is far cheaper than parsing every line.
     if json.dumps(request_id, ensure_ascii=False)[1:-1] not in text:
         return None
@@ -137,12 +137,12 @@ def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
 
 
 def _is_in_timeline(line: Mapping[str, Any]) -> bool:
-    """Return whether the timeline of the router's last line also has this line's event."""
+    """Return whether the timeline in the router's last line repeats this line's event."""
     return _process(line) == "router" and line.get("event") in _IN_TIMELINE
 
 
 def _process(line: Mapping[str, Any]) -> str:
-    """Return the process that wrote a line, or the logger's name if it is unknown."""
+    """Return the process that wrote a line, or the logger's name for an unknown process."""
     logger = str(line.get("logger", ""))
     return next((name for start, name in _PROCESSES if logger.startswith(start)), logger)
 
@@ -157,7 +157,7 @@ def _step(line: dict[str, Any], pod: str) -> TraceStep:
 
 
 def _timeline(line: dict[str, Any], pod: str) -> Iterator[TraceStep]:
-    """Yield the steps in the router's last line of a request."""
+    """Yield the steps from the timeline in the router's last line about a request."""
     arrived = float(line["arrived"])
 
     def at(seconds: float) -> datetime:
