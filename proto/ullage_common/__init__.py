@@ -1,6 +1,6 @@
 """Code that the operator, the router and engines share.
 
-This package depends on the protos, and on none of the three packages that use it.
+This package depends on the generated protobuf code, and on none of the packages that use it.
 """
 
 from importlib.metadata import PackageNotFoundError
@@ -10,7 +10,7 @@ from importlib.metadata import version as installed_version
 def version() -> str:
     """Return the installed version of Ullage, or "unknown" if its sources run uninstalled.
 
-    Only people read it: in `--version`, traces, labels and image tags.
+    The version is only shown to people: in `--version`, traces, labels and image tags.
     """
     try:
         return installed_version("ullage")

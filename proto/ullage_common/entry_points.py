@@ -14,7 +14,7 @@ OWN_PACKAGES = {
     "router": ("sortedcontainers", "uvicorn", "tokenizers", "jinja2"),
     "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "zmq"),
 }
-"""Packages that each extra installs, and that the extra's program requires."""
+"""Packages that each extra installs and that the extra's program requires."""
 
 
 def command() -> int:
@@ -46,7 +46,7 @@ def missing_extra(extra: str) -> str | None:
 
 
 def _run(program: str, module: str, extra: str) -> int:
-    """Run the module's `main`, and return the status of the process."""
+    """Run the module's `main`, and return the exit status of the process."""
     if error := missing_extra(extra):
         print(f"{program}: {error}", file=sys.stderr)
         return 1

@@ -1,24 +1,25 @@
-"""Predicts the device memory of a request, from the memory profile that its engine publishes.
+"""Predicts a request's device memory from the memory profile that the engine publishes.
 
 The router places requests by this cost, the engine's admission control charges it, and the engine's
 allocator allocates it. A sequence has a block table in each cache group. All groups allocate blocks
 of the same size from one pool.
 
-Full attention. For s samples of p prompt tokens and o output tokens, a group that grows with the
-sequence holds
+Full attention: for s samples with p prompt tokens and o output tokens, a cache group that grows
+with the sequence holds
 
     shared = floor((p - 1) / block)
     blocks = shared + s * (ceil((p + o) / block) - shared) + (1 if s > 1 and p > 1)
 
-Samples share the whole blocks of their prompt before its last token. Each sample computes the last
-token itself, and writes to its own copy of the block with that token. The original of the block
-remains until all samples have copied it. Engines that compute the block again for each sample have
-no original (`copies_shared_block`). Blocks in an engine's prefix cache cost nothing, but only the
-engine knows them.
+Samples share the full blocks of their prompt before its last token. Each sample computes the last
+token itself, and writes to its own copy of the block with that token. The original block remains
+until all samples have copied it. Engines that recompute the block for each sample have no original
+block (see `copies_shared_block`). Blocks in an engine's prefix cache cost nothing, but only the
+engine knows which blocks are cached.
 
-Sliding windows. A group with a window returns a block when the window has slid past it. A step that
-computes c tokens needs blocks for them and for the window before the first of them. So for n tokens
-computed in steps of at most c, and a window of w, the group holds at most
+Sliding windows: a cache group with a window frees a block once the window has moved past the block.
+A step that computes c tokens needs blocks for these tokens and for the window before the first of
+them. So if n tokens are computed in steps of at most c tokens, a group with a window of w tokens
+holds at most
 
     window(n, c) = min(ceil(n / block), ceil((w + c - 2) / block) + 1)
 
@@ -29,15 +30,15 @@ computed in steps of `prefill_chunk_tokens`. The output is computed in shorter s
     growing groups * ceil(p / block) + windows(p, prefill_chunk_tokens)
     growing groups * ceil((p + o) / block) + windows(p + o, decode_tokens)
 
-Samples share blocks of windows, too. Once the window of a sample has slid past the prompt, however,
-the sample has as many separate blocks. Each sample is therefore charged for a full window.
+Samples share the blocks of windows, too. Once a sample's window has moved past the prompt, however,
+the sample has a full window of separate blocks. Each sample is therefore charged for a full window.
 
-Recurrent states. A group of states holds `state_blocks` for each sample of any length.
+Recurrent states: a cache group of states holds `state_blocks` blocks per sample of any length.
 
     bytes = blocks of all groups * bytes per block
 
-The cost excludes activations and convolution states outside the blocks. Engines reserve memory for
-these before they serve, enough for everything that may run.
+The cost excludes activations, and convolution states outside the blocks. Before engines serve
+requests, they reserve enough of this memory for everything that may run.
 """
 
 import bisect
@@ -46,18 +47,18 @@ from functools import cached_property
 import msgspec
 
 UNBOUNDED_TOKENS = (1 << 31) - 1
-"""Length that stands for a sequence limited by the model and not by memory."""
+"""Length that stands for "unlimited by memory", so that only the model limits the sequence."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
     """Layers with the same kind of cache: full attention, a sliding window, or states."""
 
     bytes_per_token: int
-    """Bytes per token over all layers and ranks of the group (for states, a block's share)."""
+    """Bytes per token over all layers and ranks (for states, a block's bytes per token)."""
     window_tokens: int = 0
-    """Length of the sliding window in tokens (0 for a group without one)."""
+    """Length of the sliding window in tokens (0 for a group without a window)."""
     state_blocks: int = 0
-    """Blocks per sequence for recurrent states, whatever its length (0 for attention)."""
+    """Blocks per sequence of any length for recurrent states (0 for attention)."""
 
     @property
     def grows(self) -> bool:
@@ -66,7 +67,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 
 class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
-    """The memory needs of a loaded model (see `ullage.inference.v1.MemoryProfile`)."""
+    """The memory requirements of a loaded model (see `ullage.inference.v1.MemoryProfile`)."""
 
     block_tokens: int
     """Tokens per KV block."""
@@ -79,9 +80,9 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     """Maximum prompt tokens computed in one step, or in all steps in flight."""
     kv_pool_bytes: int = 0
     session_kv_bytes: int = 0
-    """Maximum KV bytes of one session (0 for no bound)."""
+    """Maximum KV bytes of one session (0 for no limit)."""
     copies_shared_block: bool = True
-    """Whether samples copy the block in which they diverge, instead of each recomputing it."""
+    """Whether samples copy the block in which they diverge, instead of recomputing the block."""
     decode_tokens: int = 0
     """Maximum output tokens of a sequence in one step, or in all steps in flight.
 
@@ -90,7 +91,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes per block on all ranks. A block can hold tokens of any cache group."""
+        """Bytes per block, summed over all ranks. A block can hold tokens of any cache group."""
         return self.block_tokens * max((group.bytes_per_token for group in self.groups), default=0)
 
     @cached_property
@@ -100,12 +101,12 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Window length in tokens and maximum blocks per sequence during prefill, per window."""
+        """Each window's length in tokens and its maximum blocks per sequence during prefill."""
         return self._windows(self.prefill_chunk_tokens)
 
     @cached_property
     def decode_windows(self) -> tuple[tuple[int, int], ...]:
-        """Window length in tokens and maximum blocks per sequence during decoding, per window."""
+        """Each window's length in tokens and its maximum blocks per sequence during decoding."""
         return self._windows(self.decode_tokens or self.prefill_chunk_tokens)
 
     def _windows(self, step_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -127,11 +128,11 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def window_tokens(self) -> int:
-        """Length of the longest sliding window (0 without one)."""
+        """Length of the longest sliding window in tokens (0 without a window)."""
         return max((group.window_tokens for group in self.groups), default=0)
 
     def decode_read_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of KV that are read to decode the token after `num_tokens` tokens."""
+        """Return the KV bytes that one decode step reads after `num_tokens` tokens."""
         return sum(
             group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
             for group in self.groups
@@ -148,9 +149,9 @@ class Demand(msgspec.Struct, frozen=True):
     """Predicted memory of one request."""
 
     tokens: int
-    """Tokens charged for one sample: the prompt and the expected output."""
+    """Tokens charged for one sample: the prompt plus the expected output."""
     kv_bytes: int
-    """Bytes of the request's blocks, which the engine's admission control charges."""
+    """Bytes in the request's blocks, which the engine's admission control charges."""
 
 
 def predict(
@@ -160,7 +161,7 @@ def predict(
     expected_output: int,
     samples: int = 1,
 ) -> Demand:
-    """Return the predicted memory of a prompt and of the expected output of each sample."""
+    """Predict the memory for a prompt and for each sample's expected output."""
     tokens = prompt_tokens + charged_output(max_tokens, expected_output)
     blocks = request_blocks(profile, prompt_tokens, tokens, samples)
     return Demand(tokens, blocks * profile.block_bytes)
@@ -169,7 +170,7 @@ def predict(
 def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> int:
     """Return the number of output tokens that a request is charged for.
 
-    This is the expected number, but at least `produced` + 1 and at most `max_tokens`.
+    This is the expected output length, but at least `produced` + 1 and at most `max_tokens`.
     """
     return min(max_tokens, max(expected_output, produced + 1))
 
@@ -177,7 +178,7 @@ def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> 
 def request_blocks(
     profile: MemoryProfile, prompt_tokens: int, num_tokens: int, samples: int = 1
 ) -> int:
-    """Return the number of blocks for `samples` sequences of `num_tokens` with a shared prompt."""
+    """Return the number of blocks for `samples` sequences of `num_tokens` with the same prompt."""
     if samples == 1:
         return sample_blocks(profile, num_tokens, prompt_tokens)
     shared_tokens = max(0, prompt_tokens - 1)
@@ -199,7 +200,7 @@ def sample_blocks(
     Args:
         prompt_tokens: number of tokens computed by prefill (0 if the prompt is already computed).
             None if prefill may compute all tokens, as after preemption.
-        shared_tokens: number of leading tokens whose whole blocks belong to the leader.
+        shared_tokens: number of leading tokens whose full blocks belong to the leader.
         leads: whether this sample is the leader. The leader is charged one more block: the original
             of the block in which samples diverge, until the last sample has copied it.
     """
@@ -229,7 +230,7 @@ def _most_held(
 
     Args:
         shared: number of blocks in each block table that belong to another sample.
-        original: 1 for the sample that is charged for the original of a copied block, otherwise 0.
+        original: 1 if the sample is charged for the original of a copied block, otherwise 0.
     """
     whole = -(-num_tokens // profile.block_tokens)
     own = whole - shared + original

@@ -1,4 +1,4 @@
-"""Chat templates, tool formats and special tokens, for the router and the engine alike.
+"""Chat templates, tool-call formats and special tokens, which the router and the engine share.
 
-This package works on texts, tokens and messages. It depends on neither gRPC channels nor servers.
+This package works on text, tokens and messages. It depends on neither gRPC channels nor servers.
 """

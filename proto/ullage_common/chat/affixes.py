@@ -1,7 +1,8 @@
 """The special tokens that a tokenizer puts around a text, for example BOS and EOS.
 
-Routers and engines tokenise raw prompts in the same way. The prompt has the tokens that the
-post-processor of tokenizer.json adds exactly once, even if the prompt already spells them.
+Routers and engines tokenise raw prompts in the same way. The post-processor in tokenizer.json adds
+special tokens. A tokenised prompt has each of them exactly once, even if its text already spells
+them.
 """
 
 from collections.abc import Sequence
@@ -12,32 +13,32 @@ _PROBE = "a"
 
 
 class EncodedText(Protocol):
-    """The part of `tokenizers.Encoding` that is needed here."""
+    """The part of `tokenizers.Encoding` that this module uses."""
 
     @property
     def ids(self) -> list[int]: ...
 
 
 class Encoder(Protocol):
-    """The part of `tokenizers.Tokenizer` that is needed here."""
+    """The part of `tokenizers.Tokenizer` that this module uses."""
 
     def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> EncodedText: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Affixes:
-    """Token ids before and after every raw text."""
+    """The token ids that belong before and after every raw text."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with the affixes that are missing."""
+        """Return a text's token ids with any missing affixes added."""
         prefix, suffix = self.missing(ids)
         return [*prefix, *ids, *suffix] if prefix or suffix else ids
 
     def missing(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the affixes that are missing before and after the ids of a text."""
+        """Return the prefix and the suffix that a text's token ids lack."""
         prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
         end = len(ids) - len(self.suffix)
         has_suffix = end >= 0 and tuple(ids[end:]) == self.suffix
@@ -45,7 +46,7 @@ class Affixes:
 
 
 def affixes_of(tokenizer: Encoder) -> Affixes:
-    """Return the tokens that the tokenizer's post-processor puts around a text."""
+    """Return the tokens that the tokenizer's post-processor adds around a text."""
     if not tokenizer.encode("").ids:
         return Affixes()
     bare = tokenizer.encode(_PROBE, add_special_tokens=False).ids

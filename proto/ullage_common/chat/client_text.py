@@ -1,15 +1,16 @@
 """Client text that cannot forge special tokens while a chat template renders it.
 
-A special token in a prompt begins or ends a turn. Only the template may write one, and not the text
-of clients or tools that spells it. While a template renders, the characters of client text that a
-special token needs are therefore replaced by marks: private-use characters, one for one. No
+A special token in a prompt begins or ends a turn. Only the template may write special tokens. Text
+from clients or tools may only spell them. While a template renders, the characters in client text
+that a special token needs are therefore replaced by marks, which are private-use characters. No
 operation of a template, such as slicing, joining or JSON, turns a mark back into its character. All
-special tokens in the rendered text are then the template's own. After these have been cut out,
-marks become characters again.
+special tokens in the rendered text then come from the template. After the text has been split at
+these tokens, the marks are replaced by the original characters.
 
-`ClientText` is a string with marks that answers a template's questions (`in`, `split`, `==`) like
-the text without marks, so the template renders the same prompt. An operation that is missing here
-works on the marks. It may change the words between special tokens, but it never forges one.
+`ClientText` is a string with marks. Its operations that a template uses for decisions (`in`,
+`split`, `==`) return the same results as for the text without marks, so the template renders the
+same prompt. Operations that `ClientText` does not define work on the marks. They may change the
+words between special tokens, but they never forge a special token.
 """
 
 import json
@@ -21,20 +22,20 @@ import markupsafe
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7e]")
 _FEW = 8
-"""Number of characters up to which replacing one after another is faster than a table."""
+"""Largest number of characters for which successive `replace` calls are faster than `translate`."""
 
 
 class Marks:
-    """A bijection between some characters and as many marks.
+    """A one-to-one mapping between some characters and their marks.
 
     Args:
-        characters: the characters to replace, each once.
-        marks: as many characters, none of which occurs in the texts.
+        characters: the characters to replace, without duplicates.
+        marks: the same number of other characters, none of which occurs in the texts.
     """
 
     def __init__(self, characters: str, marks: str) -> None:
         self.others: Marks | None = None
-        """Other marks that may occur in the same text."""
+        """The second set of marks that may occur in the same text."""
         self._pairs = list(zip(characters, marks, strict=True))
         self._marked = str.maketrans(dict(self._pairs))
         self._cleared = str.maketrans(dict(zip(marks, characters, strict=True)))
@@ -43,7 +44,7 @@ class Marks:
         return ord(character) in self._cleared
 
     def mark(self, text: str) -> str:
-        """Return the text with marks, or the same object if the text needs no marks."""
+        """Replace characters with marks. Return the same object if the text needs no marks."""
         if len(self._pairs) > _FEW:
             marked = text.translate(self._marked)
             return text if marked == text else marked
@@ -52,7 +53,7 @@ class Marks:
         return text
 
     def clear(self, text: str) -> str:
-        """Return the text with the characters that its marks stand for."""
+        """Replace the marks in a text with the characters that they stand for."""
         if len(self._pairs) > _FEW:
             return text.translate(self._cleared)
         for character, mark in self._pairs:
@@ -60,12 +61,12 @@ class Marks:
         return text
 
     def clear_all(self, text: str) -> str:
-        """Return the text without these marks and those of `others`."""
+        """Replace the marks in a text, both these and those in `others`, with their characters."""
         text = self.clear(text)
         return self.others.clear(text) if self.others else text
 
     def mark_deep(self, value: Any) -> Any:
-        """Return a JSON value with marks in all its strings, keys included."""
+        """Return a JSON value with all its strings marked, including the keys."""
         if isinstance(value, str):
             marked = self.mark(value)
             return value if marked is value else ClientText(marked, self)
@@ -86,7 +87,7 @@ class ClientText(str):
 
     Args:
         text: the text with its marks.
-        marks: the marks, or None for a text without any.
+        marks: the marks, or None for a text without marks.
     """
 
     __slots__ = ("_marks", "_text")
@@ -109,15 +110,15 @@ class ClientText(str):
 
     @property
     def marks(self) -> Marks | None:
-        """The marks that the text has."""
+        """The marks in the text, or None for a text without marks."""
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Return a text that still has its marks as client text."""
+        """Return a `ClientText` for a text in which the marks remain."""
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Return a text that has lost its marks as client text."""
+        """Mark a changed text without marks again, and return it as `ClientText`."""
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":
@@ -258,7 +259,7 @@ class ClientText(str):
         return self._slice(0, start), self._slice(start, end), self._slice(end, None)
 
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:
-        """Return the parts of the text with marks that correspond to parts of the plain text.
+        """Return the slices of the marked text that correspond to parts of the plain text.
 
         Only the separator or white space may be between two parts.
         """
@@ -305,26 +306,26 @@ def _plains(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join texts. The result is client text if one of the texts is client text."""
+    """Join texts. The result is a `ClientText` if one of the texts is a `ClientText`."""
     listed = list(parts)
     return _of("".join(listed), listed)
 
 
 def interposed(between: str, parts: Iterable[Any]) -> str:
-    """Join texts with a separator."""
+    """Join texts with a separator, like `str.join`, and keep the marks of client text."""
     listed = list(map(str, parts))
     return _of(str.join(between, listed), [between, *listed])
 
 
 def formatted(form: str, values: Any) -> str:
-    """Return `form % values`."""
+    """Return `form % values`, and keep the marks of client text."""
     listed = values.values() if isinstance(values, Mapping) else values
     parts = listed if isinstance(listed, Iterable) and not isinstance(listed, str) else [listed]
     return _of(str.__mod__(form, values), [form, *parts])
 
 
 def _of(text: str, parts: Iterable[Any]) -> str:
-    """Return a text as client text if one of its parts is client text."""
+    """Return a text as `ClientText` if it was made from at least one `ClientText`."""
     for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)
@@ -332,7 +333,7 @@ def _of(text: str, parts: Iterable[Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Return the text with HTML's special characters as entities."""
+    """Escape HTML's special characters as entities."""
     if not isinstance(value, ClientText):
         return markupsafe.escape(value)
     text = str(markupsafe.escape(value.plain))
@@ -340,10 +341,10 @@ def escaped(value: Any) -> str:
 
 
 def ascii_json(value: Any, dump: Callable[[Any], str]) -> str:
-    """Return JSON in ASCII, except for marks of ASCII characters, which stay.
+    """Return ASCII JSON, in which only the marks of ASCII characters stay unescaped.
 
     Args:
-        dump: returns JSON without escapes of non-ASCII characters.
+        dump: serialises a value as JSON without escaping non-ASCII characters.
     """
     first = next(_marks_in(value), None)
     kinds = [marks for marks in (first, first and first.others) if marks]

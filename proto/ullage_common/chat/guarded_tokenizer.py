@@ -1,4 +1,4 @@
-"""A tokenizer that never turns text into a guarded token."""
+"""A tokenizer that never turns ordinary text into a guarded special token."""
 
 import secrets
 from collections.abc import Collection, Iterable
@@ -9,9 +9,9 @@ from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece, finde
 
 _FIRST_ALIAS = 0x100000
 _LAST_ALIAS = 0x10FFFD
-"""Bounds of the characters that aliases are made of: private use of the last plane."""
+"""Range of the characters in aliases: the private-use area of the last Unicode plane."""
 _ALIAS_CHARACTERS = 5
-"""Characters of an alias: 80 bits, which no client guesses."""
+"""Number of characters in an alias. They have 80 random bits, which no client can guess."""
 
 
 class GuardedTokenizer:
@@ -23,7 +23,7 @@ class GuardedTokenizer:
 
     Args:
         tokenizer: the model's tokenizer.
-        guarded: texts of the tokens that no text may become.
+        guarded: texts of the guarded tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, guarded: Collection[str]) -> None:
@@ -44,13 +44,13 @@ class GuardedTokenizer:
             self._tokenizer.token_to_id(mine.content): token_id
             for token_id, mine in zip(sorted(added), own, strict=True)
         }
-        """The model's ids of added tokens, by their ids in this tokenizer."""
+        """Maps the added tokens' ids in this copy to their ids in the model."""
         self._cut_id = self._tokenizer.token_to_id(self._cut)
         self._forbidden = frozenset(vocabulary[text] for text in guarded if text in vocabulary)
-        """Ids of guarded tokens that the vocabulary itself could make of a text."""
+        """Ids of the guarded tokens in the base vocabulary, which text could therefore become."""
 
     def spell(self, pieces: Iterable[TokenPiece]) -> str:
-        """Return a text for `encode`, whose only guarded tokens are the pieces that are tokens."""
+        """Join pieces to a text for `encode`, in which only token pieces become guarded tokens."""
         return "".join(
             self._aliases.get(piece.text, piece.text) if piece.is_token else piece.text
             for piece in pieces
@@ -60,7 +60,7 @@ class GuardedTokenizer:
         """Return the token ids of a text.
 
         Raises:
-            SpecialTokenError: the vocabulary makes a guarded token of ordinary text.
+            SpecialTokenError: the base vocabulary turns ordinary text into a guarded token.
         """
         ids = self._encode(text)
         if ids is None:
@@ -72,7 +72,7 @@ class GuardedTokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int] | None:
-        """Return token ids, or None if the vocabulary itself made a guarded token."""
+        """Return token ids, or None if the base vocabulary has produced a guarded token."""
         # Offsets are unused here and would take a fifth of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
@@ -81,7 +81,7 @@ class GuardedTokenizer:
         return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._cut_id]
 
     def _broken(self, text: str) -> str:
-        """Return the text with a boundary within every guarded token that it spells."""
+        """Split every guarded token that a text spells, by inserting a boundary token."""
         assert self._finder
         return self._finder.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 
@@ -106,7 +106,7 @@ def _alias() -> str:
 
 
 def _sharing(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer of the same model without added tokens."""
+    """Return a tokenizer that shares the given tokenizer's model but has no added tokens."""
     bare = Tokenizer(tokenizer.model)
     for name in ("normalizer", "pre_tokenizer"):
         if (part := getattr(tokenizer, name)) is not None:

@@ -1,13 +1,15 @@
-"""Keeps texts of clients from becoming special tokens of the prompt.
+"""Prevents client text from becoming special tokens in the prompt.
 
-Added tokens are of three kinds. *Controls* begin and end turns: tokens that the tokenizer calls
-special, tokens with bars such as `<|user|>`, and tokens in brackets that the template writes though
-the tokenizer does not call them special. *Tags* look like `<think>`: the template writes them, the
-tokenizer does not call them special, and models write them in answers, which clients send back. All
-others, such as runs of blanks, are ordinary words.
+A tokenizer has three kinds of added tokens:
 
-Texts of clients never become controls. They become tags only in turns of the assistant and the
-system.
+* Controls begin and end turns. These are tokens that the tokenizer marks as special, tokens with
+  bars such as `<|user|>`, and tokens in brackets that the template writes although the tokenizer
+  does not mark them as special.
+* Tags look like `<think>`. The template writes them, and the tokenizer does not mark them as
+  special. Models write tags in answers, which clients send back.
+* All other added tokens, such as runs of blanks, are ordinary words.
+
+Client text never becomes a control. It becomes a tag only in turns of the assistant and the system.
 """
 
 import re
@@ -24,7 +26,7 @@ from ullage_common.chat.tool_formats import Turn
 
 _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
-"""Private-use code points for marks, in strings of two bytes a character or of four."""
+"""Code points for marks if `_MARKS` has too few. Strings then need four bytes per character."""
 
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
@@ -37,10 +39,10 @@ _COMMON = frozenset("_/()>")
 """The most frequent punctuation of source code."""
 
 _OWN_ROLES = frozenset({"assistant", "system"})
-"""Roles whose texts may contain tags."""
+"""Roles whose text may contain tags."""
 
 _CASED = range(0x80, 0x20000)
-"""Code points that are searched for letters which a change of case turns into others."""
+"""Code points in which to search for letters that a change of case turns into other letters."""
 
 _SINGLETONS = range(0x300, 0x3400)
 """Code points in which to search for characters that NFC turns into punctuation."""
@@ -48,14 +50,14 @@ _SINGLETONS = range(0x300, 0x3400)
 
 @dataclass(frozen=True, slots=True)
 class ClearMarks:
-    """Removes marks from a rendered text."""
+    """Replaces the marks in a rendered text with the original characters."""
 
     guard: "SpecialTokenGuard"
     own: Marks
-    """Marks of texts of the assistant and the system."""
+    """Marks in the text of the assistant and the system."""
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
-        """Cut a rendered text at the template's own tokens, into pieces without marks."""
+        """Split a rendered text at the template's special tokens, and clear all marks."""
         tags = self.guard.tag_finder
         for piece in parted(text, self.guard.finder):
             if piece.is_token:
@@ -73,7 +75,7 @@ class ClearMarks:
 
 @dataclass(frozen=True, slots=True)
 class MarkedRequest:
-    """The texts of a request with marks, and the means to remove them again."""
+    """A request whose texts have marks, and the marks to clear after rendering."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]]
@@ -81,12 +83,12 @@ class MarkedRequest:
     marks: ClearMarks
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
-        """Cut a rendered text at the template's own tokens, into pieces without marks."""
+        """Split a rendered text at the template's special tokens, and clear all marks."""
         return self.marks.pieces(text)
 
 
 class SpecialTokenGuard:
-    """Keeps texts of clients from becoming special tokens of a model.
+    """Prevents client text from becoming a model's special tokens.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -100,7 +102,7 @@ class SpecialTokenGuard:
         self.tag_finder = finder(tags)
 
         self._keys = _hitting_set(self.guarded)
-        """Characters such that every guarded token has one of them."""
+        """A set of characters of which every guarded token contains at least one."""
         # Without keys the pattern is never used.
         self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
         is_composed = _is_composed(literals, self.guarded, self._keys)
@@ -111,7 +113,7 @@ class SpecialTokenGuard:
             or any(key.isalnum() for key in self._keys)
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
-        """Whether even texts without any of these key characters could form a guarded token."""
+        """Whether text could form a guarded token even without any of these key characters."""
         self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
         first = chr(self._code_points[0])
         last = chr(self._code_points[-1])
@@ -124,10 +126,10 @@ class SpecialTokenGuard:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> MarkedRequest | None:
-        """Return the request with marks, or None where its texts cannot become guarded tokens.
+        """Mark a request's texts. Return None if the texts cannot become guarded tokens.
 
         Raises:
-            SpecialTokenError: the texts use too many of the characters for marks.
+            SpecialTokenError: the texts use too many of the characters that can be marks.
         """
         if not self.guarded:
             return None
@@ -143,7 +145,7 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
-        """Return marks for the assistant and the system, and marks for all others."""
+        """Return two sets of marks: for the assistant and the system, and for all other text."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():
@@ -172,7 +174,7 @@ class SpecialTokenGuard:
 def _kinds(
     tokenizer: Tokenizer, literals: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the controls and the tags of a tokenizer."""
+    """Return the texts of a tokenizer's controls and of its tags."""
     controls = set[str]()
     tags = set[str]()
     for token in tokenizer.get_added_tokens_decoder().values():
@@ -187,7 +189,7 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a small set of characters such that every text has one (a greedy hitting set).
+    """Return a small set of characters with at least one from every text (greedy hitting set).
 
     Rare punctuation is preferred to letters.
     """
@@ -212,8 +214,8 @@ def _rank(character: str) -> tuple[bool, bool]:
 def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
     """Return whether client text next to the template's own text could form a guarded token.
 
-    That is possible if the template's text contains, begins or ends with a part of a token, and
-    this part contains one of the keys by which tokens are found.
+    This is possible if the template's text contains, begins or ends with a part of a token, and
+    this part contains one of the key characters.
     """
 
     def has_key(part: str) -> bool:
@@ -236,7 +238,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters, and all characters that a change of case turns into one of them."""
+    """Add every character that a change of case turns into one of the given characters."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -250,7 +252,7 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return whether a normalizer never writes a key that was not in the text."""
+    """Return whether a normalizer never adds a key character that was not in the text."""
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -268,13 +270,13 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether NFC turns another character into the key, such as U+037E into `;`."""
+    """Return whether NFC turns some other character into this key, for example U+037E into `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 
 
 def _texts(values: list[Any]) -> list[str]:
-    """Return all strings in JSON values, keys included."""
+    """Return all strings in JSON values, including keys."""
     texts = list[str]()
     for item in values:  # the list grows during the loop
         if isinstance(item, str):
@@ -288,7 +290,7 @@ def _texts(values: list[Any]) -> list[str]:
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
-    """Return a turn with marks, except in its role, from which templates compose tokens."""
+    """Mark a turn's texts except its role, because templates compose tokens from the role."""
     marks = own if turn["role"] in _OWN_ROLES else others
     marked = dict[int, Any]()
     for value in turn.values():

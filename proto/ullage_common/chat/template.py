@@ -1,7 +1,8 @@
-"""Chat templates: conversations rendered by the Jinja dialect that Hugging Face models ship.
+"""Renders conversations with chat templates in the Jinja dialect of Hugging Face models.
 
-A template comes with a model, so it is untrusted code. Its sandbox lets it neither reach Python's
-internals nor change its arguments. A client may set only variables that the template reads.
+A template comes with a model, so it is untrusted code. The sandbox prevents it from reaching
+Python's internals and from changing its arguments. A client may set only variables that the
+template reads.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", *S
 _LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
 
 _CHECKS_IDS = re.compile(r"length\s*[!=<>]=?\s*9\b")
-"""Matches the check of Mistral's templates that ids have nine characters."""
+"""Matches the condition in Mistral's templates that tool call ids have nine characters."""
 
 _WORD = "x"
 _CALL = {"id": "a" * 9, "type": "function", "function": {"name": _WORD, "arguments": {}}}
@@ -72,7 +73,7 @@ _TALKS: Sequence[tuple[Sequence[Turn], Sequence[Mapping[str, Any]]]] = (
 
 
 class ChatTemplateError(Exception):
-    """The template is broken, or refuses these messages. The message is one line."""
+    """The template is broken, or rejects the messages. The error text is one line."""
 
 
 class ChatTemplate:
@@ -82,7 +83,7 @@ class ChatTemplate:
         source: Jinja source text.
         special_tokens: texts of the model's special tokens by the names that templates use. Tokens
             that the model lacks are absent here and undefined in the template.
-        tool_source: source of the template for conversations with tools (empty for `source`).
+        tool_source: template source for conversations with tools (empty to use `source` for these).
 
     Raises:
         ChatTemplateError: the source is empty or not valid Jinja.
@@ -104,10 +105,10 @@ class ChatTemplate:
         self._given = {**special_tokens, "documents": None}
         names = self._plain.names | self._with_tools.names
         self.variables = names - environment.globals.keys() - self._given.keys() - _OURS
-        """Names that the template reads and a client may set."""
+        """Names of the variables that the template reads and that a client may set."""
 
         self.looks = self._plain.looks | self._with_tools.looks
-        """How the template inspects texts."""
+        """The ways in which the template inspects the text of messages."""
 
         self.literals = (
             self._plain.literals
@@ -126,13 +127,13 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt text of a conversation, with special tokens as text.
 
-        If the template does not support tools or tool calls, they become text of the conversation.
+        If the template does not support tools or tool calls, they are rendered as text in messages.
 
         Args:
             messages: turns, oldest first.
-            add_generation_prompt: whether to end with the opening of the assistant's turn.
+            add_generation_prompt: whether the prompt ends with the start of the assistant's turn.
             tools: functions that the model may call, in OpenAI's form.
-            arguments: values of `variables`.
+            arguments: values that the client sets for names in `variables`.
 
         Raises:
             ChatTemplateError: the template rejects the messages or fails on them.
@@ -165,9 +166,9 @@ class ChatTemplate:
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
 
     def _samples(self) -> Iterator[str]:
-        """Yield prompts of short conversations.
+        """Yield the prompts of short sample conversations.
 
-        They have the words that a template composes, such as `'<|' + role + '|>'`.
+        These prompts contain texts that the template composes, such as `'<|' + role + '|>'`.
         """
         for turns, tools in _TALKS:
             with contextlib.suppress(ChatTemplateError):  # it may refuse an order of roles
@@ -182,7 +183,7 @@ class _Compiled:
     names: frozenset[str]
     """Variables that the template reads."""
     literals: frozenset[str]
-    """Texts in the template's source."""
+    """Text constants in the template's source."""
     knows_calls: bool
     """Whether the template renders tool calls."""
     checks_ids: bool
@@ -226,9 +227,9 @@ def _literals(parsed: nodes.Template) -> Iterator[str]:
 
 
 class _GenerationTag(Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's words for training.
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training.
 
-    The body is a call block, as in transformers, so it has a separate scope.
+    The body becomes a call block, as in transformers, so it has a separate variable scope.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
@@ -243,7 +244,7 @@ class _GenerationTag(Extension):
 
 
 class _Generator(CodeGenerator):
-    """Makes `~` join texts by the environment's `concat`."""
+    """Compiles Jinja's operator `~` to the environment's `concat`."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(map(str, (")
@@ -256,7 +257,7 @@ class _Generator(CodeGenerator):
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which joined client text remains `ClientText`.
 
-    The attributes of a loop are not checked, to save time.
+    To save time, the sandbox does not check some attributes of the `loop` variable.
     """
 
     code_generator_class = _Generator
@@ -277,7 +278,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Dictionaries:
-    """The global `dict`, without the attributes of Python's own type."""
+    """The global `dict` of templates, without the attributes of Python's type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -287,7 +288,10 @@ class _Dictionaries:
 
 
 class _Namespace(Namespace):
-    """A namespace without underscored names, which would lead to Python's internals."""
+    """A Jinja namespace that rejects names with a leading underscore.
+
+    Such names would give access to Python's internals.
+    """
 
     # No parameter has a name, since `namespace(self=...)` is valid.
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -342,7 +346,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Render plain JSON. Jinja's own filter escapes for HTML, which no model was trained on."""
+    """Render plain JSON, because Jinja's own filter escapes HTML, which no model was trained on."""
     dump = functools.partial(
         json.dumps,
         ensure_ascii=False,

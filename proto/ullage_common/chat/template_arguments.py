@@ -14,16 +14,17 @@ _USUAL = {"reasoning_effort": "medium"}
 def read_arguments(
     text: str, template: ChatTemplate, field: str, drops_others: bool = False
 ) -> dict[str, Any]:
-    """Return the variables by name.
+    """Parse the client's template variables, and return them by name.
 
     Args:
         text: a JSON object (empty for no variables).
-        field: the request's field, for errors.
-        drops_others: whether variables that the template does not read are dropped, not refused.
+        field: name of the request's field, for error messages.
+        drops_others: whether to drop variables that the template does not read, instead of
+            raising an error.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, the text is not a JSON object, or names a variable that the
-            template does not read.
+        ServiceError: INVALID_ARGUMENT, the text is not a JSON object, or it sets a variable that
+            the template does not read.
     """
     arguments = _parsed(text, field) if text else {}
     for name, value in list(arguments.items()):

@@ -1,7 +1,7 @@
-"""Finds the words that a chat template searches for in texts, from its source.
+"""Finds the words that a chat template's source searches for in the text of messages.
 
-Suppose that a text has these words and is longer than any number in the template. A longer text
-with these words then takes the same branches of the template.
+The template takes the same branches for any two texts that both contain these words and are both
+longer than the largest number in the template.
 """
 
 from collections.abc import Iterator
@@ -13,23 +13,23 @@ _SEEKING = frozenset(
     {"split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "replace"}
     | {"count", "splitlines"}
 )
-"""Methods and filters that search within a text."""
+"""Methods and filters that search for their arguments within a text."""
 _WRITING = frozenset({"d", "default", "format", "indent", "join", "tojson"})
-"""Methods and filters that write their arguments, or format with them."""
+"""Methods and filters that only write their arguments, or format with them."""
 _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
-"""Filters whose result depends on a whole text."""
+"""Filters whose results depend on the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The ways in which a template inspects texts."""
+    """The ways in which a template inspects the text of messages."""
 
     words: frozenset[str] = frozenset()
-    """Words that it may search for within a text."""
+    """Words that the template may search for within a text."""
     size: int = 0
-    """The largest number in its source, at which it may cut a text."""
+    """The largest number in the template's source. The template may cut a text at this length."""
     is_known: bool = True
-    """Whether a shorter text can stand for a long one (False if every character is inspected)."""
+    """Whether a short text can stand in for a long one (False if every character is inspected)."""
 
     def __or__(self, other: "Looks") -> "Looks":
         return Looks(
@@ -51,9 +51,10 @@ def looks_of(parsed: nodes.Template) -> Looks:
 
 
 def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
-    """Yield string constants that may be searched for within a text.
+    """Yield the string constants that the template may search for within a text.
 
-    Constants that are only written, compared with whole texts, or used as names are left out.
+    Constants that the template only writes, compares with whole texts, or uses as names are left
+    out.
     """
     if isinstance(node, nodes.Const):
         if isinstance(node.value, str) and not is_written:
@@ -80,7 +81,7 @@ def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
 
 
 def _compared(node: nodes.Compare | nodes.Getitem) -> Iterator[str]:
-    """Yield constants, except those that are compared with whole texts or name members."""
+    """Yield string constants, except for member names and constants compared with whole texts."""
     if isinstance(node, nodes.Getitem):
         parts = [node.node] if isinstance(node.arg, nodes.Const) else [node.node, node.arg]
     else:
@@ -110,7 +111,7 @@ def _looks_closely(parsed: nodes.Template) -> bool:
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Return whether a node is a text that may occur often in any text."""
+    """Return whether a node is a constant so short that it may occur often in any text."""
     if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
         return False
     return len(node.value) == 1 or node.value.isspace()

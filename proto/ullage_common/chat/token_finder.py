@@ -1,4 +1,4 @@
-"""Finds special tokens in texts."""
+"""Finds the special tokens that a text spells."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,22 +8,22 @@ _Tree = dict[str, "_Tree"]
 
 
 class SpecialTokenError(Exception):
-    """A text cannot be kept from becoming a special token. The message is one line."""
+    """Nothing can prevent a text from becoming a special token. The error text is one line."""
 
 
 class TokenPiece(NamedTuple):
-    """A piece of a prompt."""
+    """A piece of a prompt: either a special token or ordinary text."""
 
     text: str
     is_token: bool = False
-    """Whether the text is a special token."""
+    """Whether the piece is a special token."""
 
 
 def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any of the texts, at each place the longest.
+    """Return a pattern that matches the longest of the texts at each position.
 
-    The pattern is a trie, so a thousand texts are no slower than one: each character leaves one
-    branch.
+    The pattern is a trie, in which each character leaves only one branch to try. So a search for a
+    thousand texts is no slower than a search for one.
     """
     tree: _Tree = {}
     for text in texts:
@@ -35,7 +35,7 @@ def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _pattern(tree: _Tree) -> str:
-    """Return the pattern of a trie of characters, in which the key '' ends a text."""
+    """Return the regular expression for a trie of characters. The key '' ends a text."""
     branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
     if "" not in tree and len(branches) == 1:
         return branches[0]

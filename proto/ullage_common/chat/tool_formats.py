@@ -1,4 +1,4 @@
-"""The formats in which models write function calls, recognised by the chat template's text."""
+"""The formats in which models write tool calls. The chat template's source reveals the format."""
 
 import json
 import re
@@ -16,14 +16,14 @@ _ALPHANUMERICS = string.digits + string.ascii_letters
 Turn = dict[str, Any]
 """A turn of a conversation.
 
-It has `role` and `content`, both text. It may have `tool_calls` (each {"id", "type": "function",
-"function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and `thinking`. The
-last two are one text under the two names that templates use.
+A turn has `role` and `content`, both text. It may have `tool_calls` (each {"id", "type":
+"function", "function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and
+`thinking`. The last two have the same text, because templates use both names.
 """
 
 
 class ToolFormat(Enum):
-    """A model's way to write function calls."""
+    """The format in which a model writes tool calls."""
 
     HERMES = "hermes"
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, also used by Qwen."""
@@ -32,7 +32,7 @@ class ToolFormat(Enum):
     LFM2 = "lfm2"
     """<|tool_call_start|>[name(argument=value), ...]<|tool_call_end|>, in Python's syntax."""
     HARMONY = "harmony"
-    """A message on the channel `commentary` to=functions.name is a call, `analysis` reasoning."""
+    """A `commentary` message to=functions.name is a call. An `analysis` message is reasoning."""
     PLAIN = "plain"
     """The whole answer is {"name": ..., "arguments": {...}}."""
 
@@ -46,7 +46,7 @@ _MARKS = (
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Return the format that the source of a chat template asks the model for."""
+    """Return the tool-call format of the model that a chat template's source belongs to."""
     for tool_format, marks in _MARKS:
         if any(mark in template for mark in marks):
             return tool_format
@@ -57,27 +57,28 @@ _ONE_CALL_A_TURN = frozenset({ToolFormat.LLAMA, ToolFormat.HARMONY})
 
 
 def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
-    """Return the conversation with no more calls in a turn than the format's templates take."""
+    """Split turns with more tool calls than the format's templates accept in one turn."""
     if form not in _ONE_CALL_A_TURN:
         return list(turns)
     return [each for turn in _with_results(turns) for each in _one_by_one(*turn)]
 
 
 def described(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Mapping[str, Any]]:
-    """Return the tools, each with a description where templates of the format need one."""
+    """Add an empty description to each tool without one, if the format's templates need it."""
     return [_described(tool) if form is ToolFormat.HARMONY else tool for tool in tools]
 
 
 def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
-    """Return the conversation with calls as content, for templates that do not write calls."""
+    """Move tool calls into the turns' content, for templates that do not render calls."""
     return [_as_text(turn, form) if turn.get("tool_calls") else turn for turn in turns]
 
 
 def with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the conversation with ids of calls that are nine letters and digits.
+    """Return the conversation with tool call ids of nine letters and digits.
 
-    Mistral's templates accept no others. A longer id, such as OpenAI's, is replaced by its hash, so
-    that calls keep their results, and prompts their prefixes.
+    Mistral's templates accept no other ids. Other ids, such as OpenAI's, are replaced by a hash.
+    The hash is always the same, so that results still match their calls, and prompts keep their
+    prefixes.
     """
     return [_with_short_ids(turn) for turn in turns]
 
@@ -104,7 +105,7 @@ def _short_id(call_id: str) -> str:
 
 
 def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """Return the conversation for templates without tools: the system's turn lists functions."""
+    """List the tools in the system turn, for templates that do not support tools."""
     if not tools:
         return list(turns)
     text = _instruction(tools)
@@ -114,7 +115,7 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]
 
 
 def with_results_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the conversation with results as the user's turns.
+    """Turn tool results into user turns.
 
     This is for templates that support neither tools nor tool calls.
     """
@@ -137,7 +138,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
-    """Group each turn that has several calls with the results that follow it."""
+    """Group each turn with several tool calls with the results that follow the turn."""
     grouped: list[tuple[Turn, list[Turn]]] = []
     for turn in turns:
         if turn["role"] == "tool" and grouped and len(grouped[-1][0].get("tool_calls", ())) > 1:
@@ -148,7 +149,7 @@ def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
 
 
 def _one_by_one(turn: Turn, results: Sequence[Turn]) -> list[Turn]:
-    """Split a turn with several calls into turns with one call, each before its result."""
+    """Split a turn with several tool calls into turns with one call, each before its result."""
     calls = turn.get("tool_calls", ())
     if len(calls) < 2:
         return [turn]

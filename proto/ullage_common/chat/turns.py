@@ -10,13 +10,13 @@ from ullage_common.chat.tool_formats import (
 )
 
 TURN_CHARACTERS = 64
-"""Characters whose processing takes as long as a turn's overhead."""
+"""The overhead of processing one turn, in characters that take the same time."""
 # Newer OpenAI clients use `developer` where templates use `system`.
 _ROLES = {"developer": "system"}
 
 
 def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
-    """Make one turn per message, with the fields that the message has."""
+    """Convert each message to a turn that has only the fields set in the message."""
     names: dict[str, str] = {}
     turns = []
     for message in messages:
@@ -26,12 +26,12 @@ def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
 
 
 def num_characters(turns: Iterable[Turn]) -> int:
-    """Count the characters of all turns, calls included."""
+    """Count the characters in all turns, including tool calls."""
     return sum(map(_num_characters, turns))
 
 
 def weight(turns: Sequence[Turn]) -> int:
-    """Return an estimate of the work of processing turns, in characters. Empty turns cost too."""
+    """Estimate the work of processing turns, in characters. Empty turns have a cost, too."""
     return num_characters(turns) + TURN_CHARACTERS * len(turns)
 
 
@@ -66,7 +66,7 @@ def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> object:
-    """Parse arguments, which templates print as a mapping. Malformed ones stay as they are."""
+    """Parse a tool call's arguments to a mapping for templates. Malformed arguments stay text."""
     try:
         parsed = json.loads(text or "{}")
         json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8

@@ -1,4 +1,4 @@
-"""The engine's configuration: one YAML or JSON file, which is read once and never changed."""
+"""The engine's configuration file, in YAML or JSON. It is read once and never changes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ EngineKind = Literal["auto", "native", "vllm"]
 
 
 class MemoryBudget(Strict, frozen=True, kw_only=True):
-    """The memory budget of engines. Engines enforce it, and routers show it in /stats."""
+    """The memory budget that every engine enforces and that routers show in /stats."""
 
     threshold_percent: SomePercent = 85.0
     """Percentage of the device's memory that the engine may use."""
@@ -77,24 +77,24 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     """URI of the model: `pkg://package/file`, `file:///path`, `hf://org/name@revision`,
     `s3://bucket/prefix` or `pvc://claim/path`."""
     name: str
-    """Name by which clients ask for the model."""
+    """Name by which clients request the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and activations. auto means bfloat16 if the device supports it."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"] = "auto"
     """Format to which the matrices of an unquantised checkpoint are converted.
 
     w8a8 needs a calibration from `ullage quantize`. A quantised checkpoint declares its own format.
-    auto converts no matrix of a layer. On x86 CPUs with AVX2, auto computes directly on the
-    quantised blocks of a GGUF file.
+    auto converts none of a layer's matrices. On x86 CPUs with AVX2, auto computes directly on a
+    GGUF file's quantised blocks.
     """
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Data type of the KV cache.
 
-    fp8 means float8 E4M3. auto means the data type of activations, except that it means bfloat16 if
-    `dtype` is auto and the C++ library for CPUs runs the model.
+    fp8 means float8 E4M3. auto means the data type of activations, with one exception: if `dtype`
+    is auto and the C++ library for CPUs runs the model, auto means bfloat16.
     """
     max_model_len: int | None = None
-    """Maximum tokens of prompt and output together, or None for the model's own limit."""
+    """Maximum total number of prompt and output tokens, or None for the model's own limit."""
     deterministic: bool = False
     allow_unknown_config: bool = False
     """Whether the native engine ignores keys of the model's configuration that it does not support.
@@ -120,7 +120,7 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
 
 
 class AdaptersFile(Strict, frozen=True, kw_only=True):
-    """The adapters of a running engine, in a file that the engine watches for changes."""
+    """File that lists a running engine's adapters. The engine watches the file for changes."""
 
     adapters: tuple[AdapterSection, ...] = ()
 
@@ -202,7 +202,7 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "api_key": _SERVED_BY_ULLAGE,
     }
 )
-"""Arguments of vLLM that users may not set, and the setting to use instead of each."""
+"""vLLM arguments that users may not set, each with the setting to use instead."""
 _ARGUMENT = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -231,10 +231,10 @@ class GroupSection(Strict, frozen=True, kw_only=True):
     join_port: Port = 29500
     """Port of the leader to which followers connect.
 
-    If the leader or a follower exits, the other one notices it by this connection.
+    If the leader or a follower exits, the other side notices that the connection ends.
     """
     vllm_port: Port = 29501
-    """Port of the leader for vLLM's rendezvous, which is vLLM's `master_port`."""
+    """Port of the leader for vLLM's rendezvous (`master_port` in vLLM)."""
 
 
 def follower_place(index: int, nodes: int) -> tuple[int, int]:
@@ -252,9 +252,9 @@ class RankGrid(Strict, frozen=True, kw_only=True):
     """How a model is sharded over the devices of an engine."""
 
     tensor: int = 1
-    """Number of tensor-parallel ranks, which share each layer."""
+    """Number of tensor-parallel ranks, across which each layer is sharded."""
     pipeline: int = 1
-    """Number of pipeline stages of consecutive layers. tensor * pipeline equals `gpus`."""
+    """Number of pipeline stages, each with consecutive layers. tensor * pipeline equals `gpus`."""
 
 
 class ParallelismSection(RankGrid, frozen=True, kw_only=True):
@@ -267,11 +267,11 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
     share processors and memory, None means one in total.
     """
     nccl: dict[str, str] = msgspec.field(default_factory=dict)
-    """Variables of NCCL that override those in `ullage_engine.server.worker_env.TRANSFER_ENV`."""
+    """NCCL variables that override those in `ullage_engine.server.worker_env.TRANSFER_ENV`."""
 
 
 class HostTierSection(Strict, frozen=True, kw_only=True):
-    """The KV tier in host memory, whose content survives a restart of the worker process."""
+    """The KV tier in host memory. Its content survives a restart of the worker process."""
 
     size: SomeBytes | None = None
     """Bytes of host memory to allocate when the engine starts.
@@ -282,10 +282,10 @@ class HostTierSection(Strict, frozen=True, kw_only=True):
 
 
 class FileTierSection(Strict, frozen=True, kw_only=True):
-    """The KV tier in files, whose content survives a restart of the engine."""
+    """The KV tier in files. Its content survives a restart of the engine."""
 
     path: Text
-    """Folder of the files, created if missing. Engines may share it, each with separate files."""
+    """Folder of the files, created if missing. Engines that share a folder use separate files."""
     size: Annotated[Bytes, msgspec.Meta(ge=1)] = 2 << 30
     """Maximum total size of one engine's files, in bytes."""
 
@@ -306,12 +306,12 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
     deadline: SomeSeconds = 1.0
     """Maximum seconds for one transfer of blocks."""
     copy: bool = False
-    """Whether to copy blocks to one peer if they were used twice or belong to a session.
+    """Whether to copy a block to one peer if the block was used twice or belongs to a session.
 
     The copies remain available after this engine stops.
     """
     server_name: Text | None = None
-    """Name to expect in the peers' certificates, or None for the host in a peer's address."""
+    """Expected name in the peers' certificates, or None for the host in each peer's address."""
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -321,7 +321,7 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
 DEFAULT_HOST_TIER = 256 << 20
 _MIN_DEFAULT_HOST_TIER = 16 << 20
 _GPU_WORKER_BYTES = 1 << 30
-"""Estimated host memory of one GPU worker, for Python, torch and the CUDA context, in bytes."""
+"""Estimated host memory of one GPU worker in bytes, for Python, torch and the CUDA context."""
 
 
 class HostedTiers(Strict, frozen=True, kw_only=True):
@@ -329,17 +329,17 @@ class HostedTiers(Strict, frozen=True, kw_only=True):
 
     @property
     def asked_host_bytes(self) -> int | None:
-        """Return the size of the host tier if the configuration asks for one, or None.
+        """Return the size of the host tier that the configuration requests, or None.
 
-        The configuration asks for a host tier by its size or by a tier below it. The engine does
-        not start without enough memory for this size.
+        The configuration requests a host tier if it sets the tier's size or has a tier below it.
+        The engine does not start without enough memory for this size.
         """
         has_lower = any(getattr(self, name) for name in ("remote", "file"))
         return DEFAULT_HOST_TIER if self.host.size is None and has_lower else self.host.size
 
 
 class TiersSection(HostedTiers, frozen=True, kw_only=True):
-    """The tiers for KV that does not fit on the device, fastest first."""
+    """The tiers for KV that does not fit on the device, from the fastest to the slowest."""
 
     remote: RemoteTierSection | None = None
     file: FileTierSection | None = None
@@ -359,7 +359,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     """Limits on the memory for KV and adapters."""
 
     session_kv_limit: Bytes = 512 << 20
-    """Maximum KV bytes of one session, both while its requests run and between them.
+    """Maximum KV bytes of one session, both while its requests run and between requests.
 
     With 0, no KV is kept for sessions, and a session's running requests have no limit.
     """
@@ -377,7 +377,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     otherwise.
     """
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
-    """Maximum rank of an adapter. Every slot is large enough for this rank."""
+    """Maximum rank of an adapter. Every adapter slot is allocated for this rank."""
     device_bytes: Bytes | None = None
     """Memory budget of a CPU device in bytes, or None for the cgroup's limit."""
     prefix_cache: bool = True
@@ -385,7 +385,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     session_idle: Seconds = 300.0
     """Seconds without a request after which a session's KV is evicted before other KV."""
     host_kv: Bytes = 0
-    """Host memory in bytes to swap preempted sequences to. With 0, sequences are recomputed."""
+    """Host memory in bytes for swapping out preempted sequences (0 to recompute them instead)."""
 
     @property
     def adapter_share(self) -> float:
@@ -398,8 +398,8 @@ MAX_CPU_KV = 20 << 30
 def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
     """Return the maximum KV bytes of a device, or None if only its memory budget limits them.
 
-    A GPU's memory serves no other purpose. On a CPU, other processes need part of the memory, and
-    KV that the cores cannot read in time is useless.
+    A GPU's memory has no other use, so it has no default limit. On a CPU, other processes need part
+    of the memory, and KV is useless if the cores cannot read it in time.
     """
     return MAX_CPU_KV if memory.max_kv is None and on_cpu else memory.max_kv
 
@@ -437,8 +437,8 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     decode_max_batch_tokens: int = 8192
     """Maximum number of sequences that one step decodes, one token each.
 
-    The engine also limits the KV that these sequences read in one step, by a measurement at its
-    start.
+    The engine also limits how much KV these sequences read in one step. It measures this limit at
+    startup.
     """
     prefill_chunk_tokens: int | None = None
     """Maximum number of prompt tokens computed in one step. 0 turns chunked prefill off.
@@ -447,7 +447,7 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     """
     max_sequences: int = 64
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    """Maximum draft tokens per sequence and step, found by prompt lookup (0 for none)."""
+    """Maximum draft tokens per sequence and step, from prompt lookup (0 for no speculation)."""
 
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
@@ -475,7 +475,7 @@ class DegradeLevel(Strict, frozen=True, kw_only=True):
 
 
 class ThrottlingSection(Strict, frozen=True, kw_only=True):
-    """Smaller batches while the driver throttles GPUs."""
+    """Settings that shrink batches while the driver throttles GPUs."""
 
     enabled: bool = True
     power_cap: bool = False
@@ -484,9 +484,9 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
     Many healthy GPUs reach the power limit at full load.
     """
     after: Seconds = 10.0
-    """Seconds of throttling after which the batch shrinks by `batch_step_percent` each time."""
+    """Seconds of throttling after which the batch shrinks by another `batch_step_percent`."""
     recover_after: Seconds = 30.0
-    """Seconds without throttling after which the batch grows by `batch_step_percent`."""
+    """Seconds without throttling after which the batch grows by another `batch_step_percent`."""
     batch_step_percent: SomePercent = 25.0
     """Percentage of `batching.max_sequences` by which the batch shrinks or grows at a time."""
     min_batch_percent: SomePercent = 25.0
@@ -508,7 +508,7 @@ class DegradeSection(Strict, frozen=True, kw_only=True):
     pressure_levels: tuple[DegradeLevel, ...] = ()
     """Pressure levels, in any order.
 
-    Of the levels whose `below_percent` exceeds the headroom, the level with the smallest
+    If `below_percent` exceeds the headroom for several levels, the level with the smallest
     `below_percent` applies.
     """
     throttling: ThrottlingSection = ThrottlingSection()
@@ -546,14 +546,14 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     """Indices of the CPU cores to which the engine is pinned (empty for no pinning)."""
     owns_cores: bool | None = None
-    """Whether no other engine uses these cores, so that idle threads may spin instead of sleep.
+    """Whether no other engine uses these cores. Idle threads may then spin instead of sleeping.
 
     None means True if the engine may use only some of the machine's cores.
     """
     standby_worker: bool = False
-    """Whether a second worker process waits, with its libraries imported, to replace one that ends.
+    """Whether a second worker, with its libraries imported, waits to replace a worker that ends.
 
-    On a CPU the ledger counts its memory.
+    On a CPU, the memory ledger includes the standby worker.
     """
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
@@ -565,7 +565,7 @@ class TicketsSection(TicketFolder, frozen=True, kw_only=True):
     required: bool = False
     """Whether every request needs a ticket.
 
-    The engine then does not serve AdminService, because clients can reach the port.
+    If so, the engine does not serve AdminService, because clients can reach the port.
     """
 
 
@@ -580,7 +580,7 @@ class ProfilingSection(Strict, frozen=True, kw_only=True):
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
     engine: EngineKind = "auto"
-    """The engine that runs the model: native or vLLM. For auto, `choose_engine` chooses."""
+    """The engine that runs the model: native or vLLM. For auto, `choose_engine` decides."""
     model: ModelSection
     adapters: tuple[AdapterSection, ...] = ()
     adapters_file: Text | None = None
@@ -605,8 +605,8 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     cuda_graphs: bool | None = None
     """Whether to replay decode-only steps as CUDA graphs. None means no.
 
-    This applies if a single native rank runs a model without experts by GPU kernels. The setting is
-    experimental: it has not run on a GPU, and no manifest sets it.
+    The setting has an effect only if a single native rank runs a model without experts with GPU
+    kernels. It is experimental: it has not run on a GPU, and no manifest sets it.
     """
     tracing: TracingSection | None = None
     """Where to send trace spans of requests, or None for no tracing."""
@@ -637,7 +637,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def max_loras(self) -> int:
-        """Return the maximum number of adapters loaded at a time (0 if the engine serves none)."""
+        """Return the maximum number of adapters loaded at once (0 if adapters are disabled)."""
         has_adapters = bool(self.adapters) or self.adapters_file is not None
         return default_max_loras(self.memory.max_loras, has_adapters=has_adapters)
 
@@ -646,14 +646,14 @@ DEFAULT_MAX_LORAS = 8
 
 
 def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
-    """Return the default number of adapters loaded at a time."""
+    """Return the maximum number of adapters loaded at once: `asked`, or a default for None."""
     if asked is not None:
         return asked
     return DEFAULT_MAX_LORAS if has_adapters else 0
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return an error text if the model and its adapters share a name (empty if they do not)."""
+    """Return an error text if an adapter has the name of the model or of another adapter."""
     taken = {model}
     for place, adapter in enumerate(adapters):
         if adapter.name in taken:
@@ -666,7 +666,7 @@ def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM has kernels. Other ranks take the memory of the next larger one."""
+"""LoRA ranks for which vLLM has kernels. Other ranks take the memory of the next larger rank."""
 
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:

@@ -1,4 +1,4 @@
-"""The router's configuration: one YAML or JSON file, which is read once and never changed."""
+"""The router's configuration file, in YAML or JSON. It is read once and never changes."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -34,10 +34,10 @@ class StepTLS(Strict, frozen=True, kw_only=True):
     dir: Text
     """Folder with tls.crt and tls.key, for client authentication, and ca.crt.
 
-    ca.crt is the authority that signed the other router's certificate.
+    ca.crt is the certificate of the authority that signed the other router's certificate.
     """
     server_name: Text
-    """Host name that the other router's certificate must be valid for."""
+    """Host name for which the other router's certificate must be valid."""
 
 
 class StepSection(Strict, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class StepSection(Strict, frozen=True, kw_only=True):
 
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
-    """Number of first tokens that the router holds back to judge the answer's confidence."""
+    """Number of initial tokens that the router holds back to judge the answer's confidence."""
     threshold_percent: Percent = 60.0
     """Minimum geometric mean of the tokens' probabilities, in percent."""
 
@@ -85,25 +85,25 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Load at which low-priority requests get the first step's answer, however unsure it is."""
+    """Load at which low-priority requests get the first step's answer at any confidence."""
 
     pressure_level: Count = 1
-    """Pressure level that all ready engines of this service have reached (0 ignores pressure)."""
+    """Pressure level that all ready engines must have reached (0 ignores the pressure level)."""
     queued_requests: Count = 8
-    """Minimum number of waiting requests in this router (0 turns this sign off)."""
+    """Minimum number of requests that wait in this router (0 ignores the queue)."""
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = -1
-    """Maximum priority of a low-priority request."""
+    """Maximum priority at which a request counts as low-priority."""
 
 
 class CascadeSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """Unique name of this service's cascade, which detects requests that loop back to it."""
+    """Unique name of this service's cascade, by which the router detects looping requests."""
     steps: Annotated[tuple[StepSection, ...], msgspec.Meta(min_length=2, max_length=MAX_STEPS)]
     """Steps of the cascade, cheapest first."""
     confidence: ConfidenceSection = ConfidenceSection()
     heuristics: HeuristicsSection = HeuristicsSection()
     parallel: bool = False
-    """Whether the next step starts at the same time as the step whose answer is judged."""
+    """Whether the next step runs concurrently with the step whose answer is being judged."""
     fallback: FallbackSection | None = None
 
     def __post_init__(self) -> None:
@@ -127,25 +127,25 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
 
 
 class RouterTickets(TicketFolder, frozen=True, kw_only=True):
-    """Settings of tickets, with which clients send requests directly to engines."""
+    """Settings of tickets, which let clients send requests directly to engines."""
 
     ttl: SomeSeconds = 10.0
     """Seconds for which an unused ticket keeps its memory reservation."""
     required: bool = False
-    """Whether engines require a ticket. This router then also sends a ticket with its requests."""
+    """Whether engines require tickets. If so, this router also sends a ticket with its requests."""
 
 
 class WakeSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
-    """Maximum number of requests that are held at once."""
+    """Maximum number of requests that are held at once while engines start."""
     max_bytes: SomeBytes = 64 << 20
-    """Maximum memory of this process for held requests, in bytes."""
+    """Maximum memory in bytes that this process uses for held requests."""
     timeout: SomeSeconds = 300.0
-    """Maximum seconds for which a request is held. Its own time limit applies, too."""
+    """Maximum seconds for which a request is held. The request's own time limit applies, too."""
 
 
 OTHER_TENANTS = "other"
-"""Metric label of tenants that have a key but are not listed in the configuration."""
+"""Metric label for tenants that have a key but are not listed in the configuration."""
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
 DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
@@ -197,12 +197,12 @@ class MetricsSection(Strict, frozen=True, kw_only=True):
 
 
 class ConsoleSection(Strict, frozen=True, kw_only=True):
-    """Settings of the console, which the metrics port serves at /console."""
+    """Settings of the web console, which the metrics port serves at /console."""
 
     local: bool = False
     """Whether the service runs on the user's own machine.
 
-    The API's port then also serves the console, and the console can generate an overload.
+    If so, the API port also serves the console, and the console can generate an overload.
     """
 
 
@@ -215,7 +215,7 @@ class ProbesSection(Strict, frozen=True, kw_only=True):
 
 
 PoolRole = Literal["standard", "large", "overflow"]
-"""Requests that a pool takes: ordinary ones, large ones, or those that fit in no other pool."""
+"""Requests that a pool takes: ordinary requests, large ones, or requests that fit nowhere else."""
 
 
 class PoolSection(Strict, frozen=True, kw_only=True):
@@ -243,13 +243,13 @@ class QueueSection(Strict, frozen=True, kw_only=True):
     max_bytes: SomeBytes = 64 << 30
     """Maximum total of the predicted KV bytes of requests that wait for memory."""
     max_prompt_bytes: SomeBytes = 256 << 20
-    """Maximum memory of this process for waiting requests, in bytes."""
+    """Maximum memory in bytes that this process uses for waiting requests."""
     timeout: SomeSeconds = 10.0
-    """Maximum seconds for which one request waits."""
+    """Maximum seconds that one request waits in the queue."""
     aging: SomeSeconds = 0.05
-    """Seconds of waiting that raise a request by one level of priority."""
+    """Seconds of waiting after which a request's effective priority rises by one level."""
     backfill: Count = 16
-    """Maximum number of requests that backfill lets overtake the head of the queue (0 for none)."""
+    """Maximum number of requests that backfill may move ahead of the queue's head (0 for none)."""
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
@@ -281,7 +281,7 @@ class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
 
 class RouteSection(Strict, frozen=True, kw_only=True):
     pools: tuple[Text, ...] = ()
-    """Other pools to try, preferred first (empty for all other pools in their order)."""
+    """Other pools to try, in order of preference (empty for all other pools in their order)."""
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
@@ -297,7 +297,7 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """Settings of each rung of the ladder. The settings of waiting are in `queue` instead."""
+    """Settings of each rung of the ladder, except for waiting, which `queue` configures."""
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
     shrink_output: ShrinkOutputSection = ShrinkOutputSection()
@@ -309,7 +309,7 @@ class AffinitySection(Strict, frozen=True, kw_only=True):
     """Placement of requests on the engine that has their prefix in its KV cache."""
 
     max_sessions: Count = 8192
-    """Maximum number of sessions whose engine is remembered (0 turns this off)."""
+    """Maximum number of sessions whose engine the router remembers (0 turns this off)."""
     max_prefixes: Count = 65536
     """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns this off)."""
     max_extra_load: Count = 8
@@ -317,7 +317,7 @@ class AffinitySection(Strict, frozen=True, kw_only=True):
 
 
 class BreakerSection(Strict, frozen=True, kw_only=True):
-    """Circuit breaker of an engine on which requests fail."""
+    """Circuit breaker, which ejects an engine on which requests fail."""
 
     failures: Positive = 5
     """Number of consecutive failures that open the breaker."""
@@ -339,10 +339,10 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
 
 
 class RetrySection(Strict, frozen=True, kw_only=True):
-    """Retries on another engine before the first token."""
+    """Limits on retries, which go to another engine before the first token."""
 
     percent: Percent = 20.0
-    """Allowed retries, as a percentage of requests."""
+    """Number of allowed retries, as a percentage of requests."""
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Retries per second that are allowed in addition to the percentage."""
     burst: Positive = 100
@@ -354,7 +354,7 @@ class RetrySection(Strict, frozen=True, kw_only=True):
 
 
 class PlacementSection(Strict, frozen=True, kw_only=True):
-    """Choice among the engines that have enough memory for a request."""
+    """Settings for the choice among engines that have enough memory for a request."""
 
     affinity: AffinitySection = AffinitySection()
     breaker: BreakerSection = BreakerSection()
@@ -362,16 +362,16 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
 
 
 class PrefillSection(Strict, frozen=True, kw_only=True):
-    """Distribution of prompts over engines that are busy with other prompts."""
+    """Settings for distributing prompts over engines that are busy with other prompts."""
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
-    """Seconds for which prompts wait to be placed together (0 for no wait)."""
+    """Seconds for which prompts wait so that they can be placed together (0 for no wait)."""
     mlp_products: Count = 8192
-    """Cost of one token outside attention, in units of one query-key dot product."""
+    """Cost of one token outside attention, in units of a single query-key dot product."""
 
 
 class CoalesceSection(Strict, frozen=True, kw_only=True):
-    """Sharing of one generation among identical deterministic requests."""
+    """Settings for sharing one generation among identical deterministic requests."""
 
     enabled: bool = True
     window: SomeSeconds = 0.003
@@ -386,7 +386,7 @@ class ReplaceSection(Strict, frozen=True, kw_only=True):
 
 
 class IdempotencySection(Strict, frozen=True, kw_only=True):
-    """One answer for all requests with the same `Idempotency-Key`."""
+    """Settings for reusing one answer for all requests with the same `Idempotency-Key`."""
 
     enabled: bool = False
     ttl: SomeSeconds = 600.0
@@ -401,7 +401,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
     """Predicted KV bytes above which a request goes to the pool with role `large`."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
-    """Rungs to try, in this order, if a request does not fit. The last rung always rejects it."""
+    """Rungs to try in order if a request does not fit. The last rung always rejects the request."""
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
@@ -419,12 +419,12 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
 
 
 class CleanseSection(Strict, frozen=True, kw_only=True):
-    """Text to remove from every conversation. System prompts, code and JSON stay unchanged."""
+    """Texts to remove from every conversation. System prompts, code and JSON stay unchanged."""
 
     whitespace: bool = False
     zero_width: bool = False
     html: bool = False
-    """Whether to replace clear HTML by the text that a reader would see in a browser."""
+    """Whether to replace obvious HTML with the text that a browser would show."""
 
     @property
     def is_any(self) -> bool:
@@ -432,7 +432,7 @@ class CleanseSection(Strict, frozen=True, kw_only=True):
 
 
 class CompressSection(Strict, frozen=True, kw_only=True):
-    """Summaries of the oldest turns of a long conversation."""
+    """Settings for summarising the oldest turns of a long conversation."""
 
     method: Literal["extractive", "off"] = "off"
     threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
@@ -440,7 +440,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
     percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
     """Percentage of the turns to summarise, starting with the oldest."""
     fact_percent: Percent = 90.0
-    """Minimum percentage of the turns' facts that a summary must keep in order to be used."""
+    """Minimum percentage of the turns' facts that a usable summary must keep."""
     keep_turns: Positive = 4
     """Number of newest turns that stay unchanged."""
 
@@ -458,7 +458,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
 
 SpecialTokens = Literal["template", "trusted"]
-"""Special tokens that prompts may have: the chat template's only, or all that a text spells."""
+"""Special tokens allowed in prompts: only the chat template's, or any that the text spells."""
 
 
 class PromptsSection(Strict, frozen=True, kw_only=True):
@@ -468,16 +468,16 @@ class PromptsSection(Strict, frozen=True, kw_only=True):
 
 
 class StreamingSection(Strict, frozen=True, kw_only=True):
-    """Streaming of tokens to a client."""
+    """Settings for streaming tokens to a client."""
 
     buffer_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
     """Maximum number of tokens that an engine may generate ahead of a slow client."""
     coalesce_tokens: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
     """Maximum number of tokens in one streamed chunk."""
     coalesce_window: Annotated[Seconds, msgspec.Meta(ge=0, le=1)] = 0.02
-    """Maximum seconds for which tokens wait for later tokens (0 for no wait).
+    """Maximum seconds for which a token waits to be sent with later tokens (0 for no wait).
 
-    If a client got no token for this long, the next token is sent at once.
+    If no token was sent to a client for this long, the next token is sent at once.
     """
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Maximum rate of one streamed answer, in tokens per second (0 for no limit)."""
@@ -489,12 +489,12 @@ Anonymous = Literal["allow", "deny"]
 
 
 class TenantRules(Strict, frozen=True, kw_only=True):
-    """Limits of one tenant. An unset limit is unlimited."""
+    """Limits of one tenant. A limit that is not set does not apply."""
 
     enabled: bool = True
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
-    """Maximum tokens per minute, prompt and output together."""
+    """Maximum total number of prompt and output tokens per minute."""
     concurrency: Positive | None = None
     """Maximum number of concurrent requests, including waiting ones."""
     priority: Priority = 0
@@ -526,7 +526,7 @@ class TenantsSection(Strict, frozen=True, kw_only=True):
     protect_stats: bool = False
     """Whether /stats needs a key, too."""
     share: Share = 1.0
-    """Fraction of every limit that this process enforces. Other processes enforce the rest."""
+    """Fraction of every limit that this process grants. Other router processes grant the rest."""
     defaults: TenantRules = TenantRules()
     """Rules for tenants that have a key but are not listed here."""
     tenants: tuple[NamedTenant, ...] = ()
@@ -549,7 +549,7 @@ class ServerTLS(Strict, frozen=True, kw_only=True):
     dir: Text
     """Folder with tls.crt and tls.key."""
     client_ca_dir: Text | None = None
-    """Folder with ca.crt, whose authority must have signed clients' certificates, or None."""
+    """Folder with ca.crt, the authority that must have signed client certificates, or None."""
 
 
 class EngineTLS(Strict, frozen=True, kw_only=True):
@@ -558,9 +558,9 @@ class EngineTLS(Strict, frozen=True, kw_only=True):
     dir: Text
     """Folder with tls.crt, tls.key and ca.crt. ca.crt verifies the engines' certificates."""
     server_name: Text
-    """Name to expect in the engines' certificates, because engines are called by IP address."""
+    """Expected name in the engines' certificates, because the router connects to IP addresses."""
     accept_plaintext: bool = False
-    """Whether to call engines without TLS in plaintext.
+    """Whether to connect in plaintext to engines that do not use TLS.
 
     While a rollout turns TLS on or off, only some of the engines use TLS.
     """
@@ -600,7 +600,7 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
     tickets: RouterTickets | None = None
-    """Settings of tickets, or None to disable tickets and the `Pick` call that issues them."""
+    """Settings of tickets, or None to disable tickets and the `Pick` RPC that issues them."""
     routing: RoutingSection = RoutingSection()
     prompts: PromptsSection = PromptsSection()
     limits: RequestLimits = RequestLimits()

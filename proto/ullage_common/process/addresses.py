@@ -1,4 +1,4 @@
-"""Network addresses: how they are written, what DNS answers, and where a process listens.
+"""Parses and formats network addresses, reads DNS answers, and opens listening sockets.
 
 A process without a configured address listens on all addresses of IPv4 and IPv6, so the same
 configuration serves clusters of either family, or of both.
@@ -14,14 +14,15 @@ _EVERY_IPV4 = "0.0.0.0"
 _BACKLOG = 128
 
 NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-"""Errors of getaddrinfo that mean no records, as for a headless Service without pods."""
+"""Errors of getaddrinfo that mean "no records", as for a headless Service without pods."""
 
 
 def host_of(host: str | None) -> str:
     """Return the address to listen on.
 
     Args:
-        host: None for the wildcard address, which is the IPv6 one if its sockets accept IPv4, too.
+        host: the configured address, or None for all addresses. That is the IPv6 wildcard address
+            if an IPv6 socket also accepts IPv4 connections.
     """
     if host is not None:
         return host.removeprefix("[").removesuffix("]")
@@ -34,7 +35,7 @@ def joined(host: str, port: int | str) -> str:
 
 
 def split(target: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of `host:port` or `[ip]:port`.
+    """Split `host:port` or `[ip]:port` into the host, without brackets, and the port.
 
     Raises:
         ValueError: the target has neither of these forms.
@@ -68,9 +69,9 @@ def is_ip(host: str) -> bool:
 
 
 def by_best_family(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
-    """Return the addresses of one family in an answer of getaddrinfo.
+    """Return the addresses of a single family from a result of getaddrinfo.
 
-    A process with both an A and an AAAA record is one process, so only one of them may count.
+    A process may have both an A and an AAAA record, so only one family may count.
 
     Returns:
         `ip:port` for every A record, or `[ip]:port` for every AAAA record if there is no A record.
@@ -82,10 +83,10 @@ def by_best_family(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
 
 
 def listen(host: str | None, port: int) -> socket.socket:
-    """Return a listening socket.
+    """Open a listening TCP socket.
 
     Args:
-        host: None for every address.
+        host: the address to listen on, or None for all addresses.
 
     Raises:
         OSError: the port cannot be used.

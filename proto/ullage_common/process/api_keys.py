@@ -1,7 +1,7 @@
-"""API keys, and their form in configuration files.
+"""API keys, and the entries that represent them in files.
 
-A key has 256 random bits, so nobody can find it from its SHA-256 by brute force. A slow hash would
-only slow down every request. Files store an *entry*: `sha256:` and 64 hexadecimal digits.
+A key has 256 random bits, so nobody can find the key from its SHA-256 by brute force. A slow hash
+would only slow down every request. Files store an *entry*: `sha256:` and 64 hexadecimal digits.
 """
 
 import hashlib
@@ -10,11 +10,11 @@ import secrets
 
 PREFIX = "sk-ullage-"
 MIN_KEY = 16
-"""Minimum number of characters of a key. Shorter hand-made keys can be guessed."""
+"""Minimum number of characters in a key, because shorter hand-made keys can be guessed."""
 MAX_KEY = 512
 HASH_PREFIX = "sha256:"
 TENANT_NAME = re.compile(r"[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?")
-"""Names that are valid as a Secret's key, as a file name and as a metric's label."""
+"""Matches names that are valid as a Secret's key, as a file name and as a metric label."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _KEY = re.compile(r"[!-~]+")
 
@@ -25,17 +25,17 @@ def new_key() -> str:
 
 
 def digest(key: str) -> bytes:
-    """Return the SHA-256 of a key, 32 bytes."""
+    """Return the SHA-256 of a key (32 bytes)."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def entry(key: str) -> str:
-    """Return the entry of a key, which is a line of a Secret."""
+    """Return the entry for a key, which is one line of a Secret."""
     return HASH_PREFIX + digest(key).hex()
 
 
 def read_entry(line: str) -> bytes:
-    """Return the digest for a line of a Secret, which is an entry or a plain key.
+    """Return the key's digest from a line of a Secret, which is an entry or a plain key.
 
     Raises:
         ValueError: the line is neither an entry nor a key. The message does not contain the line.

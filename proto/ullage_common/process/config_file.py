@@ -1,4 +1,4 @@
-"""Reads and checks the configuration file of a process, which is YAML or JSON."""
+"""Reads and checks a process's configuration file, which is YAML or JSON."""
 
 import logging
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ Percent = Annotated[float, msgspec.Meta(ge=0, le=100)]
 SomePercent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Bytes = Annotated[int, msgspec.Meta(extra={"unit": "bytes"})]
-"""Number of bytes. In the API it is a quantity such as 2Gi."""
+"""Number of bytes. The Kubernetes API has a quantity such as 2Gi instead."""
 Seconds = Annotated[float, msgspec.Meta(extra={"unit": "seconds"})]
-"""Number of seconds. In the API it is a duration such as 10s."""
+"""Number of seconds. The Kubernetes API has a duration such as 10s instead."""
 SomeBytes = Annotated[Bytes, msgspec.Meta(ge=0)]
 SomeSeconds = Annotated[Seconds, msgspec.Meta(gt=0)]
 
@@ -32,10 +32,10 @@ class ConfigError(Exception):
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all sections: immutable, with types and bounds that are checked.
+    """Base class of all configuration sections: immutable, with checked types and bounds.
 
-    Unknown fields are ignored, because an operator writes files for older images too. Misspelt
-    fields are refused earlier, by the API in which people write them.
+    Unknown fields are ignored, because an operator also writes files for older images. Misspelt
+    fields are refused earlier, when a user applies the LLMService.
     """
 
 
@@ -46,7 +46,7 @@ def read_file(path: Path, kind: type[Config]) -> Config:
     """Read and check a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a field is missing or invalid.
+        ConfigError: the file is missing or is not YAML, or a field is missing or invalid.
     """
     data = _load(path)
     try:
@@ -56,7 +56,7 @@ def read_file(path: Path, kind: type[Config]) -> Config:
 
 
 def warn_unknown(path: Path, config: Strict) -> None:
-    """Log the fields of a file that were ignored when it was read."""
+    """Log the fields of a configuration file that `config` ignored as unknown."""
     if fields := list(_beyond(_load(path), msgspec.to_builtins(config), "$")):
         log.warning(
             "fields of the configuration that this version does not know",
@@ -65,7 +65,7 @@ def warn_unknown(path: Path, config: Strict) -> None:
 
 
 def _beyond(given: Any, parsed: Any, at: str) -> Iterator[str]:
-    """Yield the paths of the fields that are present only in `given`."""
+    """Yield the paths of the fields that are in `given` but not in `parsed`."""
     match given, parsed:
         case dict(), dict():
             for name, value in given.items():

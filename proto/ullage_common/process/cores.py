@@ -1,4 +1,4 @@
-"""The CPU cores of a process: how many it may use, and pinning."""
+"""The number of CPU cores that a process may use, and the pinning of processes to cores."""
 
 import math
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 from ullage_common.process.config_file import ConfigError
 
 _THREADS = ("core_cpus_list", "thread_siblings_list")
-"""Files that list the threads of a physical core. Linux before 5.3 has only the second file."""
+"""Files that list a physical core's hardware threads. Linux before 5.3 has only the second file."""
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that the process's affinity and its cgroup's quota allow.
 
-    The quota is rounded up to whole cores. With more busy threads than cores, the kernel would
-    throttle all of them for the rest of every scheduling period.
+    The quota is rounded up to whole cores. With more busy threads than the quota allows, the kernel
+    would throttle all threads for the rest of every scheduling period.
     """
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup_root)
@@ -26,9 +26,9 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 def physical_cores(
     cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")
 ) -> list[list[int]]:
-    """Group logical cores by physical core, ordered by package.
+    """Group logical cores by physical core, and order the groups by CPU package.
 
-    A core forms a separate group if the kernel does not list its siblings.
+    A logical core forms a separate group if the kernel does not list its siblings.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):
@@ -42,7 +42,7 @@ def physical_cores(
 
 
 def _read(folder: Path, names: Sequence[str]) -> str:
-    """Return the text of the first of these files that can be read (empty if none can)."""
+    """Return the text of the first readable file (empty if no file can be read)."""
     for name in names:
         try:
             return (folder / name).read_text(encoding="ascii").strip()
@@ -72,10 +72,10 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def _quota(root: Path) -> float | None:
-    """Return the quota in cores, or None without one.
+    """Return the cgroup's CPU quota in cores, or None without a quota.
 
-    cgroup v2 has `quota period` or `max period` in one file. cgroup v1 has two files, and -1 for no
-    quota.
+    cgroup v2 has one file with `quota period` or `max period`. cgroup v1 has two files, and -1
+    stands for no quota.
     """
     try:
         quota, period = (root / "cpu.max").read_text(encoding="ascii").split()

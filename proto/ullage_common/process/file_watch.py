@@ -1,7 +1,7 @@
-"""Notices changes of mounted files by polling once a second.
+"""Detects changes in mounted files by polling once a second.
 
-Kubernetes replaces a mounted Secret by pointing the link `..data` to a new folder. inotify misses
-that on some file systems. A handful of `stat` calls a second misses nothing.
+Kubernetes replaces a mounted Secret by pointing the link `..data` to a new folder. On some file
+systems, inotify misses this change. Polling with a few `stat` calls per second does not.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ INTERVAL_S = 1.0
 log = logging.getLogger(__name__)
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]
-"""Path, inode, time of change and size of every file."""
+"""Path, inode, modification time and size of every file."""
 
 
 def fingerprint(folders: Sequence[Path]) -> Fingerprint:
-    """Return a value that changes with any file in the folders.
+    """Return a value that changes whenever a file in the folders changes.
 
-    Links are followed. Files of subfolders do not count.
+    Links are followed. Files in subfolders do not count.
     """
     return tuple(item for folder in folders for item in _files(folder))
 
@@ -46,10 +46,10 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
 async def follow(
     folders: Sequence[Path], seen: Fingerprint, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """Call `reload` after every change, forever. A failed reload is retried.
+    """Call `reload` after every change, until cancelled. A failed reload is retried.
 
     Args:
-        seen: the fingerprint from before the files in use were read, so that no change is missed.
+        seen: the fingerprint from before the files were first read, so that no change is missed.
     """
     while True:
         await asyncio.sleep(INTERVAL_S)

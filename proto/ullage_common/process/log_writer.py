@@ -1,9 +1,9 @@
 """Writes log lines without waiting for their reader.
 
-A write to a full pipe blocks until the reader continues. One stalled `kubectl logs`, a stopped
-terminal or a full disk of the node would stop every request. Lines are therefore written directly
-if that cannot block, and otherwise by a thread. If too many lines wait, further ones are dropped
-and counted, and the count is logged.
+A write to a full pipe blocks until the reader continues. A stalled `kubectl logs`, a stopped
+terminal or a full disk on the node would then stop every request. Lines are therefore written
+directly if the write cannot block, and otherwise by a thread. If too many lines are queued, further
+lines are dropped, and the number of dropped lines is logged.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from collections import deque
 from typing import TextIO
 
 MAX_WAITING_BYTES = 1 << 20
-"""Maximum bytes of waiting lines. Further lines are dropped."""
+"""Maximum total bytes of queued lines. Further lines are dropped."""
 FLUSH_S = 2.0
-"""Maximum seconds for which the end of the process waits for a reader."""
+"""Maximum seconds for which a process waits at its end until its lines are written."""
 _AT_ONCE_BYTES = select.PIPE_BUF
-"""Maximum bytes that a pipe takes atomically."""
+"""Maximum bytes that one write puts into a pipe atomically."""
 DROPPED = "log lines were dropped, because nobody read them"
 
 
 class LineWriter(logging.Handler):
-    """Writes formatted records to a file descriptor without waiting.
+    """Writes formatted log records to a file descriptor without blocking.
 
     Args:
-        fd: file descriptor, which stays open. Other writes to it may come between two lines.
+        fd: file descriptor, which is never closed. Other writers may write between two lines.
     """
 
     def __init__(self, fd: int) -> None:
@@ -40,19 +40,19 @@ class LineWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Start with an empty queue and no thread, as after a fork.
+        """Reset to an empty queue without a thread, as is needed after a fork.
 
-        The queued lines belong to the parent.
+        After a fork, the queued lines belong to the parent process.
         """
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        """Bytes of the queue and of the line that is being written."""
+        """Total bytes of the queued lines and of the line that is being written."""
         self._num_dropped = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or queue it if writing could block."""
+        """Write a log record, or queue the record if the write could block."""
         try:
             line = self.format(record).encode(errors="backslashreplace") + b"\n"
             if not self._write_now(line):
@@ -63,7 +63,7 @@ class LineWriter(logging.Handler):
     def flush(self) -> None:
         """Wait until all lines are written, but only for a short time if nobody reads them.
 
-        `logging` calls it when the process ends.
+        `logging` calls this method when the process ends.
         """
         until = time.monotonic() + FLUSH_S
         with self._changed:
@@ -71,7 +71,7 @@ class LineWriter(logging.Handler):
                 self._changed.wait(until - time.monotonic())
 
     def _write_now(self, line: bytes) -> bool:
-        """Write a line at once if no other line is queued and the write does not block."""
+        """Write a line directly if no other line is queued and the write does not block."""
         if self._direct_fd is None or self._waiting_bytes or len(line) > _AT_ONCE_BYTES:
             return False
         try:
@@ -100,7 +100,7 @@ class LineWriter(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self) -> None:
-        """Write queued lines forever."""
+        """Write queued lines in an endless loop."""
         while True:
             with self._changed:
                 while not self._waiting:
@@ -134,10 +134,10 @@ def new_handler(stream: TextIO) -> logging.Handler:
 
 
 def _unblocked(fd: int) -> int | None:
-    """Return a non-blocking descriptor of the same file, or None if that is impossible.
+    """Open the file again as a non-blocking descriptor, or return None if that is impossible.
 
-    Other programs may share the given descriptor, and their writes would fail if it did not block.
-    A regular file never blocks, and a socket cannot be opened again.
+    The given descriptor stays blocking, because other programs may share it and their writes would
+    fail otherwise. A regular file never blocks, and a socket cannot be opened again.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):

@@ -1,7 +1,8 @@
 """JSON logs, one object per line.
 
-A line has time, level, logger, message and the fields of `extra`. If `extra` has a mapping
-`MORE_FIELDS`, its fields are added, too. For many fields this costs a third of the time.
+A line has time, level, logger, message and the fields in `extra`. If `extra` has a mapping under
+the key `MORE_FIELDS`, the mapping's fields are added, too. For many fields, a mapping takes only a
+third of the time.
 """
 
 import logging
@@ -21,7 +22,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=repr)
 
 
 class _LeanRecord(logging.LogRecord):
-    """A log record without file and module names.
+    """A log record for which no file and module names are computed.
 
     No log line shows these names, and computing them takes as long as the rest of the record.
     """
@@ -59,10 +60,10 @@ class _LeanRecord(logging.LogRecord):
 
 
 class JsonFormatter(logging.Formatter):
-    """Renders a record with its extra fields. Values without JSON are rendered by repr.
+    """Formats a log record with its extra fields as JSON. Other values than JSON's use `repr`.
 
     Args:
-        fields: fields of every line.
+        fields: fields to add to every line.
     """
 
     def __init__(self, fields: Mapping[str, object] = MappingProxyType({})) -> None:
@@ -72,7 +73,7 @@ class JsonFormatter(logging.Formatter):
         self._second_text = ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as a line of JSON."""
+        """Return a log record as one line of JSON."""
         line = {
             "time": self._time(record.created),
             "level": record.levelname.lower(),
@@ -89,7 +90,7 @@ class JsonFormatter(logging.Formatter):
         return _ENCODER.encode(line).decode()
 
     def _time(self, seconds: float) -> str:
-        """Return a time in RFC 3339, UTC. The text of a second is cached."""
+        """Return a UTC time in RFC 3339 format. The text for the current second is cached."""
         whole = int(seconds)
         if whole != self._second:
             self._second_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
@@ -102,9 +103,9 @@ def configure(
     stream: TextIO = sys.stderr,
     fields: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Send every log record of this process to `stream` as JSON, with `fields` in each line.
+    """Write every log record of this process to `stream` as JSON, with `fields` in each line.
 
-    A slow reader of the stream does not delay the process (`log_writer`).
+    A slow reader of the stream does not delay the process (see `log_writer`).
     """
     # Values that no line shows are not computed, as the documentation of logging advises.
     logging._srcfile = None

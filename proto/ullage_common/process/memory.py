@@ -1,4 +1,4 @@
-"""Memory of a process: its limits, kills by the kernel, and the return of freed memory."""
+"""Memory of a process: limits, OOM kills by the kernel, and the release of freed memory."""
 
 import contextlib
 import ctypes
@@ -11,14 +11,14 @@ _CGROUP_V2 = Path("memory.max")
 _CGROUP_V1 = Path("memory/memory.limit_in_bytes")
 
 RECENT_LOOKS = 20
-"""Number of calls of `OomKills.look` for which a kill counts as recent.
+"""Number of calls to `OomKills.look` for which a kill counts as recent.
 
 If memory is short, a killed process may take seconds to end.
 """
 YOUNG_OBJECTS = 20_000
-"""New objects after which the garbage collector searches the young generation.
+"""Number of new objects after which the garbage collector scans the young generation.
 
-Python's default of 700 is reached within a few requests, and 50,000 objects of garbage would stop
+Python's default of 700 is reached within a few requests. A collection of 50,000 objects would pause
 the process for too long.
 """
 _M_MMAP_THRESHOLD = -3
@@ -27,7 +27,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def usable_bytes(cgroup_root: Path = CGROUP) -> int:
-    """Return the container's limit, or the machine's free memory if that is less, in bytes."""
+    """Return the smaller of the container's memory limit and the machine's free memory in bytes."""
     import psutil  # absent from the images of router and operator, which do not call this
 
     # Memory of other processes cannot be promised.
@@ -37,7 +37,7 @@ def usable_bytes(cgroup_root: Path = CGROUP) -> int:
 
 
 def free_bytes(cgroup_root: Path = CGROUP) -> int:
-    """Return the bytes that this container may still take, by its limit and the free memory."""
+    """Return the bytes that this container can still allocate within its limit and free memory."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -70,7 +70,7 @@ def _container_used(root: Path) -> int | None:
 
 
 def container_limit(cgroup_root: Path = CGROUP) -> int | None:
-    """Return the bytes above which the kernel kills processes, or None without a limit."""
+    """Return the container's memory limit in bytes, or None without a limit."""
     for path in (cgroup_root / _CGROUP_V2, cgroup_root / _CGROUP_V1):
         try:
             text = path.read_text(encoding="ascii").strip()
@@ -82,13 +82,13 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
 
 
 class OomKills:
-    """Counts the processes in one process's cgroup that the kernel killed to free memory.
+    """Counts the processes that the kernel has killed in a process's cgroup to free memory.
 
-    The kernel counts kills per cgroup. A process that has ended has no cgroup, so it must be read
-    before: call `look` regularly.
+    The kernel counts OOM kills per cgroup. The cgroup of a process cannot be found after the
+    process has ended, so the caller must call `look` regularly.
 
     Args:
-        pid: the process.
+        pid: id of the process.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class OomKills:
         self.look()
 
     def look(self) -> None:
-        """Record the current count, while the process lives."""
+        """Record the current number of kills, if the process is still alive."""
         try:
             lines = self._cgroups.read_text().splitlines()
             is_ending = self._sizes.read_text().startswith("0 ")
@@ -119,11 +119,11 @@ class OomKills:
         self._looks.append(self.count())
 
     def recent(self) -> int:
-        """Return the number of kills since the oldest of the recent looks."""
+        """Return the number of kills since the oldest of the last RECENT_LOOKS calls to `look`."""
         return self.count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:
-        """Return the file with the kernel's count.
+        """Return the file in which the kernel counts the cgroup's OOM kills.
 
         Args:
             lines: lines of the process's `/proc/PID/cgroup`.
@@ -146,7 +146,7 @@ class OomKills:
         return None
 
     def count(self) -> int:
-        """Return the number of kills so far (0 if the kernel does not count)."""
+        """Return the number of kills so far (0 if the kernel provides no count)."""
         if self._path is None:
             return 0
         with contextlib.suppress(OSError, ValueError):
@@ -156,9 +156,9 @@ class OomKills:
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the kernel, after loading something large.
+    """Return freed heap pages to the kernel, for example after loading something large.
 
-    Do nothing if the C library is not glibc.
+    This does nothing if the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -166,10 +166,11 @@ def trim_heap() -> None:
 
 
 def return_large_blocks() -> None:
-    """Make glibc return blocks of a megabyte and more to the kernel as soon as they are freed.
+    """Make glibc return blocks of at least a megabyte to the kernel as soon as they are freed.
 
-    After such a block was freed, glibc raises its threshold and keeps blocks of up to 32 MiB in the
-    heap of each thread. A server whose requests may be megabytes would keep all of them.
+    By default, glibc raises its threshold after such a block is freed, and then keeps blocks of up
+    to 32 MiB in each thread's heap. A server with requests of several megabytes would keep all that
+    memory.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -177,10 +178,10 @@ def return_large_blocks() -> None:
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects from garbage collection, and collect less often.
+    """Exclude all existing objects from garbage collection, and collect less often.
 
-    Call it after a server has loaded everything that it keeps. Its requests leave hardly any
-    cycles, and each collection would visit all live objects.
+    Call this after a server has loaded all its long-lived objects. Requests leave hardly any
+    reference cycles, and each collection would otherwise visit all live objects.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Declares metrics: name, kind, meaning, labels and buckets.
+"""Classes that declare metrics: name, kind, meaning, labels and buckets.
 
-Each process declares its metrics in one module, `metric_names.py`. Its code registers them, and
-`scripts/metrics_reference.py` writes docs/reference/metrics.md from them.
+Each process declares its metrics in one module, `metric_names.py`. The process registers these
+metrics, and `scripts/metrics_reference.py` writes docs/reference/metrics.md from the declarations.
 """
 
 from bisect import bisect_left
@@ -33,28 +33,28 @@ SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
     *(120.0, 300.0),
 )
-"""Bucket bounds in seconds of the routers' time histograms. SLO rules use them, too."""
+"""Bucket bounds in seconds for the routers' time histograms. SLO rules use these bounds, too."""
 
 # Without the `_created` gauges of counters and histograms, which Prometheus ignores.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Tally(msgspec.Struct, array_like=True):
-    """Observations by bucket, which one process may send to another."""
+    """Histogram observations counted by bucket. One process may send a tally to another process."""
 
     counts: list[int] = []
-    """Number of observations in each bucket (empty before the first).
+    """Number of observations in each bucket (empty before the first observation).
 
-    The last bucket has those above all bounds.
+    The last bucket counts the observations above all bounds.
     """
     total: float = 0.0
     """Sum of all observations."""
 
     def observe(self, bounds: tuple[float, ...], value: float, times: int = 1) -> None:
-        """Count a value a number of times.
+        """Count `times` observations of a value.
 
         Args:
-            bounds: upper bounds of the buckets, the same for every value.
+            bounds: upper bounds of the buckets, which must be the same for every value.
         """
         if not self.counts:
             self.counts = [0] * (len(bounds) + 1)
@@ -62,7 +62,7 @@ class Tally(msgspec.Struct, array_like=True):
         self.total += value * times
 
     def copy(self) -> "Tally":
-        """Return a tally that later observations do not change."""
+        """Return a copy that later observations do not change."""
         return Tally(self.counts.copy(), self.total)
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -75,18 +75,18 @@ class Tally(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """The declaration of a metric, the base class of all kinds."""
+    """The declaration of a metric. This is the base class for all kinds of metrics."""
 
     kind: ClassVar[str]
     name: str
     """Full name, without the suffix that Prometheus appends for the kind."""
     text: str
-    """Meaning in one sentence without its full stop."""
+    """Meaning of the metric in one sentence without a full stop."""
     labels: tuple[str, ...] = ()
 
     @property
     def exposed(self) -> str:
-        """The name that queries use."""
+        """The name that Prometheus queries use."""
         return self.name
 
 
@@ -97,18 +97,18 @@ class CounterName(MetricName):
 
     @property
     def exposed(self) -> str:
-        """The name that queries use."""
+        """The name that Prometheus queries use."""
         return f"{self.name}_total"
 
     def register(self, registry: CollectorRegistry) -> Counter:
         return Counter(self.name, self.text, self.labels, registry=registry)
 
     def counts(self, registry: CollectorRegistry, *first: str) -> "Counts":
-        """Register cheap counts (see `Counts`)."""
+        """Register the counter as `Counts`, which are cheaper than Prometheus's own class."""
         return Counts(self, registry, first)
 
     def family(self) -> CounterMetricFamily:
-        """Return a family without samples, for a collector that adds them at a scrape."""
+        """Return a metric family without samples, which a collector adds at each scrape."""
         return CounterMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -121,7 +121,7 @@ class GaugeName(MetricName):
         return Gauge(self.name, self.text, self.labels, registry=registry)
 
     def family(self) -> GaugeMetricFamily:
-        """Return a family without samples, for a collector that adds them at a scrape."""
+        """Return a metric family without samples, which a collector adds at each scrape."""
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -131,17 +131,17 @@ class HistogramName(MetricName):
 
     kind = "histogram"
     buckets: tuple[float, ...]
-    """Upper bounds, ascending, without infinity."""
+    """Upper bounds of the buckets in ascending order, without infinity."""
 
     def register(self, registry: CollectorRegistry) -> Histogram:
         return Histogram(self.name, self.text, self.labels, buckets=self.buckets, registry=registry)
 
     def tallies(self, registry: CollectorRegistry, *first: str) -> "Tallies":
-        """Register cheap tallies (see `Tallies`)."""
+        """Register the histogram as `Tallies`, which are cheaper than Prometheus's own class."""
         return Tallies(self, registry, first)
 
     def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:
-        """Return a metric family of tallies, given by their label values."""
+        """Return a metric family with the given tallies, each under its label values."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         bounds = (*map(floatToGoString, self.buckets), "+Inf")
         for values, tally in tallies.items():
@@ -152,7 +152,7 @@ class HistogramName(MetricName):
 
 
 class AtScrape(Collector):
-    """A collector that calls a function at each scrape."""
+    """A Prometheus collector that calls a function at each scrape to get the metrics."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -165,13 +165,13 @@ class AtScrape(Collector):
 
 
 class Counts(dict[str | tuple[str, ...], float]):
-    """Counts by the values of a counter's labels, where Prometheus' own class is too slow.
+    """A counter with labels, for code in which Prometheus's own class is too slow.
 
-    Use `counts[value] += 1`, with a tuple for several labels.
+    The keys are label values. Use `counts[value] += 1`, with a tuple for several labels.
 
     Args:
-        name: the counter.
-        first: values of the first labels, the same for all counts.
+        name: declaration of the counter.
+        first: values of the first labels, which are the same for all counts.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class Counts(dict[str | tuple[str, ...], float]):
 
 
 class Tallies:
-    """A histogram by the values of its labels, where Prometheus' own class is too slow.
+    """A histogram with labels, for code in which Prometheus's own class is too slow.
 
     Args:
-        name: the histogram.
-        first: values of the first labels, the same for all series.
+        name: declaration of the histogram.
+        first: values of the first labels, which are the same for all series.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Tallies:
         registry.register(AtScrape(self._families))
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """Count a value a number of times in the series with these label values."""
+        """Count `times` observations of a value in the series with these label values."""
         self._tallies[labels].observe(self._bounds, value, times)
 
     def _families(self) -> Iterable[Metric]:
@@ -224,7 +224,7 @@ class Tallies:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """Return the registry in Prometheus's text format, in half the time of its own client."""
+    """Return the registry in Prometheus's text format, twice as fast as the official client."""
     parts: list[str] = []
     for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -249,7 +249,7 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def metric_names(module: object) -> list[MetricName]:
-    """Return all metrics that a module declares, including those in its tables, sorted by name."""
+    """Return all metrics that a module declares, also in dicts and tuples, sorted by name."""
     names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)

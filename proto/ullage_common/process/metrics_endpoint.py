@@ -17,7 +17,7 @@ _NOT_READY = "503 Service Unavailable"
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because Prometheus and the kubelet ask every few seconds."""
+        """Log nothing, because Prometheus and the kubelet send requests every few seconds."""
 
 
 def serve_metrics(
@@ -29,9 +29,10 @@ def serve_metrics(
     """Serve metrics at http://host:port/metrics from a thread.
 
     Args:
-        registry: the metrics.
-        host: None for all addresses.
-        is_ready: returns whether /readyz answers 200 or 503, or None to serve no /readyz.
+        registry: the metrics to serve.
+        host: the address to listen on, or None for all addresses.
+        is_ready: returns whether /readyz answers with status 200 instead of 503. With None,
+            /readyz is not served.
 
     Returns:
         A function that stops the server.

@@ -1,7 +1,7 @@
-"""Dumps the stacks of a running process to its standard error at SIGUSR1.
+"""Dumps a running process's stacks to standard error at SIGUSR1.
 
-faulthandler dumps threads from the signal handler, even if the process hangs in a library. The
-event loop dumps its own tasks, so these appear only while the loop runs. The process then
+faulthandler dumps the threads from the signal handler, even if the process hangs in a library. The
+event loop dumps its tasks, so they appear only if the loop still runs. After the dump, the process
 continues.
 """
 
@@ -16,16 +16,16 @@ from typing import Any
 
 
 def dump_on_signal() -> None:
-    """Dump all threads at each SIGUSR1, which otherwise would end the process."""
+    """Dump all threads at each SIGUSR1, which would otherwise end the process."""
     with contextlib.suppress(OSError, ValueError):  # standard error is not a file
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
 def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
-    """Dump all threads and the tasks of the running loop at each SIGUSR1.
+    """Dump all threads and the running event loop's tasks at each SIGUSR1.
 
     Args:
-        others: returns processes to which the signal is passed on. Each must handle it.
+        others: returns the ids of processes that also get the signal. Each must handle SIGUSR1.
     """
     loop = asyncio.get_running_loop()
 
@@ -43,7 +43,7 @@ def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
 
 
 def _stack(task: "asyncio.Task[Any]") -> str:
-    """Return a task's name and the frames in which it waits, outermost first.
+    """Return a task's name and its stack of awaiting frames, outermost first.
 
     `Task.print_stack` shows only one frame, because it does not follow awaited coroutines.
     """

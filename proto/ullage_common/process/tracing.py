@@ -1,11 +1,12 @@
-"""Tracing with OpenTelemetry's SDK, which exports spans to a collector by OTLP.
+"""Tracing with OpenTelemetry's SDK, which exports spans to a collector over OTLP.
 
-Without a `TracingSection` there is no tracer, OpenTelemetry is not imported, and requests cost
-nothing extra. With one, most spans are made when a request is over, from recorded times, so that no
-request waits for them. Spans wait in a bounded queue that a thread sends. A slow or absent
-collector therefore costs spans and one line in the log, but never a request.
+Without a `TracingSection`, there is no tracer, OpenTelemetry is not imported, and requests have no
+extra cost. With a `TracingSection`, most spans are created from recorded times after a request has
+ended, so that no request waits for tracing. Spans wait in a bounded queue until a thread sends
+them. If the collector is slow or absent, spans are lost and one line is logged, but requests are
+not affected.
 
-Names of spans and of their attributes follow OpenTelemetry's conventions for generative AI
+The names of spans and attributes follow OpenTelemetry's conventions for generative AI
 (semantic-conventions-genai, in development; `gen_ai.*` as of July 2026) and W3C's trace context
 (https://www.w3.org/TR/trace-context/).
 """
@@ -44,16 +45,16 @@ SpanKind = Literal["internal", "server", "client"]
 Value = str | bool | int | float | Sequence[str]
 
 MAX_VALUE = 1024
-"""Maximum characters of an attribute, which clients may choose. A longer one is cut off."""
+"""Maximum characters in an attribute, because clients may choose its text. The rest is cut off."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-"""Maximum seconds for which the end of a process waits for spans to be sent."""
+"""Maximum seconds for which a process waits at its end until its spans are sent."""
 
 log = logging.getLogger(__name__)
 
 
 def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Return the fields whose values are valid attributes for OpenTelemetry."""
+    """Return the fields whose values OpenTelemetry accepts as attributes."""
     return {
         name: value
         for name, value in fields.items()
@@ -62,16 +63,16 @@ def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
 
 
 class TracingSection(Strict, frozen=True, kw_only=True):
-    """The collector of spans, and the share of traces that are sampled."""
+    """Settings of the collector that receives spans, and of trace sampling."""
 
     endpoint: Text
     """URL of the collector, such as http://collector:4317."""
     protocol: Literal["grpc", "http"] = "grpc"
     """OTLP over gRPC (usually port 4317), or over HTTP (usually port 4318)."""
     sample_percent: Percent = 100.0
-    """Percentage of sampled traces among those that begin here.
+    """Percentage of the traces started by this process that are sampled.
 
-    For other traces the client's `traceparent` decides.
+    If a client has started the trace, the client's `traceparent` decides.
     """
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class TracingSection(Strict, frozen=True, kw_only=True):
 
 
 class Span:
-    """A span that has begun. Its methods do nothing if its trace is not sampled."""
+    """A span that has started. Its methods do nothing if its trace is not sampled."""
 
     __slots__ = ("_span", "_tracer")
 
@@ -98,13 +99,13 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """The span as the parent of others, in W3C's form."""
+        """The W3C `traceparent` header that makes this span the parent of another span."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The headers by which another process continues the trace."""
+        """The headers with which another process can continue the trace."""
         parent = ("traceparent", self.traceparent)
         state = self._span.get_span_context().trace_state.to_header()
         return (parent, ("tracestate", state)) if state else (parent,)
@@ -117,17 +118,17 @@ class Span:
         start_unix_s: float | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> "Span":
-        """Begin a child of this span (see `Tracer.span`)."""
+        """Start a child of this span (see `Tracer.span`)."""
         return self._tracer.span(
             name, parent=self, kind=kind, start_unix_s=start_unix_s, attributes=attributes
         )
 
     def rename(self, name: str) -> None:
-        """Change the name, for example when it is known only at the end."""
+        """Change the span's name, for example if the final name is known only at the end."""
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
-        """Add attributes, or replace them."""
+        """Set attributes on the span, and overwrite attributes with the same names."""
         self._span.set_attributes(attributes)
 
     def event(
@@ -136,7 +137,7 @@ class Span:
         attributes: Mapping[str, Value] | None = None,
         at_unix_s: float | None = None,
     ) -> None:
-        """Add an event, by default at the present time."""
+        """Add an event to the span, by default at the current time."""
         self._span.add_event(name, attributes, _nanoseconds(at_unix_s))
 
     def end(self, at_unix_s: float | None = None, error: str = "") -> None:
@@ -155,7 +156,7 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one process."""
+    """Creates the spans of one process."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         from opentelemetry import trace
@@ -179,12 +180,12 @@ class Tracer:
         start_unix_s: float | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """Begin a span.
+        """Start a span.
 
         Args:
             parent: a span of this process, the `traceparent` of another process, or headers with
-                `traceparent` and `tracestate`. Without a valid parent a new trace begins.
-            start_unix_s: Unix time of the beginning, or None for now.
+                `traceparent` and `tracestate`. Without a valid parent, a new trace starts.
+            start_unix_s: Unix time of the start, or None for now.
         """
         return Span(
             self,
@@ -206,7 +207,7 @@ class Tracer:
         return self._extract(headers, self._no_parent)
 
     def close(self, within_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send the waiting spans, within a time limit in seconds."""
+        """Send the queued spans, and give up after `within_s` seconds."""
         # The SDK may wait for a collector for longer than its own time limits.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
@@ -216,10 +217,10 @@ class Tracer:
 def start_tracing(
     section: TracingSection | None, service_name: str, attributes: Mapping[str, str] | None = None
 ) -> Tracer | None:
-    """Start tracing this process, and return None if no collector is configured.
+    """Start tracing this process. Return the tracer, or None if no collector is configured.
 
-    The environment may add to the settings: OTEL_RESOURCE_ATTRIBUTES has further attributes, and
-    OTEL_EXPORTER_OTLP_HEADERS has headers for the collector.
+    Environment variables may extend the settings: OTEL_RESOURCE_ATTRIBUTES adds attributes, and
+    OTEL_EXPORTER_OTLP_HEADERS adds headers for the collector.
 
     Args:
         attributes: attributes of the process, for example `service.instance.id`.
@@ -274,7 +275,7 @@ def _exporter(section: TracingSection) -> "SpanExporter":
 
 
 def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Wrap the exporter, so that each loss and return of the collector is logged once."""
+    """Wrap the exporter, so that each loss and each recovery of the collector is logged once."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Watched(SpanExporter):
@@ -301,7 +302,7 @@ def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
 
 
 def _silence_libraries() -> None:
-    """Silence the exporters' loggers, which log each failed attempt. `_watched` logs it once."""
+    """Silence the exporters' loggers, which log every failed attempt. `_watched` logs only one."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     logging.getLogger("urllib3").setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""Tickets that let clients stream directly from engines, and the client that uses them.
+"""Tickets that let clients stream directly from engines, and a client that uses tickets.
 
-This package depends on the gRPC toolkit `ullage_common.wire`, and on no server.
+This package depends on the gRPC toolkit `ullage_common.wire`, but on no server code.
 """

@@ -4,16 +4,17 @@
         async for event in client.generate(request):
             ...
 
-`Pick` places a request in token ids, and the client sends it to the engine that `Pick` names. Every
-other request goes through the router's `Generate`: text and conversations (which the router
-templates), requests for an adapter (which some engines may lack), requests that must wait for
-memory, and all requests if the service gives no tickets. The events and errors are the same either
-way.
+The RPC `Pick` places a request whose prompt is token ids, and the client sends the request to the
+engine that `Pick` returns. Every other request goes through the router's `Generate`: text and
+conversations (which the router templates), requests for an adapter (which some engines may lack),
+requests that must wait for memory, and all requests if the service issues no tickets. The events
+and errors are the same either way.
 
-`PickBatcher` gathers the requests to place, and the reports of requests that ended, into few `Pick`
-calls. One call is in flight at a time. Requests that arrive meanwhile go with the next call, so
-batches grow with the load and a lone request waits for nobody. Requests of the same sizes are one
-entry with a count and share tickets, which costs the router a fraction of placing each.
+`PickBatcher` combines the requests to place, and the reports about ended requests, into few `Pick`
+RPCs. Only one RPC is in flight at a time. Requests that arrive meanwhile are sent with the next
+RPC, so batches grow with the load, and a single request does not wait for others. Requests of equal
+size are sent as one entry with a count and share tickets. This costs the router a fraction of
+placing each request.
 """
 
 import asyncio
@@ -35,22 +36,22 @@ from ullage_common.wire.validation import is_growing
 
 MAX_BATCH = 256
 MAX_REPORTS = 4096
-"""Maximum number of reports in one call, and of reports that wait if the router does not answer."""
+"""Maximum number of reports in one RPC, and of reports that wait if the router does not answer."""
 PICK_TIMEOUT_S = 5.0
 OFF_S = 30.0
-"""Seconds for which only Generate is used after the router said that it gives no tickets."""
+"""Seconds for which only Generate is used after the router reports that it issues no tickets."""
 QUIET_S = 0.05
-"""Seconds without a pick after which reports are sent alone."""
+"""Seconds to wait for a request to place before reports are sent without one."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A placed request: its engine and its ticket."""
+    """The engine and the ticket that the router has assigned to a request."""
 
     id: int
-    """Id of the ticket, which may hold for several requests."""
+    """Id of the ticket, which several requests may share."""
     engine: str
     """Address of the engine, `host:port`."""
     ticket: str
@@ -59,7 +60,7 @@ class Pick:
 
 @dataclass(eq=False, slots=True)
 class _PendingPick:
-    """A request that waits to be placed."""
+    """A request that waits for the router to place it on an engine."""
 
     priced: pb.PricedRequest
     placed: "asyncio.Future[Pick | None]" = field(
@@ -68,11 +69,11 @@ class _PendingPick:
 
 
 class PickBatcher:
-    """Asks one router to place requests on engines, many requests in one call.
+    """Lets one router place requests on engines, with many requests per RPC.
 
     Args:
-        router: the router's stub.
-        metadata: metadata to send with every call.
+        router: the router's gRPC stub.
+        metadata: metadata to send with every RPC.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PickBatcher:
         self._task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Report ended requests to the router, and leave requests without a place to Generate."""
+        """Report ended requests to the router. Unplaced requests fall back to Generate."""
         self._is_closing = True
         self._news.set()
         if self._task:
@@ -104,15 +105,15 @@ class PickBatcher:
         deadline: float,
         paid_by: str = "",
     ) -> Pick | None:
-        """Place a request in token ids, or return None if the router must serve it by Generate.
+        """Place a request with token ids, or return None if the router's Generate must serve it.
 
         Args:
-            avoid: engines that just refused the request.
-            deadline: time on the event loop's clock.
+            avoid: addresses of engines that have just refused the request.
+            deadline: time on the event loop's clock at which to stop waiting.
             paid_by: the first ticket of the answer that the request continues.
 
         Raises:
-            ServiceError: INTERNAL, the router's answer is not valid or it could not be asked.
+            ServiceError: INTERNAL, the `Pick` RPC failed unexpectedly or its response is invalid.
         """
         now = asyncio.get_running_loop().time()
         if now < self._off_until or self._is_closing:
@@ -127,11 +128,11 @@ class PickBatcher:
             return None
 
     def on_accepted(self, pick: Pick) -> None:
-        """Record that the engine answered Accepted."""
+        """Record for the next report that the engine has accepted the request."""
         self._note(self._accepted, pick)
 
     def on_ended(self, pick: Pick) -> None:
-        """Record that the request ended, or will not be sent."""
+        """Record for the next report that the request has ended or will not be sent."""
         self._note(self._ended, pick)
 
     def _note(self, reports: list[int], pick: Pick) -> None:
@@ -159,7 +160,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait a moment, so that the reports can go with the next request."""
+        """Wait a moment, so that the reports can be sent together with the next request."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -202,7 +203,7 @@ class PickBatcher:
         self._deal(groups, response)
 
     def _keep(self, accepted: list[int], ended: list[int]) -> None:
-        """Keep reports for the next call, because a tenant's place is not free before."""
+        """Keep reports for the next RPC, because they free the tenant's places."""
         self._accepted = (accepted + self._accepted)[:MAX_REPORTS]
         self._ended = (ended + self._ended)[:MAX_REPORTS]
 
@@ -219,7 +220,7 @@ class PickBatcher:
 
 
 def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
-    """Group requests that may share a ticket. A request that depends on an engine stays alone."""
+    """Group requests that may share a ticket. A request tied to an engine is a separate group."""
     groups: dict[object, list[_PendingPick]] = {}
     for request in pending:
         priced = request.priced
@@ -245,7 +246,7 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Yield a place for each of several requests of the same size. One answer may place several."""
+    """Yield a place for each of `count` equal requests. One answer may place several requests."""
     while count > 0 and (placed := next(answers, None)):
         pick = _pick(placed, engines)
         for _ in range(min(count, placed.count or 1)):
@@ -293,11 +294,11 @@ def _fail(pending: list[_PendingPick], error: Exception) -> None:
 
 
 MAX_PICKS = 3
-"""Maximum number of engines that are tried before the router serves the request."""
+"""Maximum number of engines to try before the router serves the request."""
 MAX_ENGINES = 256
-"""Maximum number of channels that are kept open."""
+"""Maximum number of gRPC channels to engines that stay open."""
 CLOSING_S = 60.0
-"""Seconds within which an answer must end on a channel that is being closed."""
+"""Seconds within which running answers must end on a channel that is being closed."""
 ANOTHER_MAY = frozenset(
     {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -310,7 +311,7 @@ ANOTHER_MAY = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-"""Status codes from an engine for which a retry on another engine or the router may succeed."""
+"""Status codes from an engine after which another engine or the router may succeed."""
 
 ANOTHER_MAY_GO_ON = ANOTHER_MAY | {grpc.StatusCode.UNIMPLEMENTED}
 """Status codes of an interrupted answer that another engine may continue."""
@@ -326,9 +327,10 @@ class Client:
     """A client of one service.
 
     Args:
-        router: `host:port` of its router's gRPC API.
-        metadata: sent with every call to the router, for example ("authorization", "Bearer KEY").
-        is_direct: whether to send requests directly to engines, and not all through the router.
+        router: `host:port` of the gRPC API of the service's router.
+        metadata: sent with every RPC to the router, for example ("authorization", "Bearer KEY").
+        is_direct: whether to send requests directly to engines if possible, instead of sending
+            all of them through the router.
         credentials: credentials for connections to router and engines, or None for plaintext.
     """
 
@@ -346,7 +348,7 @@ class Client:
         self._router = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._batcher = PickBatcher(self._router, self._metadata) if is_direct else None
         self._base_model: str | None = None
-        """Name of the served model (empty if this client may not use it), or None until asked."""
+        """Name of the served model (empty if not permitted), or None until it is requested."""
         self._engines: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -357,7 +359,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Report ended requests, and close every connection. Running answers break off."""
+        """Report ended requests, and close all connections. Answers in progress are cut off."""
         if self._batcher:
             await self._batcher.close()
         await asyncio.gather(*(channel.close() for channel in self._engines.values()))
@@ -367,7 +369,8 @@ class Client:
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
         """Yield Accepted, then Delta any number of times, then Finished.
 
-        An answer in token ids survives its engine, because another engine or a router continues it.
+        If the prompt is token ids, an answer survives the loss of its engine, because another
+        engine or the router continues the answer.
 
         Raises:
             ServiceError: the request was refused or failed, with the router's error.
@@ -383,7 +386,7 @@ class Client:
                 await answer.on_loss(error)
 
     async def _attempt(self, answer: "_Answer") -> Events:
-        """Yield the answer, or the rest of it, from an engine or through the router."""
+        """Yield the answer, or its remainder, from an engine or through the router."""
         async with aclosing(self._direct(answer)) as direct:
             async for event in direct:
                 yield event
@@ -425,9 +428,9 @@ class Client:
                 raise
 
     async def _names_base(self, name: str) -> bool:
-        """Return whether a request's model is the served one, which every engine computes.
+        """Return whether a request's model is the base model, which every engine serves.
 
-        It is False for an adapter, and if the router does not answer.
+        The result is False for an adapter, and if the router does not answer.
         """
         if not name:
             return True
@@ -473,7 +476,7 @@ class Client:
             self._batcher.on_ended(pick)
 
     def _engine(self, address: str) -> grpc.aio.Channel:
-        """Return an engine's channel. If there are too many, close the least recently used one."""
+        """Return an engine's channel. If too many are open, close the least recently used one."""
         channel = self._engines.pop(address, None) or open_channel(address, self._credentials)
         self._engines[address] = channel
         if len(self._engines) > MAX_ENGINES:
@@ -485,15 +488,15 @@ class Client:
 
 
 class _Answer:
-    """One answer in progress, from one server after another.
+    """One answer in progress, which several servers may generate one after another.
 
     Args:
         request: the caller's request.
-        deadline: time on the event loop's clock.
+        deadline: time on the event loop's clock at which the answer is given up.
 
     Attributes:
         avoid: addresses of engines that refused or lost the answer, oldest first.
-        paid_by: the first ticket that an engine accepted for the answer.
+        paid_by: the first ticket with which an engine accepted the request.
     """
 
     def __init__(self, request: pb.GenerateRequest, deadline: float) -> None:
@@ -509,11 +512,11 @@ class _Answer:
         self._losses = Losses()
         self._pause_s = FIRST_PAUSE_S
         self._accepted: pb.Accepted | None = None
-        """The event that the caller has, or None before an engine accepted the request."""
+        """The Accepted event that the caller has received, or None before that event."""
         self._is_resumed = False
-        """Whether another engine continued the answer."""
+        """Whether another engine has continued the answer."""
         self._held: list[pb.GenerateResponse] | None = None if is_growing(request) else []
-        """Events of answers that are known only at the end, or None for other answers."""
+        """Held-back events if the answer is known only at the end, otherwise None."""
 
     def take(self, event: pb.GenerateResponse) -> Iterator[pb.GenerateResponse]:
         """Record an event, and yield the events that the caller may see now."""
@@ -546,10 +549,10 @@ class _Answer:
             yield from self._held
 
     async def on_loss(self, error: ServiceError) -> None:
-        """Prepare to continue on another server.
+        """Prepare to continue the answer on another server.
 
         Raises:
-            ServiceError: the answer cannot be continued, or the time is over.
+            ServiceError: the answer cannot be continued, or the deadline has passed.
         """
         progress = self._progress
         is_known = self.request.WhichOneof("input") == "token_ids" and progress.is_whole
@@ -569,7 +572,7 @@ class _Answer:
 
 
 class _NotBegun(Exception):
-    """The engine accepted nothing, so the request may go elsewhere."""
+    """The engine did not accept the request, so another server may get it."""
 
 
 async def _events(stream: Stream) -> Events:
@@ -585,5 +588,5 @@ def _left(deadline: float) -> float:
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Return whether the server refuses requests at present, without a failure."""
+    """Return whether the error is a temporary refusal by the server and not a failure."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in _NOT_NOW

@@ -1,9 +1,9 @@
-"""Tickets: a router's signed permission to send one or several like requests directly to an engine.
+"""Tickets: a router's signed permission to send one or more equal requests directly to an engine.
 
-A ticket is 54 bytes of claims and their HMAC-SHA256 (RFC 2104) under a key that routers and engines
-share, in URL-safe base64. It names the engine, expires, bounds each request's tokens, and states
-how often it may be used. The keys are read from a folder at the start, and again whenever that
-folder changes.
+A ticket is 54 bytes of claims and their HMAC-SHA256 (RFC 2104) in URL-safe base64. Routers and
+engines share the signing keys. A ticket's claims name the engine and the expiry time, limit each
+request's tokens, and state how often the ticket may be used. The keys are read from a folder at
+startup, and again whenever the folder changes.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ullage_common.process.config_file import ConfigError
 from ullage_common.process.file_watch import fingerprint, follow
 
 TICKET_KEY = "x-ullage-ticket"
-"""Metadata key of Generate that carries the ticket."""
+"""Metadata key that carries the ticket in a Generate RPC."""
 MIN_KEY_BYTES = 32
 CLOCK_SKEW_S = 5.0
 """Seconds by which an engine's clock may be ahead of the router's."""
@@ -37,16 +37,16 @@ CACHE_SALT_BYTES = 16
 
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
-    """Return the cache salt of a tenant's requests that name `salt`."""
+    """Return the cache salt for a tenant's requests that set `salt`."""
     tenant_salt = hashlib.blake2b(f"{tenant}\0".encode(), digest_size=CACHE_SALT_BYTES).digest()
     return narrowed_salt(tenant_salt, salt)
 
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
-    """Return the cache salt of a tenant's requests that name `salt`.
+    """Return the cache salt for a tenant's requests that set `salt`.
 
     Args:
-        tenant_salt: the cache salt of the tenant's requests that name none.
+        tenant_salt: the cache salt for the tenant's requests without a salt.
     """
     if not salt:
         return tenant_salt
@@ -69,39 +69,39 @@ class Claims(NamedTuple):
     """The content of a ticket."""
 
     id: int
-    """64 random bits, by which an engine recognises a used ticket."""
+    """64 random bits, by which an engine recognises a ticket that was already used."""
     expires_ms: int
-    """Unix time of the ticket's end, in milliseconds."""
+    """Unix time in milliseconds at which the ticket expires."""
     engine: bytes
-    """Tag of the engine (`engine_tag`)."""
+    """Tag of the engine that the ticket is for (see `engine_tag`)."""
     prompt_tokens: int
     max_tokens: int
     samples: int
     priority: int
     uses: int = 1
-    """Number of requests, each of at most this size. 0, in an older router's ticket, means one."""
+    """Number of requests, each of at most this size. Older routers write 0, which means one."""
     is_sessionless: bool = False
-    """Whether the engine ignores a request's session, because tenants may use the same names.
+    """Whether the engine ignores a request's session, because tenants may use equal session names.
 
-    The engine then narrows the ticket's cache salt by the request's salt.
+    If so, the engine combines the ticket's cache salt with the request's salt.
     """
     cache_salt: bytes = bytes(CACHE_SALT_BYTES)
     """Cache salt of the tenant that the ticket is for."""
 
 
 def engine_tag(engine_id: str) -> bytes:
-    """Return eight bytes for an engine's name."""
+    """Return the eight-byte tag that stands for an engine's name in tickets."""
     return hashlib.sha256(engine_id.encode()).digest()[:8]
 
 
 class Signer:
-    """Makes tickets with one key, which is prepared once to save half of a signature's work."""
+    """Signs tickets with one key. Preparing the key once saves half of the work per signature."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = hmac.new(key, digestmod="sha256")
 
     def sign(self, claims: Claims) -> str:
-        """The ticket."""
+        """Return the signed ticket for these claims."""
         *fields, uses, is_sessionless, salt = claims
         text = _CLAIMS.pack(_VERSION, *fields, uses | is_sessionless * _SESSIONLESS, salt)
         mac = self._mac.copy()
@@ -110,15 +110,15 @@ class Signer:
 
 
 def sign(claims: Claims, key: bytes) -> str:
-    """The ticket."""
+    """Return the signed ticket for these claims."""
     return Signer(key).sign(claims)
 
 
 def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> Claims:
-    """Return a ticket's claims if a router signed it for this engine and it has not expired.
+    """Verify that a ticket is signed, not expired and for this engine, and return its claims.
 
     Raises:
-        TicketError: no router signed it, it is for another engine, or it has expired.
+        TicketError: the signature is invalid, or the ticket has expired or is for another engine.
     """
     claims = read(ticket, keys)
     if claims.engine != engine:
@@ -129,10 +129,10 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
 
 
 def read(ticket: str, keys: Sequence[bytes]) -> Claims:
-    """Return a ticket's claims if a router signed it, for any engine and time.
+    """Verify only a ticket's signature, and return its claims for any engine and time.
 
     Raises:
-        TicketError: no router signed it.
+        TicketError: no router of this service and release has signed the ticket.
     """
     try:
         raw = base64.b64decode(ticket, altchars=b"-_", validate=True)
@@ -155,10 +155,10 @@ def read(ticket: str, keys: Sequence[bytes]) -> Claims:
 def load_keys(folder: Path) -> tuple[bytes, ...]:
     """Return the keys in a folder, one per file, ordered by file name.
 
-    The last key signs, and all keys verify.
+    The last key signs new tickets. All keys can verify tickets.
 
     Raises:
-        ConfigError: there is no key, or one is too short.
+        ConfigError: the folder has no key, or a key is too short.
     """
     try:
         paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
@@ -187,16 +187,16 @@ class TicketUses:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._counts: dict[int, tuple[int, float]] = {}
-        """Uses by the ticket's id, and the Unix time in seconds until which they count.
+        """By ticket id: the number of uses, and the Unix time in seconds at which they expire.
 
-        The order is that of the first use.
+        Tickets are in the order of their first use.
         """
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def has_room_for(self, ticket_id: int) -> bool:
-        """Return whether a use of the ticket can be remembered."""
+        """Return whether another use of the ticket can be recorded."""
         return ticket_id in self._counts or len(self._counts) < self._capacity
 
     def count(self, ticket_id: int) -> int:
@@ -208,7 +208,7 @@ class TicketUses:
         self._counts[ticket_id] = (count + 1, until_s)
 
     def forget(self, now_s: float) -> None:
-        """Remove expired tickets. One behind a longer-lived ticket stays until that one expires."""
+        """Remove expired tickets from the front. Stop at the first ticket that has not expired."""
         while self._counts:
             ticket_id, (_, until_s) = next(iter(self._counts.items()))
             if until_s >= now_s:
@@ -220,7 +220,7 @@ log = logging.getLogger(__name__)
 
 
 class TicketKeys:
-    """Follows a folder of keys.
+    """Keeps the ticket keys from a folder up to date.
 
     Args:
         folder: the folder with one key per file.
@@ -233,7 +233,7 @@ class TicketKeys:
         self._folder = folder
         self._seen = fingerprint((folder,))
         self.all = load_keys(folder)
-        """Keys in use, all of which verify."""
+        """All current keys, any of which can verify a ticket."""
         self.signer = Signer(self.all[-1])
         self._task: asyncio.Task[None] | None = None
 

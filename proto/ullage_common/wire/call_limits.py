@@ -1,7 +1,7 @@
-"""Limits a server's concurrent calls and incoming requests, with a fair share for each owner.
+"""Limits a server's concurrent RPCs and incoming requests, with a fair share for each owner.
 
-The owner of a place is a tenant, or a peer's address if the tenant is unknown. An idle call costs
-its client nothing, so no owner may keep a place for long while other owners need it.
+The owner of a place is a tenant, or a peer's address if the tenant is unknown. An idle RPC costs
+the client nothing, so no owner may keep a place for long while other owners need the place.
 """
 
 import asyncio
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A place that its holder may lose to another owner."""
+    """A place in a limited set, which its holder may lose to another owner."""
 
     owner: str
     timeout: asyncio.Timeout
-    """Expires when the place is lost."""
+    """Timeout that expires when the place is lost."""
     since: float
     """Time on the event loop's clock at which the place was taken."""
     is_lost: bool = False
 
     def lose(self) -> None:
-        """End the holder's wait."""
+        """Take the place away, and end the holder's wait with a timeout."""
         self.is_lost = True
         if not self.timeout.expired():
             self.timeout.reschedule(self.since)
 
 
 class _Held:
-    """Places that may be taken away, by owner, oldest first."""
+    """Places that may be taken away, grouped by owner, oldest first."""
 
     def __init__(self) -> None:
         self._by_owner: dict[str, dict[Place, None]] = {}
@@ -51,15 +51,15 @@ class _Held:
         return True
 
     def oldest_of_greediest(self) -> Place | None:
-        """Return the oldest place of the owner with the most places."""
+        """Return the oldest place of the owner that has the most places."""
         most = max(self._by_owner.values(), key=len, default=None)
         return next(iter(most)) if most else None
 
 
 class OpenPlaces:
-    """Places for public calls. A new call always gets a place.
+    """Places for public RPCs. A new RPC always gets a place.
 
-    If there are too many calls, the owner with the most places loses its oldest place.
+    If there are too many RPCs, the owner with the most places loses its oldest place.
     """
 
     def __init__(self, count: int) -> None:
@@ -69,7 +69,7 @@ class OpenPlaces:
 
     @contextlib.contextmanager
     def place(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Hold a place within the block. The timeout ends the block when the place is lost."""
+        """Hold a place while the block runs. The timeout ends the block if the place is lost."""
         place = self._held.add(owner, timeout)
         self._num_held += 1
         if self._num_held > self._count and (oldest := self._held.oldest_of_greediest()):
@@ -86,7 +86,7 @@ class OpenPlaces:
 
 
 class CallCount:
-    """Counts the calls of a server. One owner may have at most half of the allowed calls."""
+    """Counts a server's RPCs. One owner may have at most half of the permitted number."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -94,7 +94,7 @@ class CallCount:
         self._by_owner = Counter[str]()
 
     def add(self, owner: str) -> bool:
-        """Count a call, or return False without counting it if there are too many."""
+        """Count an RPC and return True, or return False if the owner or the server has too many."""
         if self._total >= self._most or self._by_owner[owner] >= self._most // 2:
             return False
         self._total += 1
@@ -102,7 +102,7 @@ class CallCount:
         return True
 
     def remove(self, owner: str) -> None:
-        """Remove a call from the count."""
+        """Remove an ended RPC from the count."""
         self._total -= 1
         self._by_owner[owner] -= 1
         if not self._by_owner[owner]:
@@ -110,14 +110,14 @@ class CallCount:
 
 
 class ReceiveRoom:
-    """Places for requests that arrive or are parsed. One owner has at most half of the places.
+    """Places for requests that are being received or parsed. One owner gets at most half of them.
 
-    Waiting owners take turns. If an owner has more places than a waiting owner, it loses its oldest
-    place whose request has not arrived within `grace_s`.
+    Waiting owners take turns. If an owner has more places than a waiting owner, the former loses
+    its oldest place whose request has not arrived within `grace_s`.
 
     Args:
         count: number of places.
-        grace_s: seconds for which a place cannot be lost.
+        grace_s: seconds for which a place cannot be taken away.
         wait_s: maximum seconds to wait for a place.
     """
 
@@ -129,12 +129,12 @@ class ReceiveRoom:
         self._total = 0
         self._arriving = _Held()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Waiters by owner, in the order of the owners' turns."""
+        """Waiting requests by owner, in the order in which the owners take turns."""
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def place(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it within the block.
+        """Wait for a place, and hold the place while the block runs.
 
         Raises:
             TimeoutError: no place became free in time.
@@ -147,9 +147,9 @@ class ReceiveRoom:
 
     @contextlib.contextmanager
     def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Mark a held place, within the block, as one whose request has not arrived.
+        """Mark a held place as waiting for its request to arrive, while the block runs.
 
-        Such a place may be lost to another owner.
+        Another owner may take such a place.
         """
         place = self._arriving.add(owner, timeout)
         self._make_room()
@@ -202,9 +202,9 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Take a place from the owner with the most places, for the first waiter that may have one.
+        """Take a place from the owner with the most places, for the first waiter that may get it.
 
-        If the place is within its grace period, take it when this period ends.
+        If the place is in its grace period, take the place when the period ends.
         """
         if self._timer:
             self._timer.cancel()

@@ -1,9 +1,9 @@
 """A gRPC server that does not crash on method names that are not UTF-8.
 
-gRPC's asyncio server decodes the names of unregistered methods outside of its error handling. A
-name that is not UTF-8, which anybody may send, ends the loop that accepts calls, and with it the
-server and all its streams (seen with grpcio 1.85.1 and 1.85.3). Here every method is registered, so
-calls of unregistered methods are refused before their names are decoded.
+gRPC's asyncio server decodes the names of unregistered methods outside of its error handling. Any
+client may send a name that is not UTF-8. Such a name ends the loop that accepts calls, and thereby
+the server and all its streams (seen with grpcio 1.85.1 and 1.85.3). The server in this module has
+all its methods registered, so calls to other methods are refused before their names are decoded.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ UNKNOWN_METHOD = "there is no such method; see reflection for those that there a
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """Accepts the calls of registered methods, and refuses all others."""
+    """Accepts calls to registered methods, and refuses all other calls."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._refusals = set[asyncio.Task[None]]()
 
     async def _request_call(self) -> Any:
-        """Refuse all calls that are for no registered method."""
+        """Refuse every call to an unregistered method, in an endless loop."""
         while True:
             call = await super()._request_call()
             refusal = asyncio.create_task(_refuse(call), name="unknown method")
@@ -44,11 +44,11 @@ async def _refuse(call: Any) -> None:
 
 
 class Server(_server.Server):
-    """A server that registers all methods, as generated gRPC code does.
+    """A gRPC server on which all methods are registered, as generated gRPC code does.
 
     Args:
-        interceptors: interceptors of each call.
-        options: options of gRPC.
+        interceptors: interceptors for every call.
+        options: gRPC channel options.
         max_calls: maximum number of concurrent calls.
     """
 

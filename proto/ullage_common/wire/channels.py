@@ -1,12 +1,12 @@
-"""gRPC channels to engines, routers and peers, with the options of both ends.
+"""gRPC channels to engines, routers and peers, with options that match those of the servers.
 
-Servers share the bounds and the keepalive of their clients (`servers.py`), so that both ends agree.
+Servers use the same size limits and keepalive settings (see `servers.py`), so that both ends agree.
 """
 
 import grpc
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Maximum size of a server's message.
+"""Maximum size in bytes of a message from a server.
 
 A tokenizer.json with a 200k vocabulary is about 30 MB. Prompts and tokens are far smaller.
 """
@@ -32,11 +32,11 @@ CHANNEL_OPTIONS = (
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """Open a channel to `host:port`, which connects lazily and reconnects by itself.
+    """Open an asyncio channel to `host:port`. It connects lazily and reconnects by itself.
 
     Args:
-        credentials: None for plaintext.
-        server_name: name in the server's certificate (empty for the target's host).
+        credentials: TLS credentials, or None for plaintext.
+        server_name: expected name in the server's certificate (empty for the target's host).
     """
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
@@ -46,7 +46,7 @@ def open_channel(
 def open_blocking_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.Channel:
-    """Open a channel like `open_channel`, whose calls block their thread."""
+    """Open a channel with the options of `open_channel`, but with blocking calls."""
     if credentials is None:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(target, credentials, options=_named(server_name))

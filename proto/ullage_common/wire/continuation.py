@@ -1,8 +1,8 @@
 """Keeps the received tokens of an answer, so that another engine can continue it.
 
-A reader of an engine's answer, which is a router or a client with tickets, keeps a `Progress` for
-it. Beam searches and the best of several answers are known only at their end. Nothing of them is
-kept, so a lost one starts from the beginning.
+The reader of an engine's answer is a router, or a client with tickets. The reader keeps a
+`Progress` for each answer. The results of beam searches and of `best_of` are known only at the end.
+No tokens of these are kept, so they start from the beginning if the engine is lost.
 """
 
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
-"""Number of lost engines without a new token after which the request is given up as the cause."""
+"""Number of engines lost without a new token, after which the request is given up as the cause."""
 MAX_LOSSES = 16
-"""Total number of lost engines after which a request is given up."""
+"""Total number of lost engines after which the request is given up."""
 MAX_BREAKAGES = 2
-"""Number of engines that broke on the request, after which it is given up."""
+"""Number of engines that broke on the request, after which the request is given up."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-"""Reasons in errors of engines that broke on a request."""
+"""Error reasons which show that an engine broke on a request."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer so far."""
+    """The part of one answer that has been received so far."""
 
     token_ids: list[int] = field(default_factory=list)
     text_length: int = 0
@@ -34,25 +34,26 @@ class _Answer:
 
 
 class Progress:
-    """The output of one request so far.
+    """The output of one request that has been received so far.
 
     Args:
-        request: the request as it arrived. If it has a continuation, the output begins with that.
+        request: the original request. If it has a continuation, the output begins with the
+            continuation's tokens.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self.num_tokens = 0
-        """Output tokens of all answers."""
+        """Total number of output tokens in all answers."""
         self.has_begun = False
-        """Whether an engine accepted the request, here or before its continuation."""
+        """Whether any engine has accepted the request, even before its continuation."""
         self.is_accepted = False
-        """Whether an engine accepted the request here."""
+        """Whether an engine has accepted the request for this reader."""
         self.max_tokens = 0
-        """Granted output limit of each answer (0 before the request is accepted)."""
+        """Maximum output tokens per answer that were granted (0 before the request is accepted)."""
         self.fingerprints: tuple[str, ...] = ()
-        """Fingerprints of the engines that generated tokens, in order."""
+        """Fingerprints of the engines that generated tokens, without duplicates, in order."""
         self._fingerprint = ""
-        """Fingerprint of the engine that accepted the request last."""
+        """Fingerprint of the last engine that accepted the request."""
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
 
@@ -78,27 +79,27 @@ class Progress:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest answer."""
+        """Number of tokens in the longest answer."""
         return max(len(answer.token_ids) for answer in self._answers)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the ids of all tokens are known, so that another engine can continue."""
+        """Whether all token ids are known, so that another engine can continue the output."""
         num_ids = sum(len(answer.token_ids) for answer in self._answers)
         return not self._is_growing or self.num_tokens == num_ids
 
     @property
     def is_inexact(self) -> bool:
-        """Whether the tokens come from engines with different fingerprints."""
+        """Whether engines with different fingerprints generated the tokens."""
         return len(self.fingerprints) > 1
 
     @property
     def goes_on_inexactly(self) -> bool:
-        """Whether the last engine's numerics differ from those of the tokens so far."""
+        """Whether the last engine's fingerprint differs from that of the tokens so far."""
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
-        """Keep the limits and the seed that the first engine granted.
+        """Record an engine's acceptance, and keep the limits and the seed of the first engine.
 
         Args:
             max_tokens: the output limit in the request to the engine.
@@ -117,7 +118,7 @@ class Progress:
             self.max_tokens = min(max_tokens, accepted.max_tokens or max_tokens)
 
     def on_delta(self, delta: pb.Delta) -> None:
-        """Keep new tokens."""
+        """Record the new tokens in a delta."""
         self.num_tokens += delta.num_tokens
         if delta.num_tokens and self._fingerprint not in self.fingerprints:
             self.fingerprints += (self._fingerprint,)
@@ -127,18 +128,18 @@ class Progress:
             answer.text_length += len(delta.text)
 
     def on_sample_finished(self, finished: pb.SampleFinished) -> None:
-        """Keep the end of one answer."""
+        """Record why one answer ended."""
         if self._is_growing:
             self._answers[finished.sample].reason = finished.reason
 
     def on_loss(self) -> None:
-        """Drop an answer that cannot be continued and will start from the beginning."""
+        """Drop output that cannot be continued and will start from the beginning."""
         if not self._is_growing:
             self.num_tokens = 0
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
-        """Make the request continue the answer, with the limits that the first engine granted."""
+        """Make a request continue this output, with the limits that the first engine granted."""
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens
@@ -159,14 +160,14 @@ class Losses:
 
     def __init__(self) -> None:
         self.total = 0
-        """Number of losses."""
+        """Number of lost engines."""
         self._stalled = 0
-        """Number of losses since the last new token."""
+        """Number of engines lost since the last new token."""
         self._num_breakages = 0
         self._num_tokens = 0
 
     def add(self, error: ServiceError, progress: Progress) -> None:
-        """Count an engine that was lost with this error."""
+        """Count the loss of an engine with this error."""
         has_grown = progress.num_tokens > self._num_tokens
         self._stalled = 1 if has_grown else self._stalled + 1
         self._num_tokens = progress.num_tokens
@@ -175,20 +176,20 @@ class Losses:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request may crash engines, so that its next prompt should run alone."""
+        """Whether the request may be crashing engines, so that its next prompt should run alone."""
         return self._stalled >= MAX_STALLED_LOSSES - 1
 
     @property
     def are_too_many(self) -> bool:
-        """Whether the request is given up."""
+        """Whether so many engines were lost that the request is given up."""
         is_cause = self._stalled >= MAX_STALLED_LOSSES or self._num_breakages >= MAX_BREAKAGES
         return is_cause or self.total >= MAX_LOSSES
 
 
 def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
-    """Write the cached prompt tokens as the answer's first engine counted them.
+    """Set the cached prompt tokens in `usage` to the numbers of the answer's first engine.
 
-    For a later engine the tokens so far are part of the prompt.
+    A later engine would also count earlier output tokens, because it gets them in its prompt.
     """
     usage.cached_tokens = accepted.cached_tokens
     del usage.cached_by_tier[:]

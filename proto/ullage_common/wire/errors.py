@@ -1,4 +1,4 @@
-"""The error type that services send to clients, with conversion to and from google.rpc details."""
+"""The error type that services send to clients, with conversions to and from google.rpc details."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class ServiceError(Exception):
         reason: stable name in UPPER_SNAKE_CASE for programs (google.rpc.ErrorInfo.reason).
         message: one sentence for people, with the field, the value and the remedy.
         metadata: facts as strings, such as field, needed_bytes, available_bytes.
-        retry_after_s: seconds after which to retry, or None when retrying cannot help.
+        retry_after_s: seconds after which to retry, or None if a retry cannot help.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceE
 
 
 def served_names(model: str, adapters: Iterable[str]) -> str:
-    """List the names that a request's `model` may have, for errors."""
+    """List the names that a request's `model` may have, as text for error messages."""
     names = ", ".join(map(repr, sorted(adapters)))
     return f"{model!r} or its adapter {names}" if names else repr(model)
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """Return the google.rpc.Status of an error, with RetryInfo when retrying helps."""
+    """Convert an error to a google.rpc.Status, with RetryInfo if a retry can help."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details = [_pack(info)]
     if error.retry_after_s is not None:
@@ -70,7 +70,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> Never:
-    """End the call with the error, its details and gRPC's own retry pushback."""
+    """End the RPC with the error, its details and gRPC's retry pushback."""
     status = rpc_status.to_status(to_status(error))
     # gRPC's retry logic reads this trailer and not RetryInfo. -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
@@ -88,23 +88,24 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
 
 
 def _release(aborted: grpc.aio.AbortError, task: object) -> None:
-    """Drop the frames of the exception that ended a call.
+    """Drop the stack frames of the exception that ended an RPC.
 
-    gRPC keeps the exception with the call, and the frames refer to the call. Without this, the call
-    and its request would stay until the next full garbage collection, which is rare.
+    gRPC keeps the exception with the RPC, and the frames refer to the RPC. Without this function,
+    the RPC and its request would stay in memory until the next full garbage collection, which is
+    rare.
     """
     aborted.__traceback__ = None
     aborted.__context__ = None
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> ServiceError:
-    """Return the ServiceError that the peer raised, or one for the transport's failure."""
+    """Return the ServiceError that the peer raised, or a ServiceError for a transport failure."""
     message = error.details() or error.code().name
     return _from_details(error.code(), message, _details(error))
 
 
 def from_status(status: Any) -> ServiceError:
-    """Return the ServiceError of a google.rpc.Status."""
+    """Convert a google.rpc.Status to a ServiceError."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     return _from_details(code, status.message or code.name, status.details)
 

@@ -1,7 +1,7 @@
-"""Fingerprints of engines: a digest of everything that affects the exact bits of their answers.
+"""Fingerprints of engines: digests of everything that affects the exact bits of their answers.
 
 Engines with the same digest compute identical values from the same tokens. Such engines may share
-KV and continue each other's answers. The facts behind the digest show how two engines differ.
+KV and continue each other's answers. The facts behind a digest show how two engines differ.
 """
 
 import hashlib
@@ -12,26 +12,26 @@ import msgspec
 
 DIGEST_DIGITS = 24
 _KEY_DIGITS = 12
-"""Digits of an adapter's digest in its key."""
+"""Number of digits of an adapter's digest that are part of the adapter's key."""
 _SHOWN = 3
-"""Maximum number of engines that an error text names for each value of a fact."""
+"""Maximum number of engines that an error text lists for each value of a fact."""
 _UNREPORTED = "fingerprint"
-"""Name of the difference between engines that report a fingerprint and those that do not."""
+"""Name of the difference between engines that report a fingerprint and engines that do not."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """A digest, and the facts that it covers."""
+    """An engine's digest, and the facts that the digest covers."""
 
     digest: str = ""
     """The digest in hexadecimal (empty if unknown, as for an engine of an earlier release)."""
     facts: dict[str, str] = {}
-    """Facts that affect the bits of answers, by name."""
+    """Facts that affect the exact bits of answers, by name."""
 
 
 UNKNOWN = Fingerprint()
 
 Differences = dict[str, dict[str, list[str]]]
-"""For each fact in which engines differ, the engines' names by the value of that fact."""
+"""For each fact in which engines differ, the engines' names grouped by the fact's value."""
 
 
 def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
@@ -42,10 +42,10 @@ def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
 
 
 def differences(engines: Mapping[str, Fingerprint]) -> Differences:
-    """Return the facts in which engines differ.
+    """Return the facts in which engines differ (empty if all digests are equal).
 
     Args:
-        engines: fingerprints by the engines' names.
+        engines: fingerprints by engine name.
     """
     if len({each.digest for each in engines.values()}) < 2:
         return {}
@@ -64,7 +64,7 @@ def differences(engines: Mapping[str, Fingerprint]) -> Differences:
 
 
 def describe(differing: Differences) -> str:
-    """Return differences in words, such as `weights differ: 3f1a (a-0, a-1), 91bc (a-2)`."""
+    """Describe differences in words, such as `weights differ: 3f1a (a-0, a-1), 91bc (a-2)`."""
     return "; ".join(
         f"{fact} {'differ' if fact.endswith('s') else 'differs'}: "
         + ", ".join(f"{value or 'none'} ({_listed(names)})" for value, names in by_value.items())
@@ -79,17 +79,17 @@ def _listed(names: list[str]) -> str:
 
 
 def num_kinds(engines: Iterable[Fingerprint]) -> int:
-    """Return the number of different fingerprints."""
+    """Return the number of distinct digests."""
     return len({each.digest for each in engines})
 
 
 def adapter_key(name: str, digest: str) -> str:
-    """Return a key for one version of a LoRA adapter, from the digest of the adapter's files."""
+    """Return a key for one version of a LoRA adapter, from its name and its files' digest."""
     return f"{name}@{digest[:_KEY_DIGITS]}"
 
 
 def with_adapter(fingerprint: str, key: str) -> str:
-    """Return the fingerprint of an engine's answers when it uses one version of an adapter.
+    """Return the fingerprint of an engine's answers with one version of an adapter.
 
     Args:
         fingerprint: the engine's fingerprint without an adapter (empty if unknown).

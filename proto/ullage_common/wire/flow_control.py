@@ -1,13 +1,13 @@
 """The sending side of flow control: keeps each call within its window, and merges its tokens.
 
-A message costs the reader more than the tokens in it. The first token is sent at once. Later tokens
-are held until the next tick after the last send, or until there are as many as the reader prefers
-in one batch, and are then sent as one delta. Ticks are at fixed intervals and the same for all
-calls, so tokens of many calls share a message.
+A message costs the reader more than the tokens in the message. The first token is sent at once.
+Later tokens are held until the next tick after the last send, or until they fill the batch size
+that the reader prefers. They are then sent as one delta. Ticks are at fixed intervals and the same
+for all calls, so the tokens of many calls can share a message.
 
-`SendWindow` owns this rule, since it alone knows the time of the last send. A producer of deltas
-can pace itself with the same `SendPace`, so that it makes no deltas that would only be merged. Its
-deltas are then due at once.
+`SendWindow` applies this rule, because only `SendWindow` has the time of the last send. A producer
+of deltas can follow the same `SendPace`, and so avoid deltas that would only be merged. Such a
+producer's deltas are sent at once.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 
 @dataclass(slots=True)
 class _Pending:
-    """Deltas of one sample that wait to be merged with later ones."""
+    """Deltas of one sample that wait to be merged with later deltas."""
 
     responses: list[pb.GenerateResponse] = field(default_factory=list)
     num_tokens: int = 0
@@ -28,7 +28,7 @@ class _Pending:
     timer: asyncio.TimerHandle | None = None
 
     def take(self) -> list[pb.GenerateResponse]:
-        """Remove and return the deltas, and stop the timer."""
+        """Remove and return the waiting deltas, and stop the timer."""
         responses = self.responses
         self.responses = []
         self.num_tokens = 0
@@ -40,15 +40,15 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class SendPace:
-    """How often the tokens of one sample are sent."""
+    """The pace at which the tokens of one sample are sent."""
 
     pause_s: float = 0.0
     """Seconds between two ticks (0 to send each token at once)."""
     max_tokens: int = 1
-    """Number of tokens that are sent without waiting for a tick."""
+    """Number of pending tokens at which they are sent without waiting for a tick."""
 
     def next_tick(self, now: float) -> float:
-        """Return the time of the next send after one at `now`, on the same clock."""
+        """Return the time of the next send after a send at `now`, on the same clock."""
         return next_tick(now, self.pause_s)
 
 
@@ -57,10 +57,10 @@ AT_ONCE = SendPace()
 
 
 class SendWindow:
-    """Sends the responses of one call, at most as many as its reader granted.
+    """Sends the responses of one call, but no more than the reader has granted.
 
     Args:
-        call: has the window, the pause, and the tokens that may be sent together.
+        call: the call, with its window, the pause between ticks, and the tokens per batch.
         send: sends a response without waiting.
     """
 
@@ -72,10 +72,10 @@ class SendWindow:
         self.pace = SendPace(call.coalesce_ms / 1000, max(1, call.coalesce_tokens))
         self._samples: dict[int, _Pending] = {}
         self.is_finished = False
-        """Whether the last response was Finished."""
+        """Whether the last response that was sent is Finished."""
 
     async def write(self, response: pb.GenerateResponse) -> None:
-        """Send a response, or keep it to be merged. Wait while the window is closed."""
+        """Send a response, or hold a delta to be merged. Wait while the window is closed."""
         if response.HasField("delta"):
             await self._write_delta(response)
             return
@@ -84,7 +84,7 @@ class SendWindow:
         await self._send_when_open(response)
 
     def grant(self, responses: int) -> None:
-        """Widen the window by a number of responses."""
+        """Widen the window by a number of responses, and send the deltas that waited for this."""
         self._window += responses
         if self._opened and not self._opened.done():
             self._opened.set_result(None)
@@ -152,11 +152,11 @@ def next_tick(now: float, pause_s: float) -> float:
 
 
 def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:
-    """Return one delta with the text, tokens and log probabilities of all, in order.
+    """Merge deltas into one delta with all their text, tokens and log probabilities in order.
 
     Args:
-        responses: deltas of one sample, which are not changed. Only the first may have reasoning or
-            tool calls.
+        responses: deltas of one sample, which are not changed. Only the first delta may have
+            reasoning or tool calls.
     """
     if len(responses) == 1:
         return responses[0]

@@ -1,6 +1,6 @@
-"""Bounds the number of values in JSON texts before they are parsed.
+"""Limits the number of values in JSON text before the text is parsed.
 
-A parser makes one object for every two bytes of `[[],[],...]`. It holds the GIL all the time, and
+A parser creates one object for every two bytes of `[[],[],...]`. It holds the GIL all the time, and
 needs a hundred times the text's memory. The number of brackets, braces, colons and commas outside
 of strings is an upper bound on the number of objects.
 """
@@ -11,18 +11,18 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 BLOCK_BYTES = 64 << 10
-"""Number of bytes that are scanned at a time, while the GIL is held."""
+"""Number of bytes that are scanned at a time while the GIL is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Limits on the number of JSON parts in one text, or in several texts together."""
+    """Limits on the number of JSON parts in one text, or in several texts in total."""
 
     max_lists: int
     max_entries: int
-    """Maximum number of JSON objects and their entries together."""
+    """Maximum total number of JSON objects and their entries."""
     max_items: int
-    """Maximum number of commas."""
+    """Maximum number of commas, which bounds the number of list items."""
 
 
 BODY_LIMITS = JsonLimits(1 << 16, 1 << 18, MAX_PROMPT_TOKENS + (1 << 18))
@@ -32,12 +32,12 @@ VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
 
 
 class JsonCounter:
-    """Counts the JSON parts of texts, and raises an error if there are too many.
+    """Counts the JSON parts of texts, and raises an error if there are too many parts.
 
     Args:
-        field: the request's field, for errors.
-        limits: limits for all texts together.
-        name: name of the texts, for errors (empty for the field's name).
+        field: name of the request's field, for error messages.
+        limits: limits for all texts in total.
+        name: name of the texts in error messages (empty for the field's name).
     """
 
     def __init__(self, field: str, limits: JsonLimits, name: str = "") -> None:
@@ -49,7 +49,7 @@ class JsonCounter:
         self._items = 0
 
     def add(self, text: bytes) -> None:
-        """Count one text, valid or not.
+        """Count the parts of one text, which need not be valid JSON.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, the texts have too many parts.
@@ -62,7 +62,10 @@ class JsonCounter:
             start = end
 
     def _add_block(self, block: bytes, is_inside: bool) -> bool:
-        """Count a block that splits no escape, and return whether it ends inside a string."""
+        """Count a block's parts, and return whether the block ends inside a string.
+
+        The block must not split an escape sequence.
+        """
         if b"\\" in block:
             block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = block.split(b'"')
@@ -85,7 +88,7 @@ class JsonCounter:
 
 
 def _end_of_block(text: bytes, start: int) -> int:
-    """Return where a block ends, so that no escape sequence is split."""
+    """Return the end of the block from `start`, chosen so that no escape sequence is split."""
     end = min(start + BLOCK_BYTES, len(text))
     last = end - 1
     while last >= start and text[last] == ord("\\"):

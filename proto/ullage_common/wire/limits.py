@@ -1,4 +1,4 @@
-"""Limits on requests, checked by the router, and by the engine for clients without a router."""
+"""Limits on requests. The router checks them, and the engine does so for direct clients."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_SESSION_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_FINGERPRINTS = 32
-"""Maximum number of distinct fingerprints of the engines that generated an answer so far."""
+"""Maximum number of distinct fingerprints of engines that have generated parts of an answer."""
 MAX_FINGERPRINT_BYTES = 64
 MAX_PRIORITY = 100
 MAX_STOP_STRINGS = 16
@@ -21,15 +21,15 @@ MAX_BEAM_WIDTH = 8
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 20
 MAX_MESSAGES = 8192
-"""Maximum number of turns in a conversation, and of tool calls in all of its turns."""
+"""Maximum number of turns in a conversation, and of tool calls in all turns together."""
 MAX_CALLS = 128
 """Maximum number of tool calls in one turn of a conversation."""
 MAX_PARTS = 8192
 """Maximum number of text parts in one turn."""
 MAX_PROMPT_TOKENS = 1 << 20
-"""Maximum number of ids in a prompt of token ids."""
+"""Maximum number of tokens in a prompt of token ids."""
 MAX_BEAM_STOP_TOKENS = 16
-"""Maximum number of stop tokens in a beam search. Each adds one candidate to every step."""
+"""Maximum number of stop tokens in a beam search. Each token adds a candidate to every step."""
 MAX_LENGTH_PENALTY = 10
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens with a logit bias."""
@@ -39,9 +39,9 @@ MAX_SCHEMA_DEPTH = 64
 
 
 class Range:
-    """An interval of numbers, which never contains NaN.
+    """An interval of numbers. NaN is never in the interval.
 
-    Requests carry numbers as float32 with about seven digits, in which 0.01 is slightly smaller.
+    Requests carry numbers as float32 with about seven digits, in which 0.01 is slightly too small.
     Numbers are therefore rounded to seven digits before the comparison.
     """
 
@@ -69,6 +69,6 @@ SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
         "frequency_penalty": Range(-2, 2),
     }
 )
-"""Ranges by field of `ullage.inference.v1.SamplingParams`."""
+"""Permitted range of each numeric field in `ullage.inference.v1.SamplingParams`."""
 
 LOGIT_BIAS = Range(-100, 100)

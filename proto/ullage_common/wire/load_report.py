@@ -1,13 +1,13 @@
-"""Load reports of pools, which routers serve on `/measures` and the operator reads."""
+"""Load reports of pools. Routers serve them on `/measures`, where the operator reads them."""
 
 import msgspec
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one pool, as one router sees it."""
+    """The load of one pool as seen by one router."""
 
     ready: int
-    """Number of engines that report that they are ready."""
+    """Number of engines that report to be ready."""
     capacity_bytes: int
     """KV memory that the ready engines report, in bytes."""
     headroom_bytes: int
@@ -19,16 +19,16 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     queued: int
     """Number of requests that wait for memory in the router."""
     queue_bytes: int
-    """Predicted bytes of the waiting requests."""
+    """Predicted KV bytes of the requests that wait in the router."""
     queue_s: float
-    """Longest wait so far, in seconds."""
+    """Longest time in seconds that a request in the queue has waited so far."""
     answered: int
-    """Number of first tokens in the last minute."""
+    """Number of requests that got their first token in the last minute."""
     late: int
-    """Number of first tokens in the last minute that missed the objective."""
+    """Number of first tokens in the last minute that were later than the latency objective."""
     held: int
-    """Number of requests held until the pool wakes."""
+    """Number of requests that the router holds until the pool has scaled up from zero."""
     wanted: int
-    """Number of requests that need the pool, whether held or not."""
+    """Number of requests that need the pool, whether they are held or not."""
     idle_s: float
-    """Seconds since the newest request."""
+    """Seconds since the pool's latest request."""

@@ -1,11 +1,11 @@
-"""Converts the memory profile of a model to and from its message."""
+"""Converts a model's memory profile to and from its protobuf message."""
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 
 
 def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
-    """Return the message that an engine sends."""
+    """Convert a memory profile to the message that an engine sends."""
     return pb.MemoryProfile(
         block_tokens=profile.block_tokens,
         groups=[
@@ -28,7 +28,7 @@ def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
 
 
 def from_wire(wire: pb.MemoryProfile) -> MemoryProfile:
-    """Return the profile that a message describes."""
+    """Convert a message from an engine to a memory profile."""
     return MemoryProfile(
         block_tokens=max(1, wire.block_tokens),
         groups=tuple(

@@ -1,8 +1,8 @@
-"""Bounds the number of parts of a serialized message before it is parsed.
+"""Limits the number of parts in a serialized protobuf message before the message is parsed.
 
-Protobuf makes one object for every two bytes of empty messages. It holds the GIL all the time, and
-needs fifty times the message's memory. The scan in this module makes no objects, and it lets other
-threads take the GIL.
+Protobuf creates one object for every two bytes of empty messages. It holds the GIL all the time,
+and needs fifty times the message's memory. The scan in this module creates no objects, and other
+threads can take the GIL meanwhile.
 """
 
 from google.protobuf.descriptor import Descriptor
@@ -11,14 +11,14 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 MAX_PARTS = 1 << 17
-"""Maximum fields and entries of a message, including nested ones.
+"""Maximum number of fields and entries in a message, including nested messages.
 
-This is twice 8192 turns with as many calls.
+This is twice the number in a conversation of 8192 turns with as many calls.
 """
 LIGHT_PARTS = 1024
-"""Maximum fields and entries of a light message, which is parsed on the event loop."""
+"""Maximum number of fields and entries in a light message, which the event loop may parse."""
 LIGHT_PACKED_BYTES = 1 << 20
-"""Maximum total bytes of the packed number lists in a light message."""
+"""Maximum total size in bytes of a light message's packed number lists."""
 MAX_DEPTH = 32
 """Maximum nesting depth of messages."""
 _VARINT = 0
@@ -26,15 +26,15 @@ _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _LAST_BYTES = bytes(range(128, 256))
-"""Bytes that do not end a varint."""
+"""All byte values that do not end a varint."""
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_message(data: bytes, descriptor: Descriptor) -> None:
-    """Check the size of a serialized message. The parser reports a malformed message itself.
+    """Check the number of parts in a serialized message. Malformed messages are left to the parser.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, the message has too many parts, or a list of too many
+        ServiceError: INVALID_ARGUMENT, the message has too many parts, or a list with too many
             numbers.
     """
     if excess := _excess(data, descriptor, MAX_PARTS, len(data)):
@@ -48,7 +48,7 @@ def is_light(data: bytes, descriptor: Descriptor) -> bool:
 
 
 def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_bytes: int) -> str:
-    """Return the bound that a message exceeds, in words (empty if it exceeds none)."""
+    """Describe the limit that a message exceeds (empty if the message is within all limits)."""
     num_parts = 0
     packed_bytes = 0
     waiting: list[tuple[int, int, Descriptor, int]] = [(0, len(data), descriptor, 0)]
@@ -98,7 +98,7 @@ def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_byte
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a varint and the index after it, which is -1 if there is no varint."""
+    """Read a varint, and return its value and the index after it (-1 if there is no varint)."""
     value = 0
     shift = 0
     while 0 <= at < end and shift < 70:
@@ -112,5 +112,5 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _num_numbers(packed: bytes) -> int:
-    """Count the numbers in a packed list (an upper bound if the numbers have a fixed size)."""
+    """Count the numbers in a packed list (only an upper bound if the numbers have a fixed size)."""
     return len(packed.translate(None, _LAST_BYTES))

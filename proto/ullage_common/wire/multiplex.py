@@ -1,9 +1,9 @@
 """The serving end of `InferenceService.Multiplex`: many Generate calls over one stream.
 
-Each call runs as a separate task with the same code as Generate. The call's context has the parts
-of gRPC's context that this code uses. All responses that are ready at the same time are sent in one
-message. A call may be up to `window` responses ahead of the router. After that only this call
-waits, and other calls continue (`ullage_common.wire.flow_control`).
+Each call runs as a separate task with the same code as a Generate RPC. The call's context has the
+parts of gRPC's context that this code uses. All responses that are ready at the same time are sent
+in one message. A call may be up to `window` responses ahead of the router. After that, only this
+call waits, and other calls continue (see `ullage_common.wire.flow_control`).
 
 Anyone who can reach an engine can open a stream. Each stream therefore has a limit on open calls.
 A message is processed in pieces, so that the event loop can serve other streams in between. No call
@@ -28,9 +28,9 @@ from ullage_common.wire.flow_control import SendPace, SendWindow
 from ullage_common.wire.request_guard import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
 
 MAX_BATCH = 256
-"""Maximum responses in one message, which keeps it far below gRPC's limit."""
+"""Maximum number of responses in one message, which keeps messages far below gRPC's size limit."""
 MAX_REFUSED_TICKETS = 32
-"""Consecutive calls refused for their tickets after which a stream ends."""
+"""Number of consecutive calls with refused tickets after which a stream ends."""
 TURN_CALLS = 16
 """Number of calls to begin or end before yielding to the event loop."""
 TURN_ENTRIES = 2048
@@ -49,11 +49,11 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
     """Serve one stream until the router closes it, then cancel unfinished calls.
 
     Args:
-        generate: the service's method, in either of gRPC's two styles.
+        generate: the service's Generate method, as a coroutine or as an async generator.
         context: gRPC's context of the stream.
 
     Raises:
-        ServiceError: the stream exceeds its bounds.
+        ServiceError: the stream exceeds its limits.
     """
     stream = _Stream(generate)
     sending = asyncio.create_task(stream.send_all(context), name="multiplex sender")
@@ -69,25 +69,25 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
 
 
 class _Stream:
-    """The calls of one router."""
+    """The Generate calls that one router sends over one stream."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
         self._calls: dict[int, CallContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[tuple[int, pb.GenerateResponse | bytes]] = []
-        """(tag, response, or the status that ends the call) to send."""
+        """Entries to send: a call's tag, and its next response or its serialized final status."""
         self._has_news = asyncio.Event()
         """Set while the outbox has entries."""
         self._has_room = asyncio.Event()
         """Set while the outbox is short enough for more calls."""
         self._refused: ServiceError | None = None
-        """The last refusal of a ticket."""
+        """The error of the latest refused ticket."""
         self._num_refused = 0
-        """Number of calls refused for their tickets since one was served."""
+        """Number of calls with refused tickets since the last call that was served."""
 
     async def take(self, request: pb.MultiplexRequest) -> None:
-        """Begin calls, widen their windows, and cancel them, as a message asks.
+        """Process a message: begin its calls, widen the windows of calls, and cancel calls.
 
         Raises:
             ServiceError: the message has too many calls, or too many tickets were refused before.
@@ -121,7 +121,7 @@ class _Stream:
                 await self._give_turn()
 
     async def send_all(self, context: Context) -> None:
-        """Send the outbox in batches, as long as the stream lives."""
+        """Send the outbox in batches until cancelled."""
         while True:
             await self._has_news.wait()
             batch = self._outbox[:MAX_BATCH]
@@ -140,7 +140,7 @@ class _Stream:
             await context.write(message)
 
     async def close(self) -> None:
-        """Cancel all calls."""
+        """Cancel all calls of the stream, and wait until they have ended."""
         tasks = list(self._tasks)
         for num_ended, task in enumerate(tasks, 1):
             task.cancel()
@@ -149,7 +149,7 @@ class _Stream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_turn(self) -> None:
-        """Yield to the event loop, and wait while nobody reads the answers."""
+        """Yield to the event loop, and wait while the router does not read responses."""
         await asyncio.sleep(0)
         await self._wait_for_reader()
 
@@ -230,7 +230,7 @@ class _Stream:
 
 
 class Aborted(Exception):
-    """A call was aborted with a status."""
+    """Raised by `CallContext.abort` to end a call with a status."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status.message)
@@ -238,7 +238,7 @@ class Aborted(Exception):
 
 
 class CallContext:
-    """The context of one call of a stream, with the parts of gRPC's that Generate uses."""
+    """The context of one call in a stream, with the parts of gRPC's context that Generate uses."""
 
     def __init__(
         self, call: pb.MultiplexCall, send: Callable[[int, pb.GenerateResponse], None]
@@ -250,11 +250,11 @@ class CallContext:
 
     @property
     def pace(self) -> SendPace:
-        """The pace at which responses are sent, so that the producer can batch faster tokens."""
+        """The pace at which responses are sent, so that a faster producer can batch its tokens."""
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
-        """Send a response. Wait while the router has not read enough of the earlier responses."""
+        """Send a response, after waiting until the router has read enough earlier responses."""
         return self.send_window.write(response)
 
     def cancel(self) -> None:
@@ -264,7 +264,7 @@ class CallContext:
             self.task.cancel()
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the time limit, or None without a limit."""
+        """Return the seconds until the call's deadline, or None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -277,7 +277,7 @@ class CallContext:
         details: str = "",
         trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Never:
-        """Abort the call with a status. Of the trailers only the google.rpc details are kept."""
+        """Abort the call with a status. Only the google.rpc details in the trailers are kept."""
         for status in _statuses(trailing_metadata):
             raise Aborted(status)
         raise Aborted(status_pb2.Status(code=code.value[0], message=details))
@@ -296,7 +296,7 @@ def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
 
 
 def _check_size(request: pb.GenerateRequest) -> None:
-    """Refuse a request that a Generate call would also refuse as too large."""
+    """Refuse a request that a Generate RPC would also refuse as too large."""
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
         raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

@@ -1,9 +1,9 @@
-"""Refuses bad calls and requests of a gRPC server before they use many resources.
+"""Lets a gRPC server refuse bad RPCs and requests before they use many resources.
 
-By default, a gRPC server receives everything that clients send before it calls any code. It answers
-bytes that cannot be parsed with UNKNOWN. The guard admits a call by its metadata, limits how many
-requests arrive at once and for how long, and counts a message's parts before parsing it. Its errors
-have the same details as those for any other bad request.
+By default, a gRPC server receives everything that clients send before it calls any code. If the
+bytes cannot be parsed, it responds with UNKNOWN. The guard admits an RPC by its metadata, limits
+how many requests arrive at once and for how long, and counts a message's parts before parsing the
+message. The guard's errors have the same details as the errors for any other bad request.
 """
 
 import asyncio
@@ -32,75 +32,75 @@ if TYPE_CHECKING:  # generic in its type stubs alone
 MAX_REQUEST_BYTES = 8 << 20
 """Maximum size of a serialized request, in bytes."""
 SMALL_REQUEST_BYTES = 16 << 10
-"""Maximum size in bytes of a serialized request that is parsed without counting its parts."""
+"""Maximum size in bytes of a request that is parsed without counting its parts first."""
 MAX_RECEIVED_AT_ONCE = 32
-"""Requests that may arrive on a server at one time, each of at most MAX_RECEIVED_BYTES.
+"""Maximum number of requests that a server receives at once, each at most MAX_RECEIVED_BYTES.
 
 A tenant, or a peer if the tenant is unknown, has at most half of the places.
 """
 MAX_RECEIVED_PUBLIC = 8
-"""Requests of public methods that arrive at one time."""
+"""Maximum number of requests to public methods that a server receives at once."""
 PLACE_TIMEOUT_S = 20.0
-"""Maximum seconds to wait for a place to receive a request, the same as over HTTP."""
+"""Maximum seconds to wait for a place in which to receive a request, the same as over HTTP."""
 PLACE_GRACE_S = 5.0
-"""Seconds for which a request may keep arriving while others wait for its place."""
+"""Seconds for which an arriving request keeps its place while other requests wait for a place."""
 RECEIVE_TIMEOUT_S = 30.0
 """Seconds within which a request must arrive once it has a place, the same as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
-"""Seconds within which a request of a public method must arrive, since it is small."""
+"""Seconds within which a request to a public method must arrive. Such requests are small."""
 STREAM_TIMEOUT_S = 30.0
 """Maximum duration in seconds of a stream to a public method (reflection)."""
 MAX_CALLS = 4096
-"""Maximum number of concurrent calls of a server.
+"""Maximum number of concurrent RPCs on a server.
 
-A tenant, or a peer if the tenant is unknown, has at most half of them.
+A tenant, or a peer if the tenant is unknown, has at most half of these RPCs.
 """
 MAX_PUBLIC_CALLS = 512
-"""Maximum number of additional calls of public methods, for example watches of health."""
+"""Maximum number of additional RPCs to public methods, for example health watches."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Admit = Callable[[str, Mapping[str, str]], str | None]
-"""Return the tenant of a call by its method and metadata, or None for a public method. Raise
-ServiceError to refuse the call."""
+"""Return an RPC's tenant from its method and metadata, or None for a public method. Raise
+ServiceError to refuse the RPC."""
 Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
-"""Run a function that handles a tenant's bytes, off the event loop if the bytes are many."""
+"""Run a function that handles a tenant's bytes, off the event loop if there are many bytes."""
 Hold = Callable[[str, asyncio.Timeout], contextlib.AbstractContextManager[Place]]
 Enter = Callable[[Context], contextlib.AbstractAsyncContextManager[None]]
 Begin = Callable[[AsyncIterator[bytes], Context], Awaitable[tuple[Any, Context]]]
-"""Return a call's request, or its stream of requests, and the context for its behaviour."""
+"""Return an RPC's request, or its stream of requests, and the context for the method's handler."""
 
 
 def admit_all(method: str, metadata: Mapping[str, str]) -> str | None:
-    """Admit every call, without a tenant."""
+    """Admit every RPC without a tenant."""
     return ""
 
 
 async def run_apart(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any:
-    """Run a function, in a thread if it handles many bytes."""
+    """Run a function, and use a thread if the function handles many bytes."""
     if num_bytes <= SMALL_REQUEST_BYTES:
         return work()
     return await asyncio.to_thread(work)
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls before their request is received, and requests before the service sees them.
+    """Refuses RPCs before their requests are received, and requests before the service gets them.
 
-    A call that is not admitted ends as soon as its metadata has arrived. The number of requests
-    that arrive at one time is limited, and so is the time for each of them. Each request, and each
-    message of a stream, is parsed only after its parts were counted. Calls are counted by tenant,
-    or by peer if the tenant is unknown.
+    An RPC that is not admitted ends as soon as its metadata has arrived. The guard limits how many
+    requests arrive at once, and how long each request may take. Each request, and each message in a
+    stream, is parsed only after its parts have been counted. RPCs are counted by tenant, or by peer
+    if the tenant is unknown.
 
-    The reasons of its refusals:
+    The guard refuses RPCs for these reasons:
 
-        CALLS_FULL         the server, or the tenant, has too many calls
+        CALLS_FULL         the server or the tenant has too many RPCs
         BODIES_FULL        too many requests arrive at once
         BODY_LATE          the request did not arrive in time
-        BODY_TOO_LARGE     more than MAX_REQUEST_BYTES, or too many parts
-        MALFORMED_MESSAGE  not the wire format of the message, or a string that is not UTF-8
+        BODY_TOO_LARGE     the request has more than MAX_REQUEST_BYTES, or too many parts
+        MALFORMED_MESSAGE  the request is no valid message, or a string in it is not UTF-8
 
     Args:
-        admit: returns the tenant of a call, or refuses it.
-        run: parses long requests.
+        admit: returns an RPC's tenant, or refuses the RPC.
+        run: runs the function that parses a long request.
     """
 
     def __init__(self, admit: Admit = admit_all, run: Run = run_apart) -> None:
@@ -145,10 +145,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _enter(self, tenant: str | None, context: Context) -> AsyncIterator[None]:
-        """Count a call within the block.
+        """Count an RPC while the block runs.
 
         Raises:
-            ServiceError: there are too many calls, or this one had to make room for another.
+            ServiceError: there are too many RPCs, or this RPC lost its place to another.
         """
         if tenant is None:
             async with self._enter_public(context):
@@ -175,9 +175,9 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             raise
 
     def _public_stream(self, handler: "Handler") -> "Handler":
-        """Return a handler that bounds the number and the duration of streams.
+        """Return a handler for a public streaming method that limits concurrency and duration.
 
-        The memory of such streams' messages is charged to no tenant.
+        No tenant is charged for the memory of these streams' messages.
         """
         behavior: Any = handler.stream_stream
         if behavior is None or not inspect.isasyncgenfunction(behavior):
@@ -205,15 +205,15 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     async def _receive_stream(
         self, parse: Any, tenant: str, requests: AsyncIterator[bytes], context: Context
     ) -> tuple[Any, Any]:
-        """Return the requests of a stream, and the context that reads them."""
+        """Return a stream's requests, and the context from which a handler can read them."""
         stream = _RequestStream(context, partial(self._parse_apart, parse, tenant, context))
         return stream, stream
 
     async def _parse_apart(self, parse: Any, tenant: str, context: Context, data: bytes) -> Any:
-        """Parse a message of a stream, in a place off the event loop if it has many parts.
+        """Parse a message in a stream. A message with many parts is parsed off the event loop.
 
         Raises:
-            ServiceError: the message has no place in time, has too many parts, or cannot be read.
+            ServiceError: the message got no place in time, has too many parts, or is malformed.
         """
         kind = getattr(parse, "__self__", None)
         work = partial(_parse, parse, kind, getattr(kind, "__name__", "request"), data)
@@ -229,13 +229,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     async def _receive_one(
         self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
     ) -> tuple[Any, Context]:
-        """Return the one request of a call, and the call's context."""
+        """Return an RPC's only request and the RPC's context."""
         return await self._read(parse, tenant, requests, context), context
 
     async def _read(
         self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
     ) -> Any:
-        """Receive the one request of a call.
+        """Receive and parse an RPC's only request.
 
         Raises:
             ServiceError: the request got no place, was late, is too large, or cannot be parsed.
@@ -265,7 +265,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
 
 class _RequestStream:
-    """The requests of a stream and its context in one object, as handlers may use either.
+    """A stream's requests and context in one object, because handlers may read from either.
 
     Args:
         context: gRPC's context, which reads bytes.
@@ -299,7 +299,7 @@ async def _receive(
     """Receive the bytes of a request.
 
     Args:
-        hold: keeps the place of the request, which it may lose to others.
+        hold: holds the request's place, which another owner may take.
 
     Raises:
         ServiceError: the request is late, its place is lost, or no request comes.
@@ -326,12 +326,12 @@ def _parse(parse: Any, kind: Any, name: str, data: bytes) -> Any:
 
 
 def text_metadata(metadata: Any) -> dict[str, str]:
-    """Return metadata without its binary values."""
+    """Return the metadata as a dictionary without binary values."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 
 def _handler(handler: Any) -> "Handler":
-    """Return a handler with asyncio's types, which gRPC's stubs lack."""
+    """Cast a handler to asyncio's types, which gRPC's type stubs lack."""
     typed: Handler = handler
     return typed
 
@@ -342,7 +342,7 @@ def _address(context: Context) -> str:
 
 
 def _served(behavior: Any, handler: "Handler") -> "Handler":
-    """Return a handler whose function receives the call's requests itself."""
+    """Return a handler whose function gets the RPC's raw requests and parses them itself."""
     is_streaming = handler.response_streaming or inspect.isasyncgenfunction(behavior)
     make = (
         grpc.stream_stream_rpc_method_handler
@@ -353,7 +353,7 @@ def _served(behavior: Any, handler: "Handler") -> "Handler":
 
 
 def _refusing(error: ServiceError) -> "Handler":
-    """Return a handler that ends its call before receiving any request."""
+    """Return a handler that ends its RPC with an error before any request is received."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await abort(context, error)
@@ -392,7 +392,7 @@ def _guarded_coroutine(
 
 
 def calls_full() -> ServiceError:
-    """Return the refusal of a call above MAX_CALLS."""
+    """Return the error for an RPC above the limit on concurrent RPCs."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CALLS_FULL",

@@ -1,7 +1,7 @@
 """gRPC servers: their options, health and reflection.
 
-Health is grpc.health.v1 with the services `liveness` and `readiness`. Every server has a
-`RequestGuard`.
+Servers report their health over grpc.health.v1, with the services `liveness` and `readiness`. Every
+server has a `RequestGuard`.
 """
 
 from collections.abc import (
@@ -43,10 +43,10 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 NARROW_WINDOWS = (("grpc.http2.bdp_probe", 0),)
-"""Options of a server that takes calls from anybody.
+"""Options of a server that accepts RPCs from any client.
 
-Flow-control windows that grow with a connection's speed would admit megabytes of calls that nobody
-reads yet. A message that is being read always gets a window of its own length.
+Flow-control windows that grow with a connection's speed would admit megabytes of requests that the
+server does not read yet. A message that is being read always gets a window of its full length.
 """
 
 LIVENESS = "liveness"
@@ -58,11 +58,11 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def bind(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
 ) -> int:
-    """Bind a server to an address, and return the port that it will listen on.
+    """Bind a server to an address, and return the port on which the server will listen.
 
     Args:
         address: `host:port`, with port 0 for any free port.
-        credentials: None for plaintext.
+        credentials: TLS credentials, or None for plaintext.
 
     Raises:
         RuntimeError: the server cannot listen there.
@@ -76,10 +76,10 @@ def new_server(
     guard: RequestGuard | None = None,
     options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
-    """Create a server without services and ports, which refuses requests that it cannot read.
+    """Create a server without services and ports. A guard refuses malformed requests.
 
     Args:
-        guard: admits calls, or None to let everybody call everything.
+        guard: admits RPCs, or None to admit every RPC from every client.
         options: options in addition to SERVER_OPTIONS.
     """
     server = Server(
@@ -98,13 +98,13 @@ def new_probe_server() -> grpc.aio.Server:
 
 
 class Health:
-    """The health of a server. At first the server is live but not ready."""
+    """The health of a server, which is live but not ready at first."""
 
     def __init__(self) -> None:
         self._servicer = HealthServicer()
 
     async def attach(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
-        """Add health and reflection of the named services to a server that has not started."""
+        """Add the health service and reflection to a server that has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
@@ -112,7 +112,7 @@ class Health:
         await self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
-        """Add health without reflection to a server for probes, which use no TLS."""
+        """Add the health service without reflection to a server for probes, which has no TLS."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_live(self, live: bool) -> None:

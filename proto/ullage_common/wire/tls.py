@@ -1,7 +1,7 @@
-"""TLS certificates for gRPC and HTTPS from a mounted Secret, with validation and reloading.
+"""Loads, validates and reloads TLS certificates for gRPC and HTTPS from a mounted Secret.
 
 A folder has the keys of a `kubernetes.io/tls` Secret as cert-manager writes it: `tls.crt` (the
-certificate, then its intermediates), `tls.key` and, where peers are verified, `ca.crt`.
+certificate, then its intermediates), `tls.key` and, if peers are verified, `ca.crt`.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ CA = "ca.crt"
 _PROBE_S = 2.0
 """Seconds within which a server must answer a probe for TLS."""
 _TLS_RECORDS = (0x15, 0x16)
-"""First bytes of a TLS server's answer: an alert or a handshake."""
+"""Possible first bytes of a TLS server's answer: an alert or a handshake."""
 _HTTP2_FRAME = 0x00
 """First byte of an HTTP/2 server's answer in plaintext: a frame shorter than 65,536 bytes."""
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A certificate with its key, and the authority to trust, in PEM."""
+    """A certificate, its private key and the trusted authority, all in PEM."""
 
     certificate: bytes
     key: bytes
@@ -54,16 +54,16 @@ class Material:
 
 
 def read_material(folder: Path, ca_folder: Path | None, now: datetime.datetime) -> Material:
-    """Read and check the files.
+    """Read and check the files of a certificate.
 
     Args:
         folder: the folder of the certificate and its key.
-        ca_folder: the folder of `ca.crt`, or None where peers are not verified.
-        now: the present, UTC.
+        ca_folder: the folder of `ca.crt`, or None if peers are not verified.
+        now: the current time in UTC.
 
     Raises:
-        ConfigError: a file is missing, cannot be read, or is not valid now, or the key does not fit
-            the certificate.
+        ConfigError: a file is missing, cannot be read, or is not valid now, or the key does not
+            match the certificate.
     """
     path = folder / CERTIFICATE
     certificate = _read(path)
@@ -121,14 +121,14 @@ def _check_dates(path: Path, certificate: x509.Certificate, now: datetime.dateti
 
 
 class Certificates:
-    """The certificate and key of a folder, reloaded when they change.
+    """The certificate and key in a folder, which are reloaded when the files change.
 
     Broken files never replace valid ones.
 
     Args:
         folder: the folder of the certificate and its key.
-        ca_folder: the folder of the authority that peers' certificates must have, or None where
-            peers need no certificate.
+        ca_folder: the folder of the authority that must have signed the peers' certificates, or
+            None if peers need no certificate.
         on_change: called when a new certificate is in use.
     """
 
@@ -142,10 +142,10 @@ class Certificates:
         self._material: Material | None = None
         self._context: ssl.SSLContext | None = None
         self.problem = ""
-        """Why the latest files are not used (empty if they are)."""
+        """The reason why the latest files are not in use (empty if they are)."""
 
     async def start(self) -> None:
-        """Load the files and follow their changes.
+        """Load the files, and start watching them for changes.
 
         Raises:
             ConfigError: the files cannot be used.
@@ -156,7 +156,7 @@ class Certificates:
         self._task = asyncio.create_task(follow(folders, seen, self._reload), name="certificates")
 
     async def close(self) -> None:
-        """Stop following changes."""
+        """Stop watching the files."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -168,7 +168,7 @@ class Certificates:
         return self._material
 
     def state(self) -> dict[str, object]:
-        """Describe the certificate for /stats."""
+        """Return the certificate's state for /stats."""
         expires = self.material.expires
         left_s = (expires - _now()).total_seconds()
         return {
@@ -179,7 +179,7 @@ class Certificates:
         }
 
     def server_context(self) -> ssl.SSLContext:
-        """Return an SSL context for HTTPS whose handshakes use the newest certificate and key."""
+        """Return an SSL context for HTTPS whose handshakes always use the latest certificate."""
         outer = server_context(self.material)
 
         def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
@@ -189,7 +189,7 @@ class Certificates:
         return outer
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return gRPC server credentials whose handshakes use the newest certificate and key."""
+        """Return gRPC server credentials whose handshakes always use the latest certificate."""
         given = self.material
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -232,13 +232,13 @@ class Certificates:
 
 
 async def speaks_tls(address: str) -> bool | None:
-    """Return whether a gRPC server uses TLS, by the first byte of its answer to a ClientHello.
+    """Return whether a gRPC server uses TLS, from the first byte of its answer to a ClientHello.
 
     Args:
-        address: `ip:port`.
+        address: `ip:port` of the server.
 
     Returns:
-        None where the server cannot be reached or answers with neither TLS nor HTTP/2.
+        None if the server cannot be reached or answers with neither TLS nor HTTP/2.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -272,7 +272,7 @@ def channel_credentials(material: Material) -> grpc.ChannelCredentials:
 
 
 def server_context(material: Material) -> ssl.SSLContext:
-    """Return an SSL context for servers, of TLS 1.2 or newer.
+    """Return an SSL context for servers with TLS 1.2 or newer.
 
     TLS session tickets are off, because a resumed session would outlive its certificate authority.
 
@@ -294,9 +294,10 @@ def server_context(material: Material) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, material: Material) -> None:
-    """Load the certificate chain from a file in memory.
+    """Load the certificate chain from an in-memory file.
 
-    The mounted files may be replaced between OpenSSL's two reads, and a key must not reach a disk.
+    The mounted files could be replaced between OpenSSL's two reads, and a key must not reach a
+    disk.
     """
     with os.fdopen(os.memfd_create("ullage-tls"), "wb") as file:
         file.write(material.key + b"\n" + material.certificate)

@@ -1,7 +1,7 @@
-"""Validates a GenerateRequest, whichever API protocol it came from.
+"""Validates a GenerateRequest from any API protocol.
 
 Routers and engines share these checks, so they refuse the same values with the same errors. Checks
-that depend on the model, for example on its vocabulary, are in each of them.
+that depend on the model, for example on its vocabulary, are in the router and the engine.
 """
 
 import math
@@ -37,7 +37,7 @@ from ullage_common.wire.limits import (
 
 
 def validate_request(request: inference_pb2.GenerateRequest) -> None:
-    """Check a request.
+    """Check all fields of a request that can be checked without a model.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, with the first invalid field.
@@ -106,10 +106,10 @@ def _check_messages(messages: inference_pb2.Messages) -> None:
 
 
 def check_calls(count: int) -> None:
-    """Check the number of calls in a conversation.
+    """Check the number of tool calls in a conversation.
 
     Raises:
-        ServiceError: there are too many.
+        ServiceError: the conversation has too many tool calls.
     """
     if count > MAX_MESSAGES:
         permitted = f"at most {MAX_MESSAGES} calls"
@@ -166,7 +166,7 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
 
 
 def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
-    """Check the size of a grammar and the options that exclude it.
+    """Check a grammar's size, and refuse options that cannot be combined with a grammar.
 
     The engine that compiles the grammar checks the rest.
     """
@@ -246,11 +246,11 @@ def _check_embedding(request: inference_pb2.GenerateRequest) -> None:
 
 
 def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task, name: str) -> None:
-    """Check that the model is for the task of the request, generation or embedding.
+    """Check that the model serves the request's task: generation or embedding.
 
     Args:
         task: the model's task.
-        name: the model's name, for errors.
+        name: the model's name, for error messages.
 
     Raises:
         ServiceError: the model has another task.
@@ -278,7 +278,7 @@ def is_growing(request: inference_pb2.GenerateRequest) -> bool:
 
 
 class _PartialAnswer(Protocol):
-    """The output of one answer so far, in a message or in a `Progress`."""
+    """The output of one answer so far, as a protobuf message or as part of a `Progress`."""
 
     @property
     def token_ids(self) -> Collection[int]: ...
@@ -288,12 +288,12 @@ class _PartialAnswer(Protocol):
 
 
 def has_output(answers: Iterable[_PartialAnswer]) -> bool:
-    """Return whether there is a token, or the end of an answer, to continue from."""
+    """Return whether any answer has a token or has ended, so that it can be continued."""
     return any(answer.token_ids or answer.reason for answer in answers)
 
 
 def num_answers(samples: inference_pb2.Samples) -> int:
-    """Return the number of answers that a request asks for, by default 1."""
+    """Return the number of answers that a request asks for (1 by default)."""
     return samples.n if samples.HasField("n") else 1
 
 
@@ -301,7 +301,7 @@ def check_prompt_tokens(token_ids: Collection[int], vocab_size: int, field: str 
     """Check the token ids of a prompt.
 
     Raises:
-        ServiceError: a token is not in the vocabulary, or there is no token.
+        ServiceError: the prompt is empty, or a token is not in the vocabulary.
     """
     _require(bool(token_ids), field, "no token", "at least one token")
     check_vocabulary(field, token_ids, vocab_size)
