@@ -1,5 +1,5 @@
 """Benchmarks of Ullage: `python -m benchmarks` lists them.
 
-Each name is a module with a `main` or, where a benchmark needs several files, a package. `support`
-holds the code that several of them share. `gpu` is a programme of its own for GPU machines.
+Each name is a module with a `main`, or a package if a benchmark needs several files. `support`
+has the code that several benchmarks share. `gpu` is a separate programme for GPU machines.
 """

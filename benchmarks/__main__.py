@@ -18,7 +18,7 @@ class Benchmark:
 
     Attributes:
         module: module below `benchmarks` whose `main` runs the benchmark.
-        summary: one line about what it measures.
+        summary: one line about what the benchmark measures.
         example: arguments of a typical run.
     """
 

@@ -1,10 +1,10 @@
-"""Milliseconds of one mixture-of-experts layer by each implementation.
+"""Time each implementation of one mixture-of-experts layer, in milliseconds.
 
 Weights are random, in the shape of LFM2-8B-A1B or a fraction of it. Pairs of token and expert are
-either multiplied one by one or sorted by expert. The last line has the most pairs for which the
-former is faster: the value for `FEW_PAIRS` of layers/moe.py and, on a GPU, of
-kernels/triton/matmul.py. On a GPU, sorted rows are multiplied by one grouped product, by a Triton
-kernel, and by a loop over experts that reads their extents back.
+either multiplied one by one or sorted by expert. The last line has the largest number of pairs for
+which multiplying one by one is faster. This is the value for `FEW_PAIRS` in layers/moe.py and, on a
+GPU, in kernels/triton/matmul.py. On a GPU, sorted rows are multiplied in three ways: by one grouped
+matmul, by a Triton kernel, and by a loop over experts that copies their row ranges to the host.
 
 examples:
   python -m benchmarks experts --hidden 256 --width 128
@@ -42,7 +42,7 @@ SORTED = ("sorted", "grouped", "triton")
 PAIRWISE = ("by pair", "picked")
 
 MOST_PAIRWISE = 64
-"""Most pairs for which computing them one by one is measured, as more would take minutes."""
+"""Maximum number of pairs that are also measured one by one, because more would take minutes."""
 
 SECONDS_EACH = 0.7
 SEED = 14
@@ -107,7 +107,7 @@ Kind = Callable[[torch.Tensor], ExpertLinears]
 
 
 class Forced:
-    """Experts that are always computed by the measured implementation."""
+    """Experts that always use the implementation to be measured."""
 
     def __init__(self, matrices: ExpertLinears, few_pairs: int) -> None:
         self.forward = matrices.forward
@@ -171,7 +171,7 @@ def measure_all(
 
 @torch.inference_mode()
 def measure(experts: Experts, x: torch.Tensor) -> float:
-    """Return the median milliseconds of several runs."""
+    """Return the median time of several runs in milliseconds."""
     out = torch.zeros_like(x)
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH
@@ -185,7 +185,7 @@ def measure(experts: Experts, x: torch.Tensor) -> float:
 
 
 def crossover(rows: Sequence[dict[str, float]]) -> int:
-    """Return the most pairs up to which computing pairs one by one is not slower than sorting."""
+    """Return the largest number of pairs up to which one by one is not slower than sorting."""
     most = 0
     for row in rows:
         pairwise = min(row.get(name, float("inf")) for name in PAIRWISE)

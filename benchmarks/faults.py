@@ -1,11 +1,12 @@
-"""Recovery from injected faults under load: no stream may fail or differ.
+"""Measure the recovery from injected faults under load, while no stream may fail or differ.
 
-Start one engine with SmolLM2 in float32 on a small device, and ask every prompt once undisturbed.
-Then keep greedy streams running while faults are injected at random moments, one after the other: a
-step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker. Some signals
-come twice, the second one while the next worker loads. Compare every answer with the undisturbed
-one, token by token. The recovery is the time from a fault to the next token of a running stream.
-For a step out of memory it is the longest pause around the fault.
+The benchmark starts one engine with SmolLM2 in float32 on a small device, and sends every prompt
+once without faults. Then it keeps greedy streams running and injects faults at random moments, one
+at a time: a step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker.
+Some signals are sent twice, the second time while the next worker loads. Every answer is compared
+token by token with the answer without faults. The recovery is the time from a fault to the next
+token of a running stream. For a step that runs out of memory, the recovery is the longest pause
+around the fault.
 
 Print one JSON object and a table.
 
@@ -14,7 +15,7 @@ examples:
   python -m benchmarks faults --faults 10 --only kill --streams 40 --dtype auto
   python -m benchmarks faults --faults 200 --dtype bfloat16 --deterministic
 
-exit status: 0 all well, 1 an error, a difference or a leak
+exit status: 0 success, 1 an error, a different answer or a leak
 """
 
 import argparse
@@ -75,10 +76,10 @@ class FaultRun:
 async def generate(
     engine: Engine, prompt: int, tokens: int, times: list[float]
 ) -> tuple[list[int], pb.Finished]:
-    """Request one greedy answer, and append the time of every arrival to `times`.
+    """Request one greedy answer, and append the arrival time of every token to `times`.
 
     Raises:
-        AnswerError: it ended too early.
+        AnswerError: the answer ended too early.
     """
     token_ids: list[int] = []
     request = pb.GenerateRequest(
@@ -102,7 +103,7 @@ async def generate(
 
 
 async def stream(engine: Engine, run: FaultRun, number: int, seed: int) -> None:
-    """Ask one prompt after another until the run is over."""
+    """Send one prompt after another until the run is over."""
     chooser = random.Random(f"{seed} {number}")
     longest = len(run.reference[0])
     while not run.is_over:
@@ -136,7 +137,7 @@ def _compare(run: FaultRun, prompt: int, token_ids: list[int]) -> None:
 
 
 async def inject(engine: Engine, run: FaultRun, kind: str, chooser: random.Random) -> None:
-    """Inject one fault and wait for the recovery."""
+    """Inject one fault, and wait until the engine has recovered."""
     if kind == "oom":
         await _inject_oom(engine, run, chooser.randrange(20))
         return
@@ -153,7 +154,7 @@ async def inject(engine: Engine, run: FaultRun, kind: str, chooser: random.Rando
 
 
 async def _hit(engine: Engine, pid: int, kind: str) -> None:
-    """Signal a worker and wait until another has replaced it."""
+    """Send a signal to a worker, and wait until another worker has replaced it."""
     with contextlib.suppress(ProcessLookupError):  # it may be ending by itself
         os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
     await _until(lambda: engine.worker_pid() not in (pid, None) or None)
@@ -178,7 +179,7 @@ def _first_token(run: FaultRun, after: float) -> float | None:
 
 
 def _longest_pause(run: FaultRun, after: float) -> float:
-    """Return the longest pause of a stream between two tokens, counted from `after` on."""
+    """Return the longest pause between two tokens of any stream after the time `after`."""
     pauses = [
         later - max(earlier, after)
         for times in run.arrivals.values()
@@ -189,7 +190,7 @@ def _longest_pause(run: FaultRun, after: float) -> float:
 
 
 async def _until(condition: "Callable[[], T | None]") -> T:
-    """Poll a condition, and return its first result that is not None."""
+    """Poll a function, and return its first result that is not None."""
     deadline = time.monotonic() + RECOVERY_S
     while (result := condition()) is None:
         if time.monotonic() > deadline:
@@ -204,7 +205,7 @@ async def references(engine: Engine, prompts: int, tokens: int) -> list[list[int
 
 
 def plan(faults: int, chooser: random.Random, only: str | None = None) -> list[str]:
-    """Return kinds in random order, by their shares and each at least once, or `only` one kind."""
+    """Return fault kinds in random order, each at least once, by their shares (or `only` one)."""
     if only is not None:
         return [only] * faults
     kinds: list[str] = []

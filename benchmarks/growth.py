@@ -1,16 +1,17 @@
-"""The cost of a token as sequences, context and KV pool grow.
+"""Measure how the cost of a token grows with the sequences, the context and the KV pool.
 
-Scheduling is measured without a model: the CPU time of planning and committing a step of decodes.
-Steps are measured on the real runner and a KV pool of zeros. Sequences, and contexts up to 8k, are
-measured on the model of `--source`. Contexts up to 32k, and sizes of the KV pool, are measured on a
-small random one. Every figure is the best of several, and verdicts are on CPU time, because other
-programs on the same cores only ever add time, and least to CPU time. The whole takes a minute.
+Scheduling is measured without a model, as the CPU time to plan and commit a decode step. Steps are
+measured with the real runner and a KV pool of zeros. The number of sequences, and contexts up to
+8k, are measured with the model from `--source`. Contexts up to 32k, and sizes of the KV pool, are
+measured with a small random model. Every figure is the best of several measurements. Verdicts use
+CPU time, because other programs on the same cores add to it less than to the elapsed time. The
+benchmark takes a minute.
 
 examples:
   python -m benchmarks growth --only scheduling
   python -m benchmarks growth --plot growth.svg --json growth.json
 
-exit status: 0 no cost grows faster than the model's own, 1 one does
+exit status: 0 no cost grows faster than the model's own cost, 1 some cost does
 """
 
 import gc
@@ -41,13 +42,13 @@ CONTEXTS = (256, 1024, 4096, 8192)
 LONG_CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 POOLS = (512, 2048, 8192)
 SCHEDULED = ((1, 256), (8, 256), (32, 256), (64, 256), (256, 256), (256, 2048), (256, 8192))
-"""Numbers of sequences, each with its context in tokens."""
+"""Pairs of a number of sequences and their context in tokens."""
 
 MAX_SCHEDULE_MS = 0.5
 WINDOW = BLOCK
-"""Steps after which each sequence has needed one more block."""
+"""Number of steps in which each sequence needs one more block."""
 TOLERANCE = 1.25
-"""Largest ratio of a measured cost to its reference."""
+"""Maximum ratio of a measured cost to its reference."""
 LONG = "llama, long context"
 MODELS[LONG] = {
     **MODELS["llama, grouped heads, tied"],
@@ -100,17 +101,17 @@ PLOTS: "tuple[tuple[str, str, str, Callable[[Cost], int], Callable[[Cost], float
         lambda cost: cost.cpu_ms_a_token,
     ),
 )
-"""Axis of the costs, title, unit, and the values of both axes of the plot."""
+"""For each plot: axis of the costs, title, unit, and functions for the x and y values."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one step of decodes."""
+    """The cost of one decode step."""
 
     axis: str
     sequences: int
     context: int
-    """Tokens behind each decode."""
+    """Number of tokens in each sequence's context."""
     pool_blocks: int
     ms: float
     cpu_ms: float
@@ -163,9 +164,9 @@ def report(cost: Cost) -> Cost:
 
 
 def schedule_costs(seconds: float) -> list[Cost]:
-    """Measure the CPU time of scheduling a step.
+    """Measure the CPU time for scheduling a step.
 
-    A figure is the mean over the steps that fill one block.
+    Each figure is the mean over the steps that fill one block.
     """
     costs = []
     for sequences, context in SCHEDULED:
@@ -186,7 +187,7 @@ def schedule_costs(seconds: float) -> list[Cost]:
 
 
 def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Scheduler, int]:
-    """Return a scheduler whose next step decodes all its sequences, and its number of blocks."""
+    """Return a scheduler whose next step decodes all sequences, and its number of KV blocks."""
     num_blocks = sequences * (-(-(context + num_output) // BLOCK) + 1)
 
     profile = MemoryProfile(
@@ -221,7 +222,7 @@ def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Sch
 
 
 def scheduling_s(scheduler: Scheduler) -> float:
-    """Plan a step, commit invented tokens, and return the CPU seconds of both."""
+    """Plan a step, commit made-up tokens, and return the total CPU seconds."""
     started = time.process_time()
     plan = scheduler.schedule()
     planned_s = time.process_time() - started
@@ -235,7 +236,7 @@ def scheduling_s(scheduler: Scheduler) -> float:
 
 
 def step_costs(source: str, dtype: torch.dtype, seconds: float) -> list[Cost]:
-    """Measure steps by number of sequences, and by context."""
+    """Measure decode steps for several numbers of sequences and several contexts."""
     device = torch.device("cpu")
     runner = load_runner(source, device, dtype, max_rows=max(SEQUENCES), warms_up=False)
     costs = [measure("sequences", runner, count, 256, 1024, seconds) for count in SEQUENCES]
@@ -248,7 +249,7 @@ def step_costs(source: str, dtype: torch.dtype, seconds: float) -> list[Cost]:
 
 
 def long_costs(dtype: torch.dtype, seconds: float) -> list[Cost]:
-    """Measure steps by long contexts and by size of the KV pool, on a small model."""
+    """Measure decode steps for long contexts and for several KV pool sizes, on a small model."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         source = write_model(LONG, Path(folder) / "model")
@@ -276,7 +277,7 @@ def long_costs(dtype: torch.dtype, seconds: float) -> list[Cost]:
 def measure(
     axis: str, runner: ModelRunner, sequences: int, context: int, pool: int, seconds: float
 ) -> Cost:
-    """Measure the fastest of several steps of decodes in a pool of `pool` blocks."""
+    """Return the cost of the fastest of several decode steps with a KV pool of `pool` blocks."""
     plan = StepPlan([chunk(row, 1, context - 1, pool) for row in range(sequences)])
     runner.execute(plan)
     best_s = best_cpu_s = float("inf")
@@ -296,10 +297,10 @@ def measure(
 
 
 def find_faults(costs: Sequence[Cost]) -> list[str]:
-    """Return the costs that grow faster than the model's own.
+    """Return the costs that grow faster than the model's own cost.
 
-    Matrix products are constant on every axis, attention is linear in the context, and scheduling
-    has a bound of its own.
+    The cost of matmuls is constant on every axis, attention is linear in the context, and
+    scheduling has a separate limit.
     """
     faults: list[str] = []
     scheduled = [each for each in costs if each.axis == "scheduling"]
@@ -318,7 +319,7 @@ def find_faults(costs: Sequence[Cost]) -> list[str]:
 
 
 def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> list[str]:
-    """Return where a cost first exceeds the least before it, by more than TOLERANCE."""
+    """Return where a cost first exceeds the smallest earlier cost by more than TOLERANCE."""
     for index, each in enumerate(costs[1:], 1):
         least = min(value(before) for before in costs[:index])
         if value(each) > TOLERANCE * least:
@@ -328,10 +329,11 @@ def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> l
 
 
 def superlinear(costs: Sequence[Cost]) -> list[str]:
-    """Return the longest context if its last tokens cost more than any before.
+    """Return the longest context if its last tokens cost more than all earlier tokens.
 
-    Attention is linear. Where KV no longer fits a cache, one or two segments of the line get
-    steeper. A cost that grows with the context makes each segment steeper in proportion to it.
+    The cost of attention is linear. If KV no longer fits into a CPU cache, one or two segments of
+    the line get steeper. If the cost per token grows with the context, every segment is steeper
+    than the segment before.
     """
     slopes = [
         (each.cpu_ms - before.cpu_ms) / (each.context - before.context)
@@ -344,7 +346,7 @@ def superlinear(costs: Sequence[Cost]) -> list[str]:
 
 
 def plot(path: Path, costs: Sequence[Cost]) -> None:
-    """Draw a panel for each axis."""
+    """Plot the costs with one panel per axis."""
     panels = []
     for axis, title, unit, position, value in PLOTS:
         some = [each for each in costs if each.axis == axis]

@@ -1,22 +1,23 @@
-"""The cost of metrics: a scrape of each process, and their share of requests, tokens and steps.
+"""Measure the cost of metrics: a scrape of each process, and the share in requests and steps.
 
 A scrape is measured in this process with as many series as a busy service has: 20 tenants, all
-statuses, three tiers, eight ranks. The cost of metrics in a request, a token and a step is measured
-here as well, call by call. Their share of a service is computed from the metrics of `ullage up`
-with the example's model under load. Print one JSON object:
+statuses, three tiers and eight ranks. The cost of metrics for one request, one token and one step
+is measured in this process, too, by timing each function. The share of metrics in a service's time
+is computed from the metrics of `ullage up` with the example's model under load. The benchmark
+prints one JSON object:
 
-scrape            processor time of one scrape of router, engine and operator, with its samples
-router_share      share of metrics in the router's processor time for a request
-server_share      their share in the engine server's for a token
-worker_share      their share in a step of the worker
-whole_share       their share in all processor time and all steps
-missed            figures worse than their floors
+scrape            CPU time and samples of one scrape of the router, the engine and the operator
+router_share      share of metrics in the router's CPU time per request
+server_share      share of metrics in the engine server's CPU time per token
+worker_share      share of metrics in a worker's step
+whole_share       share of metrics in all CPU time and all steps
+missed            figures that miss their limits
 
 examples:
   python -m benchmarks metrics
   python -m benchmarks metrics --quick             scrapes and calls, without a service
 
-exit status: 0 no floor missed, 1 otherwise
+exit status: 0 every figure is within its limit, 1 otherwise
 """
 
 import argparse
@@ -68,7 +69,7 @@ FLOORS = f"floors: each scrape <= {MOST_SCRAPE_MS:g} ms, router, worker and whol
 TENANTS = tuple(f"tenant-{number}" for number in range(20))
 CODES = (200, 400, 401, 429, 499, 500, 503, 504)
 REPORTS_A_SECOND = 10
-"""Reports a second of a busy worker."""
+"""Number of reports that a busy worker sends per second."""
 REPEATS = 20_000
 
 
@@ -84,14 +85,14 @@ PROFILE = MemoryProfile(
 
 
 def made(action: str, queued_s: float = 0.0) -> Decision:
-    """Return a typical decision."""
+    """Return a typical routing decision."""
     reason = "QUEUE_FULL" if action == "reject" else "FITS"
     return Decision(action, "single", "single", reason, "engine-0", queued_s=queued_s)
 
 
 @dataclass
 class BusyRouter:
-    """Metrics with the series of a busy router."""
+    """A router's metrics with as many series as on a busy router."""
 
     metrics: Metrics
     tenants: TenantMetrics
@@ -216,7 +217,7 @@ def busy_operator() -> CollectorRegistry:
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, float]:
-    """Return the processor time of one exposition, its samples and its bytes."""
+    """Return the CPU time of one scrape, and the number of samples and bytes in the scrape."""
     text = exposition(registry)
     times = []
     for _ in range(30):
@@ -228,7 +229,7 @@ def scrape(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the processor time of a call in microseconds, the least of several rounds."""
+    """Return a function's CPU time per call in microseconds, as the minimum of several rounds."""
     rounds = []
     for _ in range(5):
         started = time.thread_time()
@@ -240,16 +241,16 @@ def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Processor time of metrics, microseconds."""
+    """CPU time that metrics take, in microseconds."""
 
     request: float
-    """A request in the router."""
+    """CPU time per request in the router."""
     token: float
-    """A token in the engine's server, where each token comes in its own step."""
+    """CPU time per token in the engine's server, if each token comes from a separate step."""
     step: float
-    """A step in the worker."""
+    """CPU time per step in the worker."""
     report: float
-    """The figures of steps and queue times in a report of the worker."""
+    """CPU time for the step and queue-time figures in one of the worker's reports."""
 
 
 def measure_costs() -> Costs:
@@ -279,7 +280,7 @@ def measure_costs() -> Costs:
 
 
 class ServiceCounters:
-    """Counts of a service's processes, from their own metrics."""
+    """Counters of a service's processes, read from their metrics."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._router = state["metrics_url"]
@@ -299,7 +300,7 @@ class ServiceCounters:
 
 
 def read(*urls: str) -> dict[str, float]:
-    """Return the sum of all samples of each name."""
+    """Return the sum of all samples for each metric name."""
     sums: dict[str, float] = {}
     for url in urls:
         with urllib.request.urlopen(url, timeout=10) as response:
@@ -311,7 +312,7 @@ def read(*urls: str) -> dict[str, float]:
 
 
 def under_load(options: argparse.Namespace) -> dict[str, float]:
-    """Return the counts of a service over the load: requests, tokens, steps and CPU seconds."""
+    """Return a service's requests, tokens, steps and CPU seconds during the load."""
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
         process, _ = start(MANIFEST, state_file)
@@ -330,7 +331,7 @@ def under_load(options: argparse.Namespace) -> dict[str, float]:
 
 
 def shares(costs: Costs, did: dict[str, float]) -> dict[str, float]:
-    """Return the shares of metrics in the time of the service."""
+    """Return the shares of a service's time that metrics take."""
     router_s = 1e-6 * costs.request * did["requests"]
     server_s = 1e-6 * costs.token * did["tokens"]
     reports = min(did["steps"], REPORTS_A_SECOND * did["steps_s"])

@@ -1,9 +1,10 @@
-"""The cost of many LLMServices for the operator: first reconciliation, restart, rest and edits.
+"""Measure what many LLMServices cost the operator: first reconciliation, restart, idling, edits.
 
-Run the real operator against the API server that KUBECONFIG names, in a namespace of its own. If
-KUBECONFIG is not set, the API server of the tests runs in this process. Print one line a figure.
+The benchmark runs the real operator in a separate namespace of the API server that KUBECONFIG
+names. If KUBECONFIG is not set, the tests' API server runs in this process. Each figure is printed
+on one line.
 
-On a real cluster, cordon the nodes first, or the routers of all services are scheduled.
+On a real cluster, cordon the nodes first. Otherwise the routers of all services are scheduled.
 
 examples:
   python -m benchmarks operator --services 1000
@@ -75,7 +76,7 @@ def manifest(number: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def api_server() -> Iterator[None]:
-    """Point KUBECONFIG to an API server within the block."""
+    """Run an API server if needed, and set KUBECONFIG for it, while the block runs."""
     if os.environ.get("KUBECONFIG"):
         yield
         return
@@ -89,7 +90,7 @@ def api_server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def operator() -> Iterator[tuple[psutil.Process, str]]:
-    """Run the operator within the block, and yield its process and the URL of its metrics."""
+    """Run the operator while the block runs, and yield its process and its metrics URL."""
     probes, metrics = free_ports(2)
     ports = [f"--probes-port={probes}", f"--metrics-port={metrics}", "--host=127.0.0.1"]
     flags = [f"--namespace={NAMESPACE}", "--log-level=warning"]
@@ -103,9 +104,9 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
 
 @contextlib.asynccontextmanager
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """Connect to the API server, with the namespace and the CRD in place.
+    """Connect to the API server, and create the namespace and the CRD.
 
-    The namespace is deleted at the end.
+    The namespace is deleted at the end of the block.
     """
     connection = ApiConnection()
     api = await connection.api()
@@ -174,7 +175,7 @@ async def service_versions(api: httpx.AsyncClient) -> dict[str, str]:
 
 
 async def edit(api: httpx.AsyncClient, number: int, replicas: int) -> float:
-    """Return the seconds from the response to an edit until the StatefulSet has it."""
+    """Return the seconds from the API's response to an edit until the StatefulSet has the edit."""
     body = {"spec": {"pools": {"single": {"replicas": replicas}}}}
     headers = {"Content-Type": "application/merge-patch+json"}
     path = SERVICE.path(NAMESPACE, f"s{number}")

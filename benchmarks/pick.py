@@ -1,9 +1,9 @@
-"""Placements a second by Pick, and answers with tickets against answers through the router.
+"""Compare Pick and tickets with requests through the router, in operations per second.
 
-Requests are placed in two ways: as distinct ones, each of its own size and with its own ticket, and
-as like ones, by one entry with their count. Fake engines in a process of their own answer at once
-with one token. The router is a real one in another process, and the clients are in this one. Print
-one line a row.
+Requests are placed in two ways: as distinct requests, each with a different size and a separate
+ticket, and as equal requests, which share one entry with a count. Fake engines in a separate
+process answer at once with one token. A real router runs in another process, and the clients run in
+this process. Each row is printed on one line.
 
 examples:
   python -m benchmarks pick --seconds 3 --engines 4
@@ -128,7 +128,7 @@ def run_router(document: dict[str, Any], pipe: Connection) -> None:
 
 
 def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
-    """Return `batch` requests: each of its own size, or one entry with their count."""
+    """Return entries for `batch` requests: one per request, or a single one with their count."""
     if is_like:
         return [pb.PricedRequest(prompt_tokens=len(PROMPT), max_tokens=64, count=batch)]
     sizes = range(len(PROMPT), len(PROMPT) + batch)
@@ -136,9 +136,9 @@ def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
 
 
 async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: int = 4) -> float:
-    """Return the requests placed a second.
+    """Return the number of requests placed per second.
 
-    Every placed request is reported as ended with a later call.
+    Every placed request is reported as ended with a later Pick RPC.
     """
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -161,7 +161,7 @@ async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: i
 
 
 async def answers(port: int, is_direct: bool, seconds: float) -> float:
-    """Return the whole answers a second with CLIENTS at once."""
+    """Return the number of complete answers per second with CLIENTS concurrent clients."""
     async with Client(f"127.0.0.1:{port}", is_direct=is_direct) as client:
         end = time.perf_counter() + seconds
         done = 0

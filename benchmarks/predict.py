@@ -1,9 +1,9 @@
-"""Predicted against measured bytes, for every model family.
+"""Compare predicted with measured bytes for every model family.
 
-Measure each configuration in a process of its own: the growth of its resident memory when weights
-are mapped, and arenas and pools allocated, and the blocks that the scheduler takes from the KV pool
-for requests that really run. Exit with 1 where a prediction is off by more than 3 %. The whole
-takes about a minute on two idle cores.
+Each configuration is measured in a separate process. The benchmark measures the growth of the
+resident memory when weights are mapped and when arenas and pools are allocated, and the blocks that
+the scheduler takes from the KV pool for requests that really run. The exit status is 1 if a
+prediction is off by more than 3 %. The benchmark takes about a minute on two idle cores.
 
 examples:
   python -m benchmarks predict
@@ -43,11 +43,11 @@ from ullage_engine.worker.engine import EngineCore
 
 TOLERANCE = 0.03
 TIME_LIMIT_S = 120
-"""Seconds for one configuration."""
+"""Maximum seconds for measuring one configuration."""
 NUM_BLOCKS = 256
 PROMPTS = range(20, 356, 21)
-"""Every remainder of a block once. One prompt in 16 is priced with a block that its last token
-never needs."""
+"""Prompt lengths that have every remainder modulo the block size once. For one prompt in 16, the
+prediction includes a block that the prompt's last token never needs."""
 OUTPUT = 2
 LIMITS = StepLimits(
     max_tokens=256 + 16, max_rows=16, max_model_len=1024, gather_tokens=2048, itemsize=0
@@ -59,17 +59,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration."""
+    """One configuration to measure."""
 
     source: str
     dtype: str
     format: Format = "none"
-    """int8 is quantized from the weights. mxfp4 is the checkpoint's own format of experts."""
+    """int8 is quantized from the weights. mxfp4 is the checkpoint's own format for experts."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One comparison, bytes."""
+    """One predicted size and the measured size, in bytes."""
 
     what: str
     predicted: int
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Case]]:
-    """Yield every configuration. One random model at a time is in `folder`."""
+    """Yield every configuration. `folder` has only one random model at a time."""
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16")
     yield "SmolLM2-135M", Case(SMOLLM2, "float32")
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16", "int8")
@@ -111,7 +111,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Case]]:
 
 
 def table(name: str, case: Case, lines: list[Prediction]) -> float:
-    """Print the lines of one configuration, and return the largest error among them."""
+    """Print the predictions of one configuration, and return their largest error."""
     format = "" if case.format == "none" else f", {case.format}"
     print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
     for line in lines:
@@ -120,7 +120,7 @@ def table(name: str, case: Case, lines: list[Prediction]) -> float:
 
 
 def in_child(case: Case) -> list[Prediction]:
-    """Measure in a new process, whose memory nothing else has grown."""
+    """Measure in a new process, whose memory contains nothing else."""
     command = [sys.executable, "-m", "benchmarks", "predict", "--measure"]
     command += [case.source, case.dtype, case.format]
     environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
@@ -131,7 +131,7 @@ def in_child(case: Case) -> list[Prediction]:
 
 
 def measure(case: Case) -> list[Prediction]:
-    """Compare everything that the ledger predicts, in the order of a worker's start."""
+    """Compare all sizes that the memory ledger predicts, in the order of a worker's startup."""
     dtype = DTYPES[case.dtype]
     quantization: Literal["none", "int8"] = "int8" if case.format == "int8" else "none"
     with tempfile.TemporaryDirectory() as folder:
@@ -170,10 +170,10 @@ def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Prediction]:
 
 
 def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelConfig:
-    """Run everything once on a small scale, and release it.
+    """Run everything once at a small scale, and release the memory.
 
-    The first use of a function maps its code, which is neither weight nor arena. A worker's ledger
-    has it under `workspace`, which is measured.
+    The first use of a function maps its code, which is neither weights nor arena. A worker's ledger
+    counts such memory under `workspace`, which is measured instead of predicted.
     """
     small = StepLimits(
         max_tokens=32,
@@ -195,7 +195,7 @@ def mapped(loaded: LoadedModel) -> LoadedModel:
 
 
 def grown(act: Callable[[], T]) -> tuple[T, int]:
-    """Return the result of `act`, and the growth of resident memory by it."""
+    """Run `act`, and return its result and the growth in resident memory."""
     meter = MemoryMeter(CPU)
     give_back_freed()
     before = meter.used_bytes()
@@ -209,7 +209,7 @@ def new_states(model_config: ModelConfig, dtype: torch.dtype) -> StatePool:
 
 
 def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Prediction:
-    """Compare the predicted KV of requests, one after another, with the most that each held."""
+    """Compare the predicted KV of each request with the maximum KV that the request held."""
     predicted = 0
     held = 0.0
     for prompt in PROMPTS:
@@ -219,7 +219,7 @@ def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: f
 
 
 class Watching:
-    """A runner that notes the most KV that is allocated while it computes."""
+    """A runner that records the maximum KV that is allocated while it computes."""
 
     def __init__(self, runner: ModelRunner, allocated: Callable[[], int]) -> None:
         self.most = 0
@@ -279,7 +279,7 @@ def make_profile(model_config: ModelConfig, dtype: torch.dtype) -> MemoryProfile
 
 
 def weights_bytes(model_config: ModelConfig, dtype: torch.dtype, format: Format) -> int:
-    """Return the bytes of every parameter once, without the padding between tensors."""
+    """Return the total bytes of all parameters, without duplicates and without padding."""
     return sum(tensor_bytes(plan, dtype, format) for plan in plan_tensors(model_config))
 
 

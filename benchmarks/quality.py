@@ -1,22 +1,23 @@
-"""Perplexity, agreement and size of each quantization format.
+"""Measure the perplexity, agreement and size of each quantization format.
 
-Measure the perplexity on benchmarks/quality.txt in windows of 512 tokens, and the agreement: the
-share of positions where the likeliest next token is that of `none`. Compute as a service without a
-`dtype` does: where the C++ library computes, KV is bfloat16 and rows are rounded to int8.
+Perplexity is measured on benchmarks/quality.txt in windows of 512 tokens. Agreement is the share of
+positions at which the likeliest next token is the same as with `none`. The computation is that of a
+service without a `dtype`: if the C++ library computes, KV is bfloat16 and rows are rounded to int8.
 
-SmolLM2 is a file of four bits (Q4_1), so all rows start from weights that were rounded before:
+SmolLM2 is a file with four-bit weights (Q4_1), so all formats start from weights that were rounded
+before:
 
 none          these weights, dequantized
-auto          the format of a service that chooses none
-int4          the blocks of the file
+auto          the format of a service that sets no format
+int4          the blocks in the file
 int4 afresh   a copy in bfloat16 with shuffled channels, quantized again. The shuffle does not
-              change what the model computes, but it puts weights of many old groups into each new
-              one. So no grid fits them, like weights of a model that was never rounded.
-w8a8          calibrated on another text
-fp8 KV        the weights of `none`. Attention reads every key and value, those of the current token
-              too, from float8, so that more tokens fit into the same memory.
+              change what the model computes, but each new group has weights from many old groups.
+              So no quantization grid fits a group exactly, as in a model that was never rounded.
+w8a8          weights calibrated on another text
+fp8 KV        the weights of `none`. Attention reads all keys and values from float8, including
+              those of the current token, so that more tokens fit into the same memory.
 
-Exit with 1 where a gate fails. The whole takes some minutes.
+The exit status is 1 if a gate fails. The benchmark takes some minutes.
 
 examples:
   python -m benchmarks quality
@@ -64,10 +65,10 @@ WORST = {
     "fp8 KV": 0.01,
     "auto, fp8 KV": 0.015,
 }
-"""Largest growth of perplexity, as a share."""
+"""Maximum relative growth of the perplexity."""
 LEAST_ROOM = 0.15
-"""Smallest growth of the tokens whose KV fits, as a share. `auto` is exempt: it is `none` where the
-C++ library does not compute."""
+"""Minimum relative growth in the number of tokens whose KV fits. `auto` is exempt, since it equals
+`none` if the C++ library does not compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Scores:
     """The likeliest token after each position."""
     nbytes: int
     token_bytes: int
-    """KV bytes of one token."""
+    """KV bytes per token."""
 
 
 def main() -> int:
@@ -112,7 +113,7 @@ def main() -> int:
 
 @contextmanager
 def prepared(source: str, form: str) -> Iterator[LoadedModel]:
-    """Load the model in one of the forms."""
+    """Load the model in one of the formats."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if form == "w8a8":
@@ -138,7 +139,7 @@ def load(source: str, quantization: str, folder: Path) -> LoadedModel:
 
 
 def write_shuffled(source: str, folder: Path) -> None:
-    """Write an equivalent Llama in bfloat16 with its channels in another order."""
+    """Write an equivalent Llama model in bfloat16 with its channels in another order."""
     files = resolve_source(source)
     reader = open_checkpoint(files)
     assert isinstance(reader, GgufReader)
@@ -154,8 +155,8 @@ def write_shuffled(source: str, folder: Path) -> None:
 def shuffled(name: str, tensor: torch.Tensor, model_config: ModelConfig) -> torch.Tensor:
     """Return a checkpoint tensor with its channels in another order.
 
-    Shuffled are the channels of hidden states, of each layer's feed-forward and of each head's
-    values.
+    The channels of hidden states, of each layer's feed-forward network and of each head's values
+    are shuffled.
     """
     hidden = order(model_config.hidden, 0)
     if tensor.dim() == 1:
@@ -205,7 +206,7 @@ def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores
 
 
 def kv_tokens(scores: Scores, room: float) -> float:
-    """Return the tokens whose KV fits next to the weights."""
+    """Return the number of tokens whose KV fits into memory next to the weights."""
     return (room - scores.nbytes) / scores.token_bytes
 
 
@@ -222,7 +223,7 @@ def show(form: str, scores: Scores, base: Scores, room: float) -> None:
 
 
 def gates(scores: dict[str, Scores], room: float) -> Iterator[bool]:
-    """Check each gate that applies, print its outcome, and yield whether it holds."""
+    """Check each gate that applies, print the outcome, and yield whether the gate passes."""
     base = scores["none"]
     for form, most in WORST.items():
         if form not in scores:

@@ -1,12 +1,13 @@
-"""Half an hour of long conversations: flat memory, bounded files, cache hits in later turns.
+"""Soak test: half an hour of long conversations with flat memory, bounded files and cache hits.
 
-Start `ullage up` of SmolLM2 with a device that holds three of the conversations, a host tier that
-does not hold them all, and files. Four clients continue one conversation after the other: the last
-answered (which the device still has), one of middling age (host) and the oldest (files). Every
-second, read the resident memory of worker and server, the size of the tiers and the hits. Kill the
-worker halfway. With --plot, draw the samples.
+The test starts `ullage up` with SmolLM2. The device holds three of the conversations, the host tier
+does not hold the rest of them, and there is a file tier. Four clients continue one conversation
+after another: the one that was answered last (whose KV is still on the device), one of medium age
+(host) and the oldest (files). Every second, the test reads the resident memory of the worker and
+the server, the size of the tiers and the hits. Halfway, it kills the worker. With --plot, it draws
+the samples.
 
-An answer 429 is no failure: memory is short on purpose, and the client retries later.
+An answer with status 429 is no failure: memory is short on purpose, and the client retries later.
 
 examples:
   python -m benchmarks soak                        half an hour
@@ -15,7 +16,7 @@ examples:
                                                    two minutes with mostly idle cores
   python -m benchmarks soak --plot docs/reasons/kv-soak.svg --json soak.json
 
-exit status: 0 all well, 1 a check failed (each is named)
+exit status: 0 success, 1 a check failed (the output names each failed check)
 """
 
 import argparse
@@ -52,27 +53,27 @@ from ullage_common.wire.channels import open_channel
 MIB = 1 << 20
 HOST_SHARE = 1.5
 FILE_SHARE = 3.0
-"""Sizes of the tiers, as shares of the device's KV."""
+"""Sizes of the tiers, as multiples of the device's KV."""
 LONGEST_SHARE = 0.5
-"""Share of the device's KV after which a conversation ends and another begins."""
+"""Share of the device's KV at which a conversation ends and a new one begins."""
 TURN_SHARES = (0.02, 0.05, 0.1, 0.2)
-"""Length of a client's turn, as shares of the device's KV."""
+"""Possible lengths of a client's turn, as shares of the device's KV."""
 ANSWER_SHARES = (0.003, 0.006, 0.018)
 FLAT_MIB = 32
-"""Most MiB by which a process's resident memory may grow."""
+"""Maximum growth of a process's resident memory in MiB."""
 MEMORY_SHARE = 0.85
-"""Largest share of the device's memory for the worker. On a CPU the device is the process."""
+"""Maximum share of the device's memory for the worker. On a CPU, the device is the process."""
 LATER_S = 600.0
-"""Most extra seconds until each tier has served blocks."""
+"""Maximum additional seconds until each tier has served blocks."""
 FEWEST_ROWS = 20
-"""Fewest samples from which growth can be judged."""
+"""Minimum number of samples from which growth can be judged."""
 CLIENTS = 4
 TIERS = ("device", "host", "file")
 
 
 @dataclass
 class Session:
-    """A conversation. Its name changes when it starts again."""
+    """A conversation, which gets a new name when it starts again."""
 
     number: int
     name: str = ""
@@ -83,10 +84,10 @@ class Session:
 
 @dataclass
 class Soak:
-    """The conversations, and all that was measured."""
+    """The conversations and all measurements."""
 
     sessions: list[Session]
-    """In the order of their last turn."""
+    """Sessions in the order of their last turns."""
     chooser: random.Random
     kv_mib: int = 60
     pause_s: float = 0.25
@@ -104,16 +105,16 @@ class Soak:
     shared_files: set[str] = field(default_factory=set)
     """Files of /dev/shm that the service's processes have mapped."""
     is_over: bool = False
-    """Whether clients and sampler have to end."""
+    """Whether the clients and the sampler must end."""
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens that fit into the KV of the device."""
+        """Number of tokens that fit into the device's KV."""
         return self.kv_mib * MIB / TOKEN_BYTES
 
 
 async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
-    """Continue one conversation after another, each of them twice in a row."""
+    """Continue one conversation after another, with two turns in a row for each."""
     turns = 0
     while not soak.is_over:
         idle = [session for session in soak.sessions if not session.is_busy]
@@ -140,7 +141,7 @@ async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
 
 
 def is_refused(error: Exception) -> bool:
-    """Return whether memory was short for a moment: an answer, and no failure."""
+    """Return whether the error only means that memory was short, which is no failure."""
     return (
         isinstance(error, grpc.aio.AioRpcError)
         and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -176,7 +177,7 @@ def _count(soak: Soak, session: Session, answer: Answer) -> None:
 
 
 async def sample(soak: Soak, service: Service, files: Path, started: float) -> None:
-    """Read a row of figures every second, until the soak ends or a read fails."""
+    """Record a row of figures every second, until the test ends or a read fails."""
     while not soak.is_over:
         try:
             row = await asyncio.to_thread(_row, service, files)
@@ -227,7 +228,7 @@ def _row(service: Service, files: Path) -> dict[str, float]:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Return the bytes that files occupy on the device, without their holes."""
+    """Return the disk space of files in bytes, without the holes of sparse files."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -250,10 +251,10 @@ async def kill_worker(soak: Soak, service: Service, started: float, after_s: flo
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Soak:
-    """Run the soak. SIGTERM ends it and the service.
+    """Run the soak test. SIGTERM ends the test and the service.
 
     Raises:
-        Exception: a client or the sampler met an error that it does not handle.
+        Exception: a client or the sampler failed with an unexpected error.
     """
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -291,9 +292,9 @@ async def run(options: argparse.Namespace, folder: Path) -> Soak:
 
 
 def is_enough(soak: Soak, passed_s: float, seconds: float) -> bool:
-    """Return whether the time has passed and each tier was used.
+    """Return whether the time has passed and each tier has served blocks.
 
-    Busy cores may need up to LATER_S more for the latter.
+    On busy cores, the tiers may take up to LATER_S seconds longer.
     """
     is_used = all(soak.cached_by_tier.get(tier) for tier in TIERS)
     is_used &= soak.killed_s is None or bool(soak.after_kill.get("host"))
@@ -340,10 +341,10 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
 
 
 def growth(soak: Soak, name: str) -> float | None:
-    """Return the growth of a process's resident memory in MiB, or None if it lived too briefly.
+    """Return a process's memory growth in MiB, or None if the process lived too briefly.
 
-    A killed worker has two lives, and the larger growth counts. A life is judged from its first
-    answers on, because loading and the first steps allocate memory that is kept.
+    A worker that was killed has two lives, of which the larger growth counts. Each life is judged
+    from its first answers on, because loading and the first steps allocate memory that is kept.
     """
     num_before = soak.answers_at_kill
     lives: list[list[float]] = [[], []]

@@ -1,17 +1,18 @@
-"""Tokens a second with and without speculative decoding by prompt lookup.
+"""Measure tokens per second with and without speculative decoding by prompt lookup.
 
-Run the scheduler and the model runner, without a server, on a text that repeats itself and on a
-plain one. Both ways take turns, and each figure is the best of its rounds, because other programs
-on the same cores only ever slow a run down. The whole takes some minutes.
+The benchmark runs the scheduler and the model runner without a server, on a text that repeats
+itself and on a plain text. Runs with and without speculation take turns. Each figure is the best of
+its rounds, because other programs on the same cores can only slow a run down. The benchmark takes
+some minutes.
 
-The answers of all runs are compared. Where torch computes without --deterministic, sampled answers
-may differ, as they may between any two batches: rows are rounded differently in another batch.
+The answers of all runs are compared. If torch computes without --deterministic, sampled answers may
+differ, as they may between any two batches, because rows are rounded differently in another batch.
 
 examples:
   python -m benchmarks speculation
   python -m benchmarks speculation --tokens 8 --rounds 5 --sequences 1
 
-exit status: 0 measured, 1 an answer differs with --deterministic, or where the C++ library computes
+exit status: 0 measured, 1 an answer differs with --deterministic, or if the C++ library computes
 """
 
 import time
@@ -52,7 +53,7 @@ class ServedRun:
 
     seconds: float
     num_tokens: int
-    """Tokens that arrived in these seconds."""
+    """Number of tokens that were generated in these seconds."""
     answers: dict[str, list[int]]
     num_steps: int
     num_draft_tokens: int
@@ -120,7 +121,7 @@ def serve(
     num_speculative_tokens: int,
     num_output: int,
 ) -> ServedRun:
-    """Serve all prompts at once, and time the steps after their prompts."""
+    """Serve all prompts at once, and measure the time of the decode steps."""
     engine = new_engine(runner, num_speculative_tokens)
 
     for number, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
-"""Milliseconds of one engine step, without server and scheduler.
+"""Time one engine step in milliseconds, without a server and a scheduler.
 
-Measure decodes of several batch sizes at one context, then prompt chunks, on a KV pool of zeros.
-The whole takes a minute.
+The benchmark measures decode steps of several batch sizes at one context length, then prompt
+chunks, on a KV pool of zeros. It takes a minute.
 
 examples:
   python -m benchmarks step
@@ -92,11 +92,11 @@ def load_runner(
     wrap: Wrap | None = None,
     fp8_kv: bool = False,
 ) -> ModelRunner:
-    """Load a model and return a runner whose arena and KV pool are allocated.
+    """Load a model, and return a runner whose arena and KV pool are allocated.
 
     Args:
-        is_chosen: `dtype` comes from spec.model.dtype, and KV has the same type.
-        wrap: put between the model and its matrices, which torch then computes with.
+        is_chosen: whether `dtype` comes from spec.model.dtype, so that KV has the same type.
+        wrap: a wrapper for the model's matrices, with which torch then computes.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)
@@ -133,8 +133,8 @@ def load_runner(
 def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> Chunk:
     """Return a greedy chunk of random tokens.
 
-    Equal tokens would all choose the same experts. The blocks of a sequence lie in strides across
-    the pool.
+    Tokens are random, because equal tokens would all choose the same experts. A sequence's blocks
+    lie in strides across the KV pool.
     """
     token_ids = random.Random(f"{row} {start}").choices(range(4, 4096), k=tokens)
     blocks = -(-(start + tokens) // BLOCK)
@@ -151,9 +151,9 @@ def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> 
 
 
 def measure(runner: ModelRunner, plan: StepPlan) -> float:
-    """Return the median milliseconds of a plan.
+    """Return the median time of a step plan in milliseconds.
 
-    The sampled ids come to the host, so a GPU has finished as well.
+    The sampled ids are copied to the host, so the time includes the GPU's work.
     """
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH

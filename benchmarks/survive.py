@@ -1,7 +1,8 @@
-"""What clients see when memory runs out, a worker dies or hangs, or somebody asks for too much.
+"""Show what clients see if memory runs out, a worker dies or hangs, or a request is excessive.
 
-Each case starts a server of its own in a control group. Three clients stream an answer from it. In
-the middle of their answers the case happens. The table has a row for each case and server:
+Each case starts a new server in a control group. Three clients each stream an answer from the
+server. The case happens in the middle of their answers. The table has a row for each case and
+server:
 
 who caused it  the answer to the request that caused the case
 bystanders     how many of the three streams ended as they do without the case, how many ended
@@ -12,13 +13,13 @@ The cases:
 
 too-long   a prompt that is longer than the context
 crowd      sixty long requests at once
-kill       SIGKILL to the largest process, which is the one that computes
+kill       SIGKILL to the largest process, which computes the model
 hang       SIGSTOP to the same process
 oom        the kernel kills the largest process, because the group's memory is full
 logprobs   `prompt_logprobs` for a long prompt, with 300 MiB of memory left
 
-Peers are installed below DIR unless they are there, as by `python -m benchmarks compare`. Control
-groups need root.
+The other servers are installed in DIR unless they are there, as by `python -m benchmarks compare`.
+Control groups need root.
 
 examples:
   python -m benchmarks survive .peers
@@ -54,11 +55,11 @@ from benchmarks.support.options import new_parser
 
 OURS = ("ullage", "ullage+vllm")
 LLAMA_OPTIONS = "-np 16 -c 65536"
-"""Sixteen slots of 4096 tokens."""
+"""Options for sixteen slots of 4096 tokens each."""
 STORIES = ("Why is the sky blue?", "What is gravity?", "Tell me about the sea.")
 STORY_TOKENS = 250
 BEGUN_WORDS = 10
-"""Pieces of each stream that came before the case happens."""
+"""Number of pieces that each stream must receive before the case happens."""
 CROWD = 60
 CROWD_WORDS = 600
 TOO_MANY_WORDS = 20_000
@@ -70,16 +71,16 @@ FAILED = 2
 INTERRUPTED = 130
 TERMINATED = 143
 PATIENCE_S = 150.0
-"""Longest wait for a word, or for an answer after the case."""
+"""Maximum seconds to wait for a word, or for an answer after the case."""
 
 
 class OptionError(Exception):
-    """An option names something that there is not."""
+    """An option names something that does not exist."""
 
 
 @dataclass
 class Stream:
-    """What one bystander received."""
+    """The answer that one bystander received."""
 
     text: str = ""
     pieces: int = 0
@@ -123,11 +124,11 @@ class Scene:
 
     @property
     def worker(self) -> psutil.Process:
-        """The process that computes."""
+        """The process that computes the model."""
         return max(self.running.family(), key=lambda process: process.memory_info().rss)
 
     async def post(self, path: str, **body: Any) -> str:
-        """Send a request and return the answer's status."""
+        """Send a request, and return the HTTP status of the answer."""
         url = f"{self.running.url}/v1/{path}"
         try:
             async with self.session.post(url, json={"model": self.model, **body}) as response:
@@ -192,7 +193,7 @@ CASES: Mapping[str, Callable[[Scene], Awaitable[str]]] = {
 
 
 async def follow(scene: Scene, question: str, stream: Stream) -> None:
-    """Stream an answer to its end, or until it breaks."""
+    """Stream an answer to its end, or until the stream breaks."""
     body = {
         "model": scene.model,
         "messages": [{"role": "user", "content": question}],
@@ -238,7 +239,7 @@ def has_begun(stream: Stream, follower: asyncio.Task[None]) -> bool:
 
 
 async def seconds_to_answer(scene: Scene) -> float | None:
-    """Return when the server answers a new request; None: not in time."""
+    """Return the seconds until the server answers a new request (None if it does not in time)."""
     began = time.monotonic()
     while time.monotonic() - began < PATIENCE_S:
         prompt = [{"role": "user", "content": "Hello"}]
@@ -250,7 +251,7 @@ async def seconds_to_answer(scene: Scene) -> float | None:
 
 
 async def play(server: Server, case: str, scene: Scene) -> Outcome:
-    """Let a case happen in the middle of three answers."""
+    """Let a case happen in the middle of the three clients' answers."""
     expected = [Stream() for _ in STORIES]
     await asyncio.gather(*map(partial(follow, scene), STORIES, expected))
 
@@ -282,7 +283,7 @@ async def play(server: Server, case: str, scene: Scene) -> Outcome:
 
 
 async def run_case(server: Server, case: str, logs: Path) -> Outcome:
-    """Start a server in a group, let a case happen, and end the server."""
+    """Start a server in a control group, let a case happen, and end the server."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     with memory_limit(GROUP) as group:
@@ -312,7 +313,7 @@ def ullage(folder: Path) -> Server:
 
 
 def ullage_vllm(folder: Path) -> Server:
-    """Return Ullage around vLLM, run by the environment that has vLLM."""
+    """Return a server that runs Ullage with vLLM, from the environment that has vLLM."""
     python = folder / "vllm" / "bin" / "python"
     server = servers.ullage(ROOT / "examples" / "vllm.yaml")
     return replace(
@@ -332,7 +333,7 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the outcomes as a table in Markdown, by case."""
+    """Return the outcomes as a Markdown table, ordered by case."""
     head = ["case", "server", "who caused it", "bystanders", "afterwards"]
     rows = [outcome.cells for outcome in outcomes]
     rows.sort(key=lambda row: list(CASES).index(row[0]))

@@ -1,16 +1,16 @@
-"""CPU time of a streamed token outside the model's step, in each process: microseconds.
+"""Measure each process's CPU time per streamed token outside the model's step, in microseconds.
 
-Start a router and an engine whose worker does everything except computing: a step sleeps for the
-time of a fast one. That time is a constant, plus a time for each decoding sequence, plus a time for
-each token of a prompt. So all CPU time of the worker is overhead of its steps. Requests have about
-200 tokens, and are greedy and streamed. The cost of a request is divided among its tokens. The cost
-of a step is that of one token of each stream. The whole takes some minutes.
+The benchmark starts a router, and an engine whose worker does everything except computing the
+model: a step sleeps for the time of a fast step. That time is a constant, plus a time per decoding
+sequence, plus a time per prompt token. So all CPU time of the worker is the overhead of its steps.
+Requests have about 200 tokens, and are greedy and streamed. A request's cost is divided among its
+tokens. A step's cost is the cost of one token in each stream. The benchmark takes some minutes.
 
 examples:
   python -m benchmarks token-cost
   python -m benchmarks token-cost --concurrency 32 --tokens 2048 --rounds 1
 
-exit status: 0 within the bounds, 1 above one
+exit status: 0 all costs are within their bounds, 1 a cost is above its bound
 """
 
 import argparse
@@ -39,15 +39,15 @@ TEXT = (
     " The harbour lay quiet under a grey sky, and the boats moved only as much as the tide would"
     ' have it. "Nothing will come of it," said the pilot; yet at 7:45 the first lamp was lit.\n'
 )
-"""Source of the answers, so that their tokens have ordinary lengths."""
+"""Text from which answers are made, so that their tokens have ordinary lengths."""
 BOUNDS_US = {1: 1500.0, 32: 250.0}
-"""Most CPU microseconds of a token over all processes, by number of streams."""
+"""Maximum CPU microseconds per token over all processes, by the number of streams."""
 PROMPT_WORDS = 153
 COMMAND = (sys.executable, "-m", "benchmarks", "token-cost")
 
 
 def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:
-    """Run a worker whose steps take time and no CPU."""
+    """Run a worker whose steps take time but no CPU time."""
     from ullage_engine.model_loader.source import resolve_source
     from ullage_engine.protocol.step_plan import SampledToken, StepPlan
     from ullage_engine.runner.model_runner import ModelRunner
@@ -99,10 +99,10 @@ def run_engine(step_ms: str, config_path: Path) -> int:
 
 
 def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, psutil.Process]]:
-    """Start engine and router.
+    """Start an engine and a router, and wait until the router uses the engine.
 
     Returns:
-        The router's URL, and the processes by name, once the router has the engine.
+        The router's URL, and the processes by name.
     """
     grpc_port, metrics_port = free_ports(2)
     server = {"host": "127.0.0.1", "grpc_port": grpc_port, "metrics_port": metrics_port}
@@ -124,12 +124,12 @@ def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, 
 
 
 def is_worker(command: list[str]) -> bool:
-    """Return whether a process is the worker that computes, and not the standby."""
+    """Return whether a process is the active worker, and not the standby worker."""
     return "worker" in command and "--standby" not in command
 
 
 def cpu_ns(process: psutil.Process) -> int:
-    """Return the CPU time of all living threads, in nanoseconds."""
+    """Return the CPU time of a process's living threads in nanoseconds."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in tasks)
 
@@ -137,7 +137,7 @@ def cpu_ns(process: psutil.Process) -> int:
 def measure(
     url: str, processes: dict[str, psutil.Process], concurrency: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the CPU microseconds of a token by process, at one concurrency."""
+    """Return the CPU microseconds per token of each process, at one concurrency."""
     requests = max(concurrency, options.tokens // options.output)
     load = partial(level, url, "fake", words=PROMPT_WORDS, tokens=options.output)
     uvloop.run(load(concurrency=concurrency, requests=concurrency))

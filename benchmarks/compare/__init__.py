@@ -1,1 +1,1 @@
-"""Ullage next to llama.cpp's server and vLLM."""
+"""Compares Ullage with llama.cpp's server and vLLM."""

@@ -1,29 +1,32 @@
-"""Speed, memory, start-up and quality of Ullage next to llama.cpp's server and vLLM.
+"""Compare the speed, memory, start-up and quality of Ullage with llama.cpp's server and vLLM.
 
-Install the two others below DIR unless they are there: some gigabytes, and llama.cpp is compiled.
-Write the logs there, too. Start one server after another, never two at once, with the same model
-and limits that no request meets. Send each the same load: 32 requests at each concurrency, 180
-tokens in, different from the fourth on, and 64 out, greedy, streamed. A few requests before it
-warm the server up and are not measured.
+The benchmark installs the other two servers in DIR unless they are there already. This downloads
+some gigabytes and compiles llama.cpp. Logs are written to DIR, too. Only one server runs at a time,
+with the same model, and with limits that no request reaches. All servers get the same load: 32
+greedy, streamed requests at each concurrency, with 64 output tokens. Prompts have 180 tokens, which
+differ from the fourth token on. Before the load, a few requests warm up the server and are not
+measured.
 
-Print for each server the seconds from its start to its first answer, and its resident memory after
-the load (PSS: shared pages count once). Print for each concurrency, as means of the rounds:
+For each server, the benchmark prints the seconds from the start to the first answer, and the
+resident memory after the load (PSS, which counts shared pages once). For each concurrency, it
+prints these means over all rounds:
 
-tokens in     tokens of a prompt, on which all servers have to agree
-tok/s         output tokens a second
+tokens in     tokens per prompt, for which all servers must report the same number
+tok/s         output tokens per second
 TTFT p50      median time to the first text, ms
-inter-token   median of the mean time between a request's tokens, ms
+inter-token   median of each request's mean time between tokens, ms
 E2E p95       time to the end of the stream, ms
-CPU/token     processor time of the server for an output token, prompts included, ms
-others        cores that other programs took meanwhile: quiet is below 0.1
+CPU/token     the server's CPU time per output token, including prompts, ms
+others        cores that other programs used meanwhile: a quiet machine is below 0.1
 load          the machine's load average over a minute, when the concurrency began
 
-Then print the ratios of Ullage to the better of the others. With --quality, print by how much the
-served format raises the perplexity of the file's own weights (`python -m benchmarks quality`).
+Then it prints the ratios of Ullage to the better of the other servers. With --quality, it also
+prints by how much the served format raises the perplexity of the file's own weights
+(`python -m benchmarks quality`).
 
 The goal is judged only if nothing was left out: all servers, 1, 8 and 32 concurrent requests, two
-rounds or more, --quality, and Ullage with examples/bench.yaml. The file of --json is written after
-each server and has all figures so far.
+or more rounds, --quality, and Ullage with examples/bench.yaml. The file of --json is written after
+each server, with all figures so far.
 
 examples:
   python -m benchmarks compare .peers --quality --json bench.json
@@ -64,7 +67,7 @@ QUALITY = (sys.executable, "-m", "benchmarks", "quality", "--forms", "auto")
 OURS = "ullage"
 REQUESTS = 32
 WARM_UP = ((1, 2), (8, 8))
-"""Concurrencies and requests of the warm-up."""
+"""Concurrency and number of requests in each phase of the warm-up."""
 WARM_UP_SEED = 999
 LEAST_THROUGHPUT = 1.5
 MOST_TTFT = 0.6
@@ -91,18 +94,18 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Round:
-    """The figures of one start of a server."""
+    """The figures from one run of a server."""
 
     ready_s: float
     pss_mb: float
-    """Proportional resident memory after the load."""
+    """Proportional resident memory (PSS) after the load."""
     levels: Mapping[int, Mapping[str, float]]
     """Figures by concurrency."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ullage against the better of the others at one concurrency."""
+    """Ullage compared with the better of the other servers at one concurrency."""
 
     concurrency: int
     throughput: float
@@ -134,7 +137,7 @@ def means(rounds: Sequence[Round]) -> dict[int, dict[str, float]]:
 
 
 def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Ratio]:
-    """Compare at each concurrency. Return nothing if Ullage or all the others were left out."""
+    """Compare the servers at each concurrency (empty if Ullage or all others were left out)."""
     others = {name: levels for name, levels in figures.items() if name != OURS}
     if OURS not in figures or not others:
         return []
@@ -151,7 +154,7 @@ def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Rat
 
 
 def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
-    """Raise ServerError if servers counted different tokens for the same prompts."""
+    """Raise ServerError if servers counted different numbers of tokens in the same prompts."""
     for concurrency in next(iter(figures.values())):
         tokens = {name: each[concurrency]["prompt_tokens"] for name, each in figures.items()}
         if len(set(tokens.values())) > 1:
@@ -164,7 +167,7 @@ def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> N
 
 @dataclass(frozen=True)
 class Quality:
-    """The served format against the file's own weights."""
+    """The perplexity of the served format compared with the file's own weights."""
 
     is_kept: bool
     gates: Sequence[str]
@@ -172,7 +175,7 @@ class Quality:
 
 @dataclass
 class Sitting:
-    """All measurements of one run so far."""
+    """All measurements of this run of the benchmark so far."""
 
     manifest: Path
     json: Path | None
@@ -282,7 +285,7 @@ def _matmul_gflops(dtype: torch.dtype) -> float:
 
 
 class CpuTimes:
-    """Processor time of a server, and of all other programs on its cores, from now on."""
+    """Measures the CPU time of a server, and of all other programs on its cores, from now on."""
 
     def __init__(self, server: Running) -> None:
         self._server = server
@@ -290,7 +293,7 @@ class CpuTimes:
         self._server_s, self._other_s = self._seconds()
 
     def spent(self) -> tuple[float, float]:
-        """Return the CPU seconds of the server, and the cores that others used on average."""
+        """Return the server's CPU seconds, and the average number of cores that others used."""
         server_s, other_s = self._seconds()
         cores = (other_s - self._other_s) / (time.monotonic() - self._began)
         return server_s - self._server_s, max(0.0, cores)
@@ -306,7 +309,7 @@ class CpuTimes:
 
 
 def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
-    """Start a server, send it the load and end it."""
+    """Start a server, send the load, measure the server and end it."""
     with running(server, log) as run:
         print(f"{server.name}: ready after {run.ready_s:.1f} s", file=sys.stderr, flush=True)
         load = partial(level, run.url, server.model, server=f"{server.name} (its log: {log})")
@@ -372,7 +375,7 @@ def plot(path: Path, servers: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
-    """Measure all servers that the options name."""
+    """Measure all servers that the options select."""
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
     servers = [makers[name](options.file if name == OURS else folder) for name in options.only]

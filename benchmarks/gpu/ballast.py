@@ -1,7 +1,8 @@
-"""Allocate all memory of a device except a rest, and hold it until standard input ends.
+"""Allocate all of a device's memory except some bytes, and hold it until standard input ends.
 
-This imitates a neighbour on the GPU. `python -m benchmarks.gpu.ballast cuda 67108864` prints the
-bytes that it holds. On a CPU it allocates a little, so that a rehearsal has the process, too.
+This imitates another process on the GPU. `python -m benchmarks.gpu.ballast cuda 67108864` leaves
+64 MiB free, and prints the bytes that it holds. On a CPU, it allocates little memory, so that a
+rehearsal also has this process.
 """
 
 import sys
@@ -10,7 +11,7 @@ import torch
 
 ON_CPU_BYTES = 64 << 20
 STEP_BYTES = 16 << 20
-"""Rest that counts as taken, because an allocation may be rounded up."""
+"""Free bytes that count as allocated, because an allocation may be rounded up."""
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
 
 
 def take(device: torch.device, leave: int) -> list[torch.Tensor]:
-    """Return tensors that leave about `leave` bytes of the device free."""
+    """Allocate tensors that leave about `leave` bytes of the device free."""
     if device.type == "cpu":
         return [torch.zeros(ON_CPU_BYTES, dtype=torch.uint8)]
     held = []

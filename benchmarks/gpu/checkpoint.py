@@ -1,7 +1,7 @@
-"""The model of the programme's services: a Llama with random weights, drawn on the device.
+"""The model for the programme's services: a Llama model with random weights, drawn on the device.
 
-A word is a token: the prompt "w7 w8" has two. So a prompt of any length needs no counting, and an
-answer tokenizes to the same tokens again.
+Each word is one token: the prompt "w7 w8" has two tokens. So the length of a prompt is known
+without tokenizing, and an answer's text tokenizes to the same tokens again.
 """
 
 import json
@@ -23,12 +23,12 @@ from ullage_engine.model_loader.tensor_plan import plan_tensors
 
 SEED = 20_261_128
 NAME = "random-llama"
-"""Name by which clients ask for the model."""
+"""Name by which clients request the model."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama."""
+    """The dimensions of a Llama model."""
 
     layers: int
     hidden: int
@@ -42,7 +42,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * itemsize
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json, without an end token: answers have full length."""
+        """Return the content of config.json. There is no end token, so answers have full length."""
         return {
             "model_type": "llama",
             "num_hidden_layers": self.layers,
@@ -68,7 +68,7 @@ EIGHT_LAYERS = Shape(
     vocab=32_768,
     max_position=16_384,
 )
-"""Llama-3-8B with a quarter of its layers and words: 4 GB in bfloat16, KV of 32 KiB a token."""
+"""Llama-3-8B with a quarter of its layers and vocabulary: 4 GB in bfloat16, 32 KiB KV per token."""
 
 TINY = Shape(
     layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128, vocab=512, max_position=4096
@@ -76,15 +76,15 @@ TINY = Shape(
 
 
 def service_shape(job: Job) -> Shape:
-    """Return the shape of the services' model in this run."""
+    """Return the shape of the model that the services of this run serve."""
     return TINY if job.tiny else EIGHT_LAYERS
 
 
 def service_checkpoint(job: Job, layers: int | None = None) -> Path:
-    """Return the folder of the services' model, and write the model unless it is there.
+    """Return the folder of the services' model, and write the model unless it exists.
 
     Args:
-        layers: number of layers, or None for that of the model.
+        layers: number of layers, or None for the model's usual number.
     """
     shape = service_shape(job)
     shape = replace(shape, layers=layers or shape.layers)
@@ -116,7 +116,7 @@ def write_checkpoint(folder: Path, shape: Shape, device: torch.device) -> None:
 def _draw(
     name: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device
 ) -> torch.Tensor:
-    """Draw a tensor: norms are ones, and the rows of matrices have a norm of about 1."""
+    """Draw a random tensor. Norm weights are ones, and rows of matrices have a norm of about 1."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     numbers = torch.randn(shape, generator=generator, device=device)
@@ -125,7 +125,7 @@ def _draw(
 
 
 def word_tokenizer(vocab: int) -> Tokenizer:
-    """Return a byte-level tokenizer in which " w0", " w1" and so on are the tokens."""
+    """Return a byte-level tokenizer whose tokens are " w0", " w1" and so on."""
     # In byte-level vocabularies a space is written as this letter.
     words = {f"\u0120w{number}": number for number in range(vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="\u0120w0"))
@@ -140,7 +140,7 @@ def word_tokenizer(vocab: int) -> Tokenizer:
 
 
 def words(token_ids: list[int]) -> str:
-    """Return the text of tokens."""
+    """Return the text for token ids."""
     return " ".join(f"w{token}" for token in token_ids)
 
 

@@ -1,13 +1,13 @@
 """Compile the Triton kernels of the programme, in several processes, without a GPU.
 
 On a GPU machine, this fills Triton's cache before the programme measures anything: one kernel takes
-a second, and the programme launches some two hundred. Elsewhere it shows that every kernel compiles
-for an architecture, fits its shared memory and spills no registers.
+a second, and the programme launches some two hundred kernels. On other machines, it shows that
+every kernel compiles for an architecture, fits into its shared memory and spills no registers.
 
-There is no list of kernels here. ModelRunner runs the steps of its warm-up on the CPU, with one
-layer of each kind and the widths of the programme's models. Instead of launching a kernel, it
-compiles the kernel for the same arguments. New kernels are included without a change. --every adds
-the list of tests/engine/kernels/triton/compile_kernels.py.
+This module has no list of kernels. ModelRunner runs the steps of its warm-up on the CPU, with one
+layer of each kind and the widths of the programme's models. Each kernel is compiled for the same
+arguments instead of being launched. New kernels are therefore included without a change. --every
+adds the list in tests/engine/kernels/triton/compile_kernels.py.
 
 examples:
   python -m benchmarks.gpu.compile                        for this machine's GPU, else sm90
@@ -15,8 +15,8 @@ examples:
   python -m benchmarks.gpu.compile --arch sm90 --every --json compiled.jsonl
   python -m benchmarks.gpu.compile --arch sm100 "llama-8b int8"
 
-exit status: 0 all compiled, 1 a kernel did not or needs too much shared memory, 2 there is no
-Triton, 130 interrupted
+exit status: 0 all kernels compiled, 1 a kernel did not compile or needs too much shared memory, 2
+there is no Triton, 130 interrupted
 """
 
 import argparse
@@ -59,48 +59,48 @@ LISTS = ROOT / "tests" / "engine" / "kernels" / "triton" / "compile_kernels.py"
 INTERRUPTED = 130
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Most shared memory of one thread block, by architecture (CUDA programming guide)."""
+"""Maximum shared memory per thread block, by architecture (CUDA programming guide)."""
 
 MAX_TOKENS = 1024
-"""Tokens of the longest step. With four experts each, they fill the largest tiles of 32 experts."""
+"""Tokens in the longest step. With four experts each, they fill 32 experts' largest tiles."""
 MAX_ROWS = 128
 MAX_MODEL_LEN = 16_384
 NUM_BLOCKS = 64
-"""Blocks of KV. Steps share them, since nothing is read from them."""
+"""Number of KV blocks. All steps share these blocks, because nothing is read from them."""
 VOCAB = 16_384
-"""Compiles to the same kernels as any larger multiple of 16: columns choose the width of a tile."""
+"""Vocabulary size. Larger multiples of 16 compile to the same kernels, with equally wide tiles."""
 MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model that the programme runs, in one number format."""
+    """A model that the programme runs, in one data type or weight format."""
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     format: Format | None = None
-    """Format of the matrices, or None for the computing type."""
+    """Format of the weight matrices, or None for the data type of the computation."""
     has_fp8_kv: bool = False
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel, compiled for one set of arguments."""
+    """A kernel that was compiled for one set of arguments."""
 
     case: str
     name: str
     arch: int
     seconds: float
     shared: int = 0
-    """Bytes of shared memory of one program."""
+    """Shared memory of one program in bytes."""
     spilled: int | None = None
-    """Bytes of spilled registers, or None for a kernel from the cache, which does not record it."""
+    """Bytes of spilled registers (None for a kernel from the cache, which does not record them)."""
     uses_tensor_cores: bool = False
     error: str = ""
 
     @property
     def fault(self) -> str:
-        """Why this kernel cannot run on its architecture (empty if it can)."""
+        """The reason why this kernel cannot run on its architecture (empty if it can)."""
         if self.error:
             return self.error
         limit = SHARED_BYTES.get(self.arch)
@@ -110,7 +110,7 @@ class Compiled:
 
 
 def llama() -> ModelConfig:
-    """Return Llama-3-8B's sizes with one layer."""
+    """Return a model configuration with Llama-3-8B's sizes and one layer."""
     return ModelConfig(
         architecture="llama", layers=(LayerSpec(),), hidden=4096, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate=14_336, vocab=VOCAB, max_position=MAX_MODEL_LEN,
@@ -119,7 +119,7 @@ def llama() -> ModelConfig:
 
 
 def lfm2_moe() -> ModelConfig:
-    """Return LFM2-8B-A1B's sizes with one layer of each kind."""
+    """Return a model configuration with LFM2-8B-A1B's sizes and one layer of each kind."""
     return ModelConfig(
         architecture="lfm2_moe",
         layers=(LayerSpec(mixer="conv"), LayerSpec(feed_forward="experts")),
@@ -133,7 +133,7 @@ def lfm2_moe() -> ModelConfig:
 
 
 def gpt_oss() -> ModelConfig:
-    """Return gpt-oss-20b's sizes with one layer of each kind."""
+    """Return a model configuration with gpt-oss-20b's sizes and one layer of each kind."""
     return ModelConfig(
         architecture="gpt_oss",
         layers=(
@@ -151,7 +151,7 @@ def gpt_oss() -> ModelConfig:
 
 
 def family(name: str) -> Case:
-    """Return a small model of `small_models`, whose greedy tokens the programme compares."""
+    """Return a small model from `small_models`, whose greedy tokens the programme compares."""
     values = MODELS[name]
     format: Format | None = "mxfp4" if "quantization_config" in values else None
     return Case(read_model_config(HFConfig(Path(name), values)), torch.float32, format)
@@ -178,27 +178,27 @@ CASES: Mapping[str, Callable[[], Case]] = {
 
 
 class SkippedLinear:
-    """A product that no Triton kernel computes, left out: nobody reads the numbers."""
+    """A matmul that no Triton kernel computes. It is skipped, because nobody reads its result."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.shape = shape
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Skip the product."""
+        """Skip the matmul."""
 
     def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Skip the product."""
+        """Skip the matmul."""
 
 
 def skip_plain(name: str, linear: Linear) -> Linear:
-    """Return the matrix itself if a kernel multiplies it, else one that does nothing."""
+    """Return the matrix if a Triton kernel multiplies it, otherwise a SkippedLinear."""
     return SkippedLinear(linear.shape) if isinstance(linear, PlainLinear) else linear
 
 
 def as_on_cuda(loaded: LoadedModel, name: str, experts: ExpertLinears) -> ExpertLinears:
-    """Return the experts as CUDA has them.
+    """Return the experts in the form that they have on CUDA.
 
-    Plain experts are multiplied by a kernel with few rows, and by a library with many.
+    For plain weights, a kernel multiplies few rows, and a library multiplies many rows.
     """
     if not isinstance(experts, LoopedExperts):
         return experts
@@ -207,7 +207,7 @@ def as_on_cuda(loaded: LoadedModel, name: str, experts: ExpertLinears) -> Expert
 
 
 def empty_model(case: Case) -> LoadedModel:
-    """Return a model whose weights are zeros."""
+    """Return a model whose weights are all zero."""
     tensors: dict[str, torch.Tensor] = {}
     encodings: dict[str, Encoding] = {}
     for plan in plan_tensors(case.config):
@@ -222,7 +222,7 @@ def empty_model(case: Case) -> LoadedModel:
 
 
 def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
-    """Return the encoding of a tensor, or None for plain numbers. MXFP4 is for experts alone."""
+    """Return a tensor's encoding, or None for plain values. MXFP4 is only for experts."""
     if format is None or not is_matrix(plan):
         return None
     *stacked, columns = plan.shape
@@ -234,7 +234,7 @@ def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
 
 
 def run_steps(case: Case) -> None:
-    """Run the steps of a warm-up, with kernels compiled instead of launched."""
+    """Run the steps of a warm-up, in which kernels are compiled instead of launched."""
     loaded = empty_model(case)
 
     limits = StepLimits(
@@ -261,22 +261,22 @@ def run_steps(case: Case) -> None:
 
 
 class Recorder:
-    """Compiles launched kernels, each once for each set of arguments."""
+    """Compiles each launched kernel once for each set of arguments."""
 
     def __init__(self, case: str, arch: int, finish: Callable[[Any], None] | None = None) -> None:
-        """`finish` is called with each new binary."""
+        """Create a recorder that calls `finish` with each new binary."""
         self._case = case
         self._arch = arch
         self._finish = finish
         self._compiled: dict[str, Compiled] = {}
-        """By the binary's hash, or by the name of a failed kernel."""
+        """Compiled kernels, by the binary's hash or by the name of a failed kernel."""
 
     @property
     def compiled(self) -> list[Compiled]:
         return list(self._compiled.values())
 
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Stand in for kernel[grid], and return the launcher."""
+        """Replace kernel[grid], and return a launcher that only compiles the kernel."""
 
         def compile_only(*args: object, **constants: object) -> None:
             attempt = f"{kernel.__name__} {constants}"
@@ -317,9 +317,9 @@ class Recorder:
 
 
 def build_launcher(binary: Any) -> None:
-    """Compile the host's side of a launch, which Triton before 3.7 makes for each signature.
+    """Compile the host side of a launch, which Triton before 3.7 builds for each signature.
 
-    It links the driver's library, and takes the compiler half a second.
+    The launcher links the driver's library, and takes half a second to compile.
     """
     from triton.backends.nvidia import driver
 
@@ -328,14 +328,14 @@ def build_launcher(binary: Any) -> None:
 
 
 def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
-    """Compile the kernels of one case in a process of its own, because Triton stays patched."""
+    """Compile the kernels of one case in a separate process, because Triton stays patched."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     class Absent:
-        """A GPU of this architecture that nothing is launched on."""
+        """A stand-in for a GPU of this architecture, on which nothing is launched."""
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", arch, 32)
@@ -363,7 +363,7 @@ def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
 
 
 def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]]:
-    """Return the lists of variants that the tests compile, by name."""
+    """Return the lists of kernel variants that the tests compile, by name."""
     spec = importlib.util.spec_from_file_location("compile_kernels", LISTS)
     assert spec is not None
     assert spec.loader is not None
@@ -375,9 +375,9 @@ def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]
 
 
 def compile_all(names: list[str], arch: int, processes: int) -> Iterator[Compiled]:
-    """Compile several cases at a time, and yield each kernel once, when its case is done.
+    """Compile several cases in parallel, and yield each kernel once when its case is done.
 
-    Without a GPU nothing is launched, and with one no process opens a context on it.
+    No kernel is launched, and no process opens a context on a GPU.
     """
     os.environ["TRITON_INTERPRET"] = "0"
     threads = max(1, (os.cpu_count() or 1) // processes)
@@ -422,7 +422,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def line(compiled: Compiled) -> str:
-    """Return a kernel as a line of the table."""
+    """Format a kernel as a line of the table."""
     spilled = "cached" if compiled.spilled is None else f"{compiled.spilled} B spilled"
     cores = "tensor cores" if compiled.uses_tensor_cores else ""
     return (
@@ -458,7 +458,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_arch(text: str) -> int:
-    """Return the number of an architecture such as sm90."""
+    """Parse an architecture such as sm90, and return its number."""
     number = text.removeprefix("sm_").removeprefix("sm")
     if not number.isdigit() or int(number) < 80:
         raise argparse.ArgumentTypeError(f"{text!r} is no architecture: give sm80, sm90 or later")
@@ -468,7 +468,7 @@ def read_arch(text: str) -> int:
 def arch_here() -> int:
     """Return the architecture of this machine's GPU, or sm90 without a GPU.
 
-    The driver reports it without a context on the GPU.
+    The driver reports the architecture without a context on the GPU.
     """
     try:
         import pynvml

@@ -1,6 +1,6 @@
-"""Every kernel of the programme, compiled in advance by several processes.
+"""Compiles all kernels of the programme in advance, in several processes.
 
-The kernels are in Triton's cache for later parts, even if this part is cut.
+Later parts find the kernels in Triton's cache, even if this part reaches its time limit.
 """
 
 import os
@@ -13,7 +13,7 @@ from benchmarks.gpu.programme import ROOT
 
 MOST_PROCESSES = 12
 REHEARSED = "llama-8b"
-"""The case of a rehearsal, which also compiles for sm90: that needs no GPU."""
+"""The case that a rehearsal compiles, also for sm90, because compiling needs no GPU."""
 
 
 def run(job: Job, report: Report) -> None:

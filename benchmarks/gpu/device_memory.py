@@ -1,4 +1,4 @@
-"""Used memory of the device while a service runs: from NVML, or on a CPU from the workers."""
+"""Measures the device's used memory while a service runs: from NVML, or from workers on a CPU."""
 
 import contextlib
 import os
@@ -22,19 +22,19 @@ STABLE_BYTES = 32 << 20
 STABLE_S = 1.0
 SETTLE_S = 8.0
 MOST_SHARE = 0.85
-"""Largest share of the device for engines."""
+"""Maximum share of the device's memory for engines."""
 
 Measure = Callable[[], tuple[int, int]]
-"""Return used and total bytes of the device."""
+"""Returns the used and the total bytes of the device."""
 
 
 def measure(job: Job) -> Measure:
-    """Return the function that measures the first device."""
+    """Return the function that measures the first device's memory."""
     return nvml_used if job.on_gpu else workers_used
 
 
 def nvml_used() -> tuple[int, int]:
-    """Return used and total bytes of the first visible GPU, over all processes."""
+    """Return the used bytes (of all processes) and the total bytes of the first visible GPU."""
     sample = _first_gpu().sample(with_links=False)
     assert sample.memory_used_bytes is not None
     assert sample.memory_total_bytes is not None
@@ -47,7 +47,7 @@ def _first_gpu() -> Gpu:
 
 
 def workers_used() -> tuple[int, int]:
-    """Return the resident bytes of the workers below this process, and the machine's total."""
+    """Return the resident bytes of this process's workers, and the machine's total memory."""
     held = 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -58,12 +58,12 @@ def workers_used() -> tuple[int, int]:
 
 @dataclass
 class Sampler:
-    """A thread that samples used memory 20 times a second while its block runs."""
+    """Samples used memory 20 times per second in a thread while the block runs."""
 
     job: Job
     name: str
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """Time by `time.monotonic`, used bytes, total bytes."""
+    """Samples: the time by `time.monotonic`, the used bytes and the total bytes."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _error: Exception | None = None
@@ -87,16 +87,16 @@ class Sampler:
         self._write(self.job.out / "vram.csv")
 
     def share(self) -> float:
-        """Return the peak of used bytes as a share of the device."""
+        """Return the peak of the used bytes as a share of the device's memory."""
         return max(used / total for _, used, total in self.samples)
 
     def spread(self, since: float, until: float) -> int:
-        """Return the difference of the most and the least bytes used between two times."""
+        """Return the difference between the maximum and minimum used bytes in a time span."""
         used = self.between(since, until)
         return max(used) - min(used) if used else 0
 
     def between(self, since: float, until: float) -> list[int]:
-        """Return the samples of used bytes between two times."""
+        """Return the samples of used bytes in a time span."""
         return [used for at, used, _ in self.samples if since <= at <= until]
 
     def _run(self) -> None:
@@ -115,9 +115,9 @@ class Sampler:
 
 
 def settled(job: Job, seconds: float = SETTLE_S) -> int:
-    """Return used bytes once they are constant for a second, or after the limit of seconds.
+    """Return the used bytes once they are constant for a second, or after a time limit.
 
-    The driver frees the memory of a killed process a while after its end.
+    The driver frees a killed process's memory only some time after the process has ended.
     """
     measured = measure(job)
     deadline = time.monotonic() + seconds

@@ -1,7 +1,7 @@
-"""Decode steps of models with experts, recorded and not judged.
+"""Records the time of decode steps of mixture-of-experts models, without judging the results.
 
 The models are LFM2-8B-A1B in bfloat16 and gpt-oss-20b in MXFP4, with random weights drawn on the
-device. A step includes the copy of its tokens to the host.
+device. The time of a step includes copying its tokens to the host.
 """
 
 from collections.abc import Iterator
@@ -52,12 +52,12 @@ GPT_OSS_20B: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Models and context of the measurements."""
+    """The models and the context length of the measurements."""
 
     models: dict[str, dict[str, object]]
-    """Contents of config.json by name."""
+    """Contents of config.json by model name."""
     context: int
-    """Tokens that each decode attends, its own included."""
+    """Number of tokens that each decode attends to, including its own."""
 
 
 FULL = Sizes(models={"LFM2-8B-A1B": SIZES["full"], "gpt-oss-20b": GPT_OSS_20B}, context=1024)
@@ -85,7 +85,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
-    """Yield the milliseconds of a step, by model and batch."""
+    """Yield the time of a decode step in milliseconds, for each model and batch size."""
     sizes = TINY if tiny else FULL
     # Some CPUs compute bfloat16 a hundred times more slowly.
     dtype = torch.float32 if tiny else torch.bfloat16
@@ -110,5 +110,5 @@ def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
 
 
 def config_of(values: dict[str, object]) -> ModelConfig:
-    """Parse a configuration that has no file."""
+    """Parse a model configuration from a dictionary instead of a file."""
     return read_model_config(HFConfig(Path("config.json"), values))

@@ -1,8 +1,8 @@
-"""Scenario 4: greedy streams across injected shortages, killed workers and a GPU that is full.
+"""Scenario 4: greedy streams survive injected memory shortages, killed workers and a full GPU.
 
-No stream may fail, and each must have the tokens of its undisturbed run. In float32 a resumed
-stream may part from it only at a near-tie, where two tokens are almost equally likely. Near-ties
-are counted by the log-probabilities of the undisturbed run.
+No stream may fail, and each stream must have the same tokens as in a run without faults. In
+float32, a resumed stream may diverge only at a near-tie, where two tokens are almost equally
+likely. Near-ties are counted by the log-probabilities of the run without faults.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ NUM_OOMS = 3
 MOST_RECOVERY_S = 30.0
 LEFT_FREE = 64 * MIB
 RESERVE = LEFT_FREE // 2
-"""Bytes of the engine's safety reserve. The ballast leaves more free, so a full device does not
-make the engine withhold KV from requests."""
+"""The engine's safety reserve in bytes. The ballast leaves more bytes free, so that a full device
+does not make the engine withhold KV from requests."""
 HELD_S = 10.0
 POLL_S = 0.02
 WAIT_S = 60.0
@@ -51,7 +51,7 @@ Fault = Callable[[list[Stream]], Awaitable[None]]
 
 @dataclass
 class Scene:
-    """Streams that faults disturb, and the same streams undisturbed."""
+    """Streams during which faults are injected, and the same streams without faults."""
 
     job: Job
     engine: Engine
@@ -109,7 +109,7 @@ async def _run(job: Job, report: Report) -> None:
 async def streams(
     scene: Scene, *, gaps: bool = False, watched: list[Stream] | None = None
 ) -> list[Stream]:
-    """Ask for all streams at once and follow them to their ends."""
+    """Start all streams at once, and read them to their ends."""
     following = watched if watched is not None else [Stream() for _ in range(STREAMS)]
     async with open_channel(scene.target) as channel:
         return list(
@@ -131,7 +131,7 @@ async def streams(
 async def judge(
     scene: Scene, name: str, fault: Fault | None, report: Report, hold: float = 0.0
 ) -> None:
-    """Run the streams with a fault, for at least `hold` seconds, and compare their tokens."""
+    """Run the streams with a fault for at least `hold` seconds, and compare their tokens."""
     watched = [Stream() for _ in range(STREAMS)]
     began = time.monotonic()
     asking = asyncio.create_task(streams(scene, watched=watched))
@@ -160,7 +160,7 @@ async def judge(
 
 
 def inject(scene: Scene) -> Fault:
-    """Return a fault: steps run out of memory while the streams continue."""
+    """Return a fault that makes steps run out of memory while the streams continue."""
 
     async def fault(watched: list[Stream]) -> None:
         await shared(scene, watched, 0.1)
@@ -173,7 +173,7 @@ def inject(scene: Scene) -> Fault:
 
 
 def fill(scene: Scene, held: contextlib.AsyncExitStack, report: Report) -> Fault:
-    """Return a fault: a neighbour takes all memory but LEFT_FREE and keeps it."""
+    """Return a fault in which another process takes and keeps all memory except LEFT_FREE."""
 
     async def fault(watched: list[Stream]) -> None:
         await shared(scene, watched, 0.1)
@@ -199,7 +199,7 @@ def kill_twice(scene: Scene) -> Fault:
 
 
 async def kill_at(scene: Scene, watched: list[Stream], share: float) -> None:
-    """Kill the worker once the streams have a share of their tokens, and wait for the next one."""
+    """Kill the worker once the streams have a share of their tokens, and wait for a new worker."""
     await shared(scene, watched, share)
     pid = scene.engine.worker_pid()
     if pid is None:
@@ -226,10 +226,10 @@ async def shared(scene: Scene, watched: list[Stream], share: float) -> None:
 
 
 async def until(condition: Callable[[], bool], awaited: str) -> None:
-    """Wait for a condition.
+    """Wait until a condition is true.
 
     Raises:
-        RuntimeError: it did not hold within WAIT_S seconds.
+        RuntimeError: the condition did not become true within WAIT_S seconds.
     """
     deadline = time.monotonic() + WAIT_S
     while not condition():
@@ -240,7 +240,7 @@ async def until(condition: Callable[[], bool], awaited: str) -> None:
 
 @contextlib.asynccontextmanager
 async def ballast(job: Job) -> AsyncIterator[int]:
-    """Fill the device up to LEFT_FREE bytes within the block, and yield the bytes taken."""
+    """Fill the device except for LEFT_FREE bytes during the block, and yield the bytes taken."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

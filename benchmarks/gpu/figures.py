@@ -1,4 +1,4 @@
-"""Findings of a part of the programme: figures with their aims, and facts."""
+"""The findings of the programme's parts: figures with their aims, and facts."""
 
 import json
 import time
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = "results.jsonl"
-"""Name of the file of a run: one JSON object a line, appended as findings come."""
+"""Name of a run's results file, to which each finding is appended as a line of JSON."""
 
 
 class Figure(NamedTuple):
-    """One thing measured."""
+    """One measured value."""
 
     name: str
     value: float
     unit: str
     aim: float | None = None
-    """Smallest value that passes, or None to record the figure without judging it."""
+    """Minimum value that passes, or None to record the figure without judging it."""
     is_limit: bool = False
-    """Whether the aim is the largest value that passes instead."""
+    """Whether the aim is instead the maximum value that passes."""
 
     @property
     def passes(self) -> bool:
@@ -30,14 +30,14 @@ class Figure(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """An observation that is no number: a version, a setting."""
+    """An observation that is not a number, such as a version or a setting."""
 
     name: str
     text: str
 
 
 Report = Callable[[Figure | Fact], None]
-"""Record a finding, as soon as a part has it."""
+"""Records a finding as soon as a part has it."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Job:
     """The arguments of every part."""
 
     device: str
-    """cuda, or cpu for a rehearsal."""
+    """Device to run on: `cuda`, or `cpu` for a rehearsal."""
     tiny: bool
     """Whether this is a rehearsal, which has tiny sizes and does not judge speeds."""
     out: Path
-    """Folder of results."""
+    """Folder for the results."""
     scratch: Path
-    """Folder of checkpoints and prepared weights, removed at the end."""
+    """Folder for checkpoints and prepared weights, which is removed at the end."""
     bundle: Path | None
-    """Folder of the bundle, or None."""
+    """Folder of the GPU bundle, or None without a bundle."""
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
     def speed_aim(self, aim: float) -> float | None:
-        """Return an aim of speed, or None in a rehearsal."""
+        """Return an aim for a speed, or None in a rehearsal, which does not judge speeds."""
         return None if self.tiny else aim
 
 
@@ -70,7 +70,7 @@ def count(name: str, value: float, least: float) -> Figure:
 
 
 def at_most(name: str, value: float, unit: str, limit: float | None) -> Figure:
-    """Return a figure that passes up to a limit. A limit of None only records it."""
+    """Return a figure that passes up to a limit. With a limit of None, it is only recorded."""
     return Figure(name, value, unit, limit, is_limit=True)
 
 
@@ -87,13 +87,13 @@ def one_line(error: BaseException) -> str:
 
 
 class Results:
-    """The file of a run, to which processes append one line after the other."""
+    """The results file of a run, to which several processes append lines."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS
 
     def add(self, part: str, finding: Figure | Fact) -> None:
-        """Append a finding of a part. The file has it when this returns."""
+        """Append a part's finding. The line is in the file when this method returns."""
         if isinstance(finding, Fact):
             self._append({"part": part, "fact": finding.name, "text": finding.text})
             return
@@ -102,15 +102,15 @@ class Results:
         self._append({"part": part, "figure": name, **values, "passes": finding.passes})
 
     def begin(self, part: str, limit_s: float) -> None:
-        """Append the beginning of a part. Its later lines belong to this run."""
+        """Append that a part begins. The part's later lines belong to this run of the part."""
         self._append({"part": part, "began": round(limit_s, 2)})
 
     def crash(self, part: str, reason: str) -> None:
-        """Append why a part could not continue."""
+        """Append the reason why a part could not continue."""
         self._append({"part": part, "crashed": reason})
 
     def end(self, part: str, status: str, seconds: float, message: str = "", *, tiny: bool) -> None:
-        """Append how a part ended: see `programme.STATUSES`."""
+        """Append how a part ended, as one of `programme.STATUSES`."""
         self._append(
             {
                 "part": part,
@@ -122,7 +122,7 @@ class Results:
         )
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines, without a last one that a kill cut short."""
+        """Return all lines, except for a partial last line after a kill."""
         if not self.path.exists():
             return []
         rows = []

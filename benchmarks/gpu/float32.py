@@ -1,11 +1,11 @@
-"""Float32 without TF32, which has only ten bits of mantissa."""
+"""Forbids TF32 in float32 computations, because TF32 has only ten bits of mantissa."""
 
 import ctypes
 
 import torch
 
 _CUBLAS_PROPERTIES = (0, 1, 2)
-"""MAJOR_VERSION, MINOR_VERSION and PATCH_LEVEL of library_types.h."""
+"""MAJOR_VERSION, MINOR_VERSION and PATCH_LEVEL in CUDA's library_types.h."""
 
 
 def forbid_tf32() -> None:
@@ -15,7 +15,7 @@ def forbid_tf32() -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Return the device, the libraries and torch's settings of TF32, on one line."""
+    """Describe the device, the libraries and torch's TF32 settings in one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     cublas = f", cuBLAS {_cublas_version()}" if device.type == "cuda" else ""
     return (
@@ -27,7 +27,7 @@ def describe(device: torch.device) -> str:
 
 
 def _cublas_version() -> str:
-    """Return the version of the library that torch has loaded."""
+    """Return the version of the cuBLAS library that torch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         # By its soname, so that the loader returns the loaded library.

@@ -1,4 +1,4 @@
-"""Services with weights in int4, calibrated on the device, and in float8."""
+"""Runs services with weights in int4, calibrated on the device, and in float8."""
 
 import asyncio
 

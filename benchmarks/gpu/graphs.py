@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, against the tokens and the times of launched steps.
+"""Compares decode steps as CUDA graphs with launched steps: their tokens and their times.
 
 The figures decide whether `cuda_graphs` is on by default. In a rehearsal, a graph repeats the
 captured action, and kernels run in Triton's interpreter.
@@ -32,9 +32,9 @@ from ullage_engine.runner.step_graphs import Action, Capture, CudaCapture, NewCa
 PROMPT_TOKENS = 40
 OUTPUT_TOKENS = 64
 LEAST_GAIN = 1.0
-"""Smallest speed of a step as a graph, relative to launches."""
+"""Minimum speed of a step as a graph, relative to a launched step."""
 JUDGED = (1, 8)
-"""Rows up to which a step is bound by launches of the host. With more, the device bounds it."""
+"""Numbers of rows for which the host's launches limit a step. With more rows, the device does."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -57,7 +57,7 @@ def again() -> Capture:
 
 
 def same_tokens(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Compare the float32 tokens of launched steps with those of graphs."""
+    """Compare the float32 tokens of launched steps with the tokens of graphs."""
     device = torch.device(job.device)
     name, changes = next(iter(families(job.tiny).items()))
     if job.tiny:
@@ -77,7 +77,7 @@ def outputs(
     tiny: bool,
     report: Report,
 ) -> Outputs:
-    """Continue a few prompts together. With `new_capture`, judge the number of graphs."""
+    """Generate from a few prompts together. With `new_capture`, also judge the number of graphs."""
     runner = make_runner(loaded, device, torch.float32, TURNS, TURNS * BLOCKS_EACH, 96, new_capture)
     runner.run_largest()
     if new_capture is not None:
@@ -94,7 +94,7 @@ def outputs(
 
 
 def times(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Report the time of decode steps in Llama-3-8B's shape, and of capturing them."""
+    """Report the time of decode steps in Llama-3-8B's shape, and the time to capture them."""
     device = torch.device(job.device)
     loaded = random_model(dense_config(job.tiny), torch.bfloat16, device)
     vocab = loaded.model_config.vocab

@@ -1,4 +1,4 @@
-"""The tests of the compiled kernels in parallel processes. pytest.log has the output."""
+"""Runs the tests of the compiled kernels in parallel processes. pytest.log has the output."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ OPTIONS = (
     *("--ignore", f"{TESTS}/test_compile.py"),
 )
 MOST_NAMED = 10
-"""Most failed tests that the results name."""
+"""Maximum number of failed tests that the results name."""
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
 
@@ -51,7 +51,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def outcomes(line: str) -> dict[str, int]:
-    """Return the numbers of pytest's last line, by outcome."""
+    """Return the numbers of tests in pytest's last line, by outcome."""
     counts = COUNTS.findall(line)
     return {outcome.replace("errors", "error"): int(number) for number, outcome in counts}
 

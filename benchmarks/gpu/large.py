@@ -1,4 +1,4 @@
-"""Scenario 2: a second engine on the same GPU is the large pool, which serves long prompts."""
+"""Scenario 2: a second engine on the same GPU is the pool for large requests with long prompts."""
 
 import asyncio
 

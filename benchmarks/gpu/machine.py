@@ -1,4 +1,4 @@
-"""Packages, modules, driver and disks of the machine, with the output of its own commands."""
+"""Reports the machine's packages, modules, driver and disks, with output of diagnostic commands."""
 
 import contextlib
 import importlib
@@ -18,7 +18,7 @@ from benchmarks.gpu.programme import ROOT
 
 PACKAGES = ("ullage_common", "ullage_kv", "ullage_engine", "ullage_router")
 LEFT_OUT = ("ullage_engine.vllm_worker", "ullage_engine.native.libullage")
-"""The package that needs vLLM, and the C++ library, which is no module."""
+"""Names that are not imported: the package that needs vLLM, and the C++ library."""
 COMMANDS = (
     ("nvidia-smi", "-q"),
     (sys.executable, "-m", "pip", "freeze"),
@@ -75,7 +75,7 @@ def version(package: str) -> str:
 
 
 def commit(job: Job) -> str:
-    """Return the commit of this tree or, without a repository, the bundle's, or unknown."""
+    """Return the commit of this tree, or the bundle's commit without a repository, or "unknown"."""
     command = ("git", "log", "-1", "--format=%H")
     with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -88,7 +88,7 @@ def commit(job: Job) -> str:
 
 
 def all_modules() -> Iterator[str]:
-    """Yield the names of all modules of the engine and the router."""
+    """Yield the names of all modules in the engine and the router."""
     for package in PACKAGES:
         root = importlib.import_module(package)
         yield package
@@ -100,7 +100,7 @@ def all_modules() -> Iterator[str]:
 
 
 def import_error(name: str) -> str:
-    """Return why a module cannot be imported, in one line (empty if it can)."""
+    """Return in one line why a module cannot be imported (empty if it can)."""
     try:
         importlib.import_module(name)
     except Exception as error:  # a missing or wrong package may raise anything
@@ -109,7 +109,7 @@ def import_error(name: str) -> str:
 
 
 def rehearse_nvml(job: Job, report: Report) -> None:
-    """Read a GPU's memory through NVIDIA's bindings from a fake library of the tests."""
+    """Read a GPU's memory through NVIDIA's Python bindings, from a fake library in the tests."""
     sys.path.append(str(ROOT / "tests" / "support"))
     from ullage_testing.fake_nvml import FakeNvml, compile_library
 

@@ -1,4 +1,4 @@
-"""Mixed steps with several kinds of sampling, which need no memory beyond the warm-up."""
+"""Checks that mixed steps with several kinds of sampling need no more memory than the warm-up."""
 
 import random
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ from benchmarks.gpu.tokens import families, load_family
 STEPS = 300
 MOST_GROWTH_MIB = 16.0
 MOST_GROWTH_ON_CPU_MIB = 64.0
-"""The heap of a process is not constant to the byte."""
+"""Maximum memory growth on a CPU in MiB, because a process's heap is not exactly constant."""
 LONGEST = 480
-"""Tokens at which a sequence is replaced by a new one."""
+"""Number of tokens above which a sequence is replaced by a new sequence."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that torch has reserved and the device has lost, or the resident ones on a CPU."""
+    """The bytes that torch has reserved and the device has in use (resident bytes on a CPU)."""
 
     reserved: int
     lost: int
     allocations: int
-    """Calls of cudaMalloc."""
+    """Number of cudaMalloc calls."""
     retries: int
-    """Allocations that had to free memory first."""
+    """Number of allocations that had to free memory first."""
 
 
 def run(job: Job, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Models with random weights, drawn on the device, and decodes to measure them."""
+"""Models with random weights that are drawn on the device, and decode chunks to measure them."""
 
 import torch
 
@@ -21,20 +21,20 @@ from ullage_engine.quantization.formats import (
 )
 
 STRIDE = 7919
-"""A prime distance between the tokens of rows, so that rows choose different experts."""
+"""A prime distance between the token ids of rows, so that rows choose different experts."""
 
 MXFP4_SCALES = (118, 122)
-"""Range of the scales of random MXFP4 weights, 2^-9 to 2^-6 (the end is exclusive). Rows of a few
-thousand numbers up to 6 then have norms of about 1."""
+"""Range of the scales for random MXFP4 weights, 2^-9 to 2^-6 (the end is exclusive). Rows of a few
+thousand values up to 6 then have norms of about 1."""
 
 
 def random_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, format: Format | None = None
 ) -> LoadedModel:
-    """Draw a model's weights from a fixed seed. The experts of gpt-oss are MXFP4.
+    """Draw a model's weights from a fixed seed. The experts of gpt-oss are in MXFP4.
 
     Args:
-        format: format of other matrices, quantized as by the loader, or None for `dtype`.
+        format: format of the other matrices, quantized as in the loader, or None for `dtype`.
     """
     generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
@@ -62,7 +62,7 @@ def random_model(
 
 
 def _random_plain(plan: TensorPlan, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers whose rows have a norm of about 1. Norm weights are near 1."""
+    """Draw a matrix whose rows have a norm of about 1. Norm weights are near 1."""
     is_float32 = plan.name.rpartition(".")[2] in FLOAT32
     weights = torch.randn(
         plan.shape,
@@ -82,7 +82,7 @@ def _is_expert_matrix(plan: TensorPlan) -> bool:
 def _random_mxfp4(
     name: str, encoding: Encoding, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Draw the parts of a packed matrix: any byte is two numbers, but scales have a range."""
+    """Draw the parts of a packed matrix. Any byte is two valid values, but scales have a range."""
     ranges = {VALUES: (0, 256), SCALES: MXFP4_SCALES}
     return {
         f"{name}.{piece.name}": torch.randint(
@@ -97,7 +97,7 @@ def _random_mxfp4(
 
 
 def decode_of(row: int, context: int, blocks: int, vocab: int, sampling: SamplingParams) -> Chunk:
-    """Return the last token of a context as a chunk, with its own blocks and states."""
+    """Return a chunk that decodes the last token of a context, with separate blocks and states."""
     return Chunk(
         request_id=str(row),
         token_ids=[STRIDE * row % vocab],

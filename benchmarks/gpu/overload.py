@@ -1,7 +1,7 @@
 """Scenario 1: prompts of 12k tokens, four at a time, on a KV pool that holds one of them.
 
-Every answer is a success or 429. The device stays within its threshold, and the ledger equals the
-driver's count.
+Every answer must be a success or 429. The device must stay within its threshold, and the memory
+ledger must equal the driver's count.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from benchmarks.support.one_engine import Engine
 
 CONCURRENT = 4
 WAVES = 2
-"""Before the first wave, the router has no estimate of how long answers take."""
+"""Number of waves. Before the first wave, the router has no estimate of how long answers take."""
 POOL_SHARE = 1.5
-"""Size of the KV pool, in complete requests."""
+"""Size of the KV pool as a multiple of a complete request's KV."""
 MOST_LEDGER_ERROR = 0.02
 MOST_LEDGER_ERROR_ON_CPU = 0.1
-"""On a CPU, pages of libraries come and go."""
+"""Maximum relative error of the ledger on a CPU, where library pages come and go."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -72,7 +72,7 @@ async def _run(job: Job, report: Report) -> None:
 
 
 async def ledger(job: Job, engine: Engine, taken: int, report: Report) -> None:
-    """Compare the ledger's sum with the bytes that the engine has allocated on the device."""
+    """Compare the memory ledger's total with the bytes that the engine has allocated."""
     state = await engine.state()
     allocated = sum(line.allocated_bytes for line in state.ledger if not _on_host(line.name))
     report(Figure("ledger's sum", allocated / MIB, "MiB"))
@@ -99,7 +99,7 @@ async def load(
 
 
 def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
-    """Judge the answers and refusals."""
+    """Judge the statuses, the refusals and the lengths of the answers."""
     statuses = [reply.status for reply in replies]
     report(Fact("statuses", " ".join(map(str, statuses))))
     for status, error in sorted({(reply.status, reply.error) for reply in replies if reply.error}):
@@ -126,7 +126,7 @@ def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
 
 
 async def missing_headroom(engine: Engine, wanted: int, seconds: float = 10.0) -> int:
-    """Return the bytes of headroom that are still missing after `seconds` at most."""
+    """Wait up to `seconds` for the headroom to return, and return the bytes still missing."""
     for _ in range(int(seconds / 0.2)):
         state = await engine.state()
         if state.headroom_bytes >= wanted and not state.requests_running:

@@ -1,8 +1,8 @@
-"""The parts in the order of their value, each in a process of its own with a time limit.
+"""Runs the parts in the order of their value, each in a separate process with a time limit.
 
 A part may leave processes behind, such as a hung worker or a server that holds the GPU's memory.
-They are ended before the next part begins. This process adopts orphans (PR_SET_CHILD_SUBREAPER), so
-that no descendant escapes.
+These processes are ended before the next part begins. This process adopts orphans
+(PR_SET_CHILD_SUBREAPER), so that no descendant escapes.
 """
 
 import contextlib
@@ -33,26 +33,26 @@ STATUSES = (PASSED, FAILED, CRASHED, TIMED_OUT, NOT_RUN)
 
 FIRST_S = 150.0
 SECOND_S = 440.0
-"""Most seconds of each of the two calls."""
+"""Maximum seconds for each of the two runs, `first` and `second`."""
 
 REHEARSAL_FACTOR = 3.0
-"""Factor of the limits in a rehearsal, because two busy cores start a service slowly."""
+"""Factor for the time limits in a rehearsal, because two busy cores start a service slowly."""
 
 LEAST_S = 5.0
-"""Fewest remaining seconds with which a part begins."""
+"""Minimum number of remaining seconds for a part to begin."""
 
 TF32_OVERRIDES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
-"""Environment variables that replace float32 with TF32."""
+"""Environment variables that make float32 computations use TF32."""
 
 END_S = 2.0
-"""Seconds that a part's processes have to end after SIGTERM."""
+"""Seconds within which a part's processes must end after SIGTERM."""
 
 KILL_S = 10.0
-"""Seconds that they have after SIGKILL. A process may hang in a call of the GPU driver forever, and
-the next part runs nevertheless."""
+"""Seconds to wait for a part's processes after SIGKILL. A process may hang in a GPU driver call
+forever. The next part runs nevertheless."""
 
 WATCH_S = 0.5
-"""Seconds between two checks whether the programme still lives."""
+"""Seconds between two checks that the programme is still alive."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -63,9 +63,9 @@ class Part:
 
     name: str
     call: int
-    """1 or 2: the call in which it runs."""
+    """The run to which the part belongs: 1 for `first`, 2 for `second`."""
     seconds: float
-    """Most seconds on a GPU."""
+    """Time limit on a GPU in seconds."""
     proves: str
 
 
@@ -93,9 +93,9 @@ BY_NAME = {part.name: part for part in PARTS}
 
 
 def run_parts(parts: Sequence[Part], job: Job, limit_s: float, *, again: bool) -> bool:
-    """Run parts one after another within a limit of seconds.
+    """Run parts one after another within a time limit in seconds.
 
-    A part that passed before with the same folder and size runs only if `again` is true.
+    If a part has already passed with the same folder and size, it runs only if `again` is true.
 
     Returns:
         Whether all parts passed.
@@ -123,7 +123,7 @@ def run_parts(parts: Sequence[Part], job: Job, limit_s: float, *, again: bool) -
 
 
 def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
-    """Run one part in a process of its own, show its output, and record how it ended."""
+    """Run one part in a separate process, show its output, and record how the part ended."""
     print(f"{part.name} (at most {limit_s:.0f} s): {part.proves}", flush=True)
     began = time.monotonic()
     before = len(results.read())
@@ -153,7 +153,7 @@ def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
 
 
 def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
-    """Return how a part ended, by its lines and its exit status (None: killed at its limit)."""
+    """Return how a part ended, from its lines and exit status (None if killed at its limit)."""
     if code is None:
         return TIMED_OUT
     if code != 0:
@@ -168,7 +168,7 @@ def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
 def explain(
     status: str, code: int | None, rows: Sequence[dict[str, Any]], part: str, limit_s: float
 ) -> str:
-    """Return why a part did not end by itself, and where its traceback is (empty if it did)."""
+    """Explain why a part did not end by itself, and where its traceback is (empty if it did)."""
     if status == TIMED_OUT:
         return f"its {limit_s:.0f} s were over; {traceback_log(part)} has where it was"
     if status != CRASHED or code is None:
@@ -180,12 +180,12 @@ def explain(
 
 
 def traceback_log(part: str) -> str:
-    """Return the name of the traceback file of a part, next to the results."""
+    """Return the path of a part's traceback file, next to the results."""
     return f"{part}.traceback.log"
 
 
 def arguments(job: Job) -> Iterator[str]:
-    """Yield the arguments that pass this job to a child."""
+    """Yield the command-line arguments that pass this job to a child process."""
     yield from ("--device", job.device, "--out", str(job.out), "--scratch", str(job.scratch))
     if job.bundle is not None:
         yield from ("--bundle", str(job.bundle))
@@ -194,21 +194,21 @@ def arguments(job: Job) -> Iterator[str]:
 
 
 def passed_before(results: Results, *, tiny: bool) -> set[str]:
-    """Return the parts that passed when they last ran in this size."""
+    """Return the parts that passed in their last run with this size."""
     ends = [row for row in results.read() if "ended" in row and row.get("tiny") == tiny]
     last = {row["part"]: row["ended"] for row in ends}
     return {part for part, ended in last.items() if ended == PASSED}
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends before it."""
+    """Make this process the parent of every descendant whose own parent ends first."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def end_descendants() -> None:
-    """End all descendants: with SIGTERM, so that servers end their workers, then with SIGKILL."""
+    """End all descendants with SIGTERM, so that servers end their workers, then with SIGKILL."""
     descendants = psutil.Process().children(recursive=True)
     for process in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -236,7 +236,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def reap() -> None:
-    """Read the exit status of adopted children, which have no other parent."""
+    """Read the exit statuses of adopted children, because they have no other parent."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,4 +1,4 @@
-"""The GPU's peak rates, which are the reference of other parts."""
+"""Measures the GPU's peak rates, to which other parts compare their speeds."""
 
 import contextlib
 import time
@@ -34,7 +34,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def rates(device: torch.device, tiny: bool) -> tuple[float, float]:
-    """Return bytes a second of a copy, read and written, and operations a second of a product."""
+    """Return the bytes/s of a copy (read and written) and the operations/s of a matmul."""
     size = COPIED_BYTES if not tiny else 1 << 20
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -48,7 +48,7 @@ def rates(device: torch.device, tiny: bool) -> tuple[float, float]:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Measure an action. On a GPU, take the median of many runs with a cold L2 cache."""
+    """Return an action's seconds. On a GPU, take the median of many runs with a cold L2 cache."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -64,7 +64,7 @@ def upload_bytes(job: Job) -> int:
 
 
 def uploads(device: torch.device, job: Job) -> list[tuple[str, float]]:
-    """Measure copies to the device from pinned, pageable and mapped memory, in seconds."""
+    """Return the seconds of copies to the device from pinned, pageable and memory-mapped memory."""
     size = upload_bytes(job)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     path = job.scratch / "upload"
@@ -92,7 +92,7 @@ def mapped(path: Path, size: int) -> torch.Tensor:
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Measure one run of an action to its end, in seconds."""
+    """Return the seconds of one run of an action until it has ended on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -103,7 +103,7 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Measure the host's time for one launch of the smallest kernel, in a queue of launches."""
+    """Return the host's seconds per launch of the smallest kernel, in a queue of launches."""
     x = torch.zeros(1, device=device)
 
     def launch_many() -> None:

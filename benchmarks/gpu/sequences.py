@@ -1,4 +1,4 @@
-"""Sequences that a runner computes step by step, without a service around it."""
+"""Sequences that a model runner computes step by step, without a service."""
 
 import random
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from ullage_engine.runner.step_graphs import NewCapture
 
 GREEDY = SamplingParams(temperature=0.0)
 TURNS = 4
-"""Sequences of one step."""
+"""Number of sequences per step."""
 BLOCKS_EACH = 32
-"""Blocks of KV for each of them."""
+"""Number of KV blocks per sequence."""
 
 
 def make_runner(
@@ -28,7 +28,7 @@ def make_runner(
     max_model_len: int = 512,
     new_capture: NewCapture | None = None,
 ) -> ModelRunner:
-    """Return a runner with its buffers and its KV pool, for steps of up to `rows` sequences.
+    """Return a runner with buffers and a KV pool, for steps of up to `rows` sequences.
 
     Args:
         new_capture: captures decode steps as graphs, or None to launch every step.
@@ -48,16 +48,16 @@ def make_runner(
 
 @dataclass
 class Sequence:
-    """One prompt that is continued, with blocks and states of its own."""
+    """A prompt that is being continued, with separate blocks and states."""
 
     index: int
     tokens: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams = GREEDY
     gaps: list[float] = field(default_factory=list)
-    """Log-probability of each output token less that of the next likeliest, if requested."""
+    """Log-probability of each output token minus that of the next likeliest token, if requested."""
     computed: int = 0
-    """Tokens with KV."""
+    """Number of tokens whose KV is computed."""
     num_chunks: int = 0
 
     @property
@@ -65,7 +65,7 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     def next_chunk(self, limit: int) -> Chunk:
-        """Return the next chunk of up to `limit` tokens, and count it as computed."""
+        """Return the next chunk of up to `limit` tokens, and count these tokens as computed."""
         start = self.computed
         end = min(len(self.tokens), self.computed + limit)
         # Slots that a step reads differ from those that it writes.
@@ -87,7 +87,7 @@ class Sequence:
 
 
 def run_step(runner: ModelRunner, sequences: list[Sequence], limit: int) -> None:
-    """Compute the next chunk of each sequence, up to a limit of tokens each."""
+    """Compute the next chunk of each sequence, with up to `limit` tokens per sequence."""
     chunks = [sequence.next_chunk(limit) for sequence in sequences]
     # Decodes come first.
     chunks.sort(key=lambda chunk: len(chunk.token_ids) > 1)

@@ -1,4 +1,4 @@
-"""The engines and the router of a service, as processes on loopback, and requests to them."""
+"""Runs a service's engines and router as processes on loopback, and sends requests to them."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ from ullage.inference.v1 import inference_pb2_grpc
 MIB = 1 << 20
 START_S = 60.0
 ASK_S = 100.0
-"""Seconds after which a request counts as hung."""
+"""Number of seconds after which a request counts as hung."""
 
 Sections = dict[str, Any]
 
 PATIENT: Sections = {"slo": {"ttft_p95": 100.0, "e2e_p95": 200.0}}
-"""Objectives with which a router refuses no request for lateness."""
+"""Latency objectives so high that a router never refuses a request for being late."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Router:
     target: str
 
     async def stats(self) -> dict[str, Any]:
-        """Return the contents of /stats."""
+        """Return the content of the router's /stats."""
         async with aiohttp.ClientSession() as client, client.get(f"{self.url}/stats") as response:
             stats: dict[str, Any] = await response.json()
             return stats
@@ -50,7 +50,7 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def engine_up(job: Job, name: str, sections: Sections) -> AsyncIterator[Engine]:
-    """Start an engine of the services' model. `NAME.log`, beside the results, has its log."""
+    """Run an engine with the services' model. Its log is in `NAME.log` next to the results."""
     folder = job.scratch / name
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = await asyncio.to_thread(service_checkpoint, job)
@@ -68,19 +68,19 @@ async def engine_up(job: Job, name: str, sections: Sections) -> AsyncIterator[En
 
 
 def dtype(job: Job) -> str:
-    """Return the type of services that favour speed over equal tokens."""
+    """Return the data type for services that prefer speed to equal tokens."""
     return "bfloat16" if job.on_gpu else "auto"
 
 
 def memory(job: Job) -> Sections:
-    """Return the memory budget of an engine: a GPU's own, or a small one for a rehearsal."""
+    """Return an engine's memory settings: the GPU's defaults, or a small budget for a rehearsal."""
     if job.on_gpu:
         return {}
     return {"device_bytes": 1200 * MIB, "safety_reserve": 16 * MIB}
 
 
 def kv_bytes(job: Job, tokens: int, itemsize: int | None = None) -> int:
-    """Return the KV bytes of tokens in the engine's storage type."""
+    """Return the KV bytes for a number of tokens in the engine's KV data type."""
     return tokens * service_shape(job).kv_bytes_per_token(itemsize or (2 if job.on_gpu else 4))
 
 
@@ -88,7 +88,7 @@ def kv_bytes(job: Job, tokens: int, itemsize: int | None = None) -> int:
 async def router_up(
     job: Job, pools: dict[str, Sequence[Engine]], sections: Sections | None = None
 ) -> AsyncIterator[Router]:
-    """Run a router over engines by pool, until the block ends."""
+    """Run a router for the engines of each pool until the block ends."""
     http_port, grpc_port, metrics_port = free_ports(3)
     config = {
         "model": NAME,
@@ -140,7 +140,7 @@ def _answers(url: str) -> bool:
 
 @dataclass
 class Reply:
-    """The answer to one request by HTTP."""
+    """The answer to one HTTP request."""
 
     status: int
     """HTTP status (0 without an answer in time, or after a lost connection)."""
@@ -153,7 +153,7 @@ class Reply:
 async def complete(
     client: aiohttp.ClientSession, router: Router, prompt: str, max_tokens: int
 ) -> Reply:
-    """Request a completion over HTTP, and read it whole."""
+    """Request a completion over HTTP, and read the whole answer."""
     body = {
         "model": NAME,
         "prompt": prompt,
@@ -181,9 +181,9 @@ class Stream:
 
     token_ids: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Log-probability of each token less that of the next likeliest, if requested."""
+    """Log-probability of each token minus that of the next likeliest token, if requested."""
     times: list[float] = field(default_factory=list)
-    """Times by `time.monotonic`: of the request, then of each token."""
+    """Times by `time.monotonic`: the time of the request, then the time of each token."""
     route: str = ""
     degraded: list[str] = field(default_factory=list)
     resumes: int = 0
@@ -205,11 +205,11 @@ async def ask(
     seed: int = 0,
     stream: Stream | None = None,
 ) -> Stream:
-    """Request exactly `max_tokens` tokens and follow the stream. The result names an error.
+    """Request exactly `max_tokens` tokens, and read the stream. Errors are stored in the result.
 
     Args:
-        gaps: whether the response also has each token's distance to the next likeliest one.
-        stream: a result to fill while tokens come, so that a caller can watch it.
+        gaps: whether to record each token's lead over the next likeliest token.
+        stream: a result to fill while tokens arrive, so that a caller can watch the progress.
     """
     stream = stream or Stream()
     request = pb.GenerateRequest(
@@ -254,13 +254,13 @@ def _take(stream: Stream, response: pb.GenerateResponse) -> None:
 
 
 def prompt_of(job: Job, number: int, length: int) -> list[int]:
-    """Return prompt `number` of a length. Prompts differ from their beginning on."""
+    """Return prompt `number` with a given length. Prompts differ from their first token on."""
     chooser = random.Random(f"prompt {number} {length}")
     return [chooser.randrange(service_shape(job).vocab) for _ in range(length)]
 
 
 def pair(wanted: Stream, given: Stream) -> Pair:
-    """Return the tokens of two streams, with the wanted one's gaps."""
+    """Return the tokens of two streams to compare, with the gaps of the expected stream."""
     return Pair(wanted.token_ids, wanted.gaps, given.token_ids)
 
 
@@ -277,7 +277,7 @@ def metrics(engine: Engine) -> dict[str, float]:
 
 
 def judge_log(job: Job, name: str, report: Report) -> None:
-    """Report the errors in the log of an engine of `engine_up`. None is allowed."""
+    """Report the errors in the log of an engine from `engine_up`. There must be no errors."""
     errors = errors_logged(job.out / f"{name}.log")
     for message in sorted(set(errors)):
         report(Fact(f"{name}.log", message))

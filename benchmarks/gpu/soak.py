@@ -1,4 +1,4 @@
-"""Scenario 3, short: four sessions of mixed lengths in constant memory, across a killed worker."""
+"""Scenario 3, short: four sessions of mixed lengths in constant memory, despite a killed worker."""
 
 import asyncio
 import os
@@ -29,24 +29,24 @@ LEAST_SAMPLES = 20
 MOST_SPREAD_MIB = 32.0
 MOST_P95_S = 20.0
 KILLED_AT = 0.3
-"""Share of the time after which the worker is killed."""
+"""Share of the total time after which the worker is killed."""
 REFUSED = "RESOURCE_EXHAUSTED"
 NOT_READY = "UNAVAILABLE"
 REFUSED_PAUSE_S = 0.5
 SETTLE_S = 2.0
-"""Seconds after a start before memory is judged."""
+"""Seconds after a worker's start before its memory is judged."""
 JUDGED_S = 3.0
-"""Fewest seconds afterwards in which memory is judged."""
+"""Minimum number of seconds for which memory is then judged."""
 
 
 @dataclass
 class Soak:
-    """The requests of a run, and how long they took."""
+    """The requests of a run, and their durations."""
 
     job: Job
     until: float
     longest: int
-    """Tokens after which a session begins a new conversation."""
+    """Number of tokens after which a session starts a new conversation."""
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
     cached: int = 0
@@ -54,17 +54,17 @@ class Soak:
     killed: float = 0.0
     back: float = 0.0
     is_judged: bool = False
-    """Whether the worker was killed and its successor has served long enough."""
+    """Whether the worker was killed and its successor has served for long enough."""
 
     @property
     def is_over(self) -> bool:
         return self.is_judged and time.monotonic() >= self.until
 
     def is_refusal(self, error: str) -> bool:
-        """Return whether a request may be put off for this reason.
+        """Return whether a request may be refused temporarily for this reason.
 
         Either memory is short for a moment, or the only engine is between two workers. The router
-        may notice the latter a moment later.
+        may notice a missing worker a moment later.
         """
         if error.startswith(REFUSED):
             return True
@@ -146,7 +146,7 @@ async def session(soak: Soak, channel: Any, number: int) -> None:
 
 
 async def kill(soak: Soak, engine: Engine, after_s: float) -> None:
-    """Kill the worker, note when its successor serves, and wait until its memory is measured."""
+    """Kill the worker, record when its successor serves, and wait until memory is measured."""
     try:
         await asyncio.sleep(after_s)
         pid = engine.worker_pid()
@@ -164,7 +164,7 @@ async def kill(soak: Soak, engine: Engine, after_s: float) -> None:
 
 
 async def serves_again(engine: Engine) -> None:
-    """Wait until the engine reports that its worker steps."""
+    """Wait until the engine reports that its worker runs steps."""
     for _ in range(round(WAIT_S / POLL_S)):
         if (await engine.state()).ready:
             return

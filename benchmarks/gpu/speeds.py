@@ -1,8 +1,8 @@
-"""Speeds of the kernels as shares of the GPU's peak rates.
+"""Measures the kernels' speeds as shares of the GPU's peak rates.
 
-Attention is judged against the bandwidth of copies, or against the operations/s of a large product.
-Products with quantized weights are judged against the same product in bfloat16, which they have to
-beat with few rows, where the product is memory-bound.
+Attention is compared with the bandwidth of copies, or with the operations/s of a large matmul.
+Matmuls with quantized weights are compared with the same matmul in bfloat16. They must be faster
+with few rows, where the matmul is memory-bound.
 """
 
 import os
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 BLOCK = 16
 FORMATS: list[Format] = ["int8", "fp8", "int4", "mxfp4"]
 INT4_GROUP = 32
-"""Values that share a scale, as in the loader's int4."""
+"""Number of values that share a scale, as in the loader's int4."""
 FEW_ROWS = 32
-"""Rows up to which a product is memory-bound."""
+"""Number of rows up to which a matmul is memory-bound."""
 LEAST_FEW = 1.0
 LEAST_MANY = 0.4
-"""Speed of quantized weights relative to bfloat16, with few and with many rows."""
+"""Minimum speed with quantized weights relative to bfloat16, with few and with many rows."""
 LEAST_PREFILL = 0.35
 LEAST_DECODE = {1 << 16: 0.7, 1 << 15: 0.5}
-"""Share of a copy's bandwidth, by the least tokens of context."""
+"""Minimum share of a copy's bandwidth, by the minimum number of context tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Sizes:
 
     attention: ModelConfig
     decodes: tuple[tuple[int, int], ...]
-    """Numbers of rows, each with its context."""
+    """Pairs of a number of rows and their context length."""
     prompts: tuple[int, ...]
     rows: tuple[int, ...]
     matrix: tuple[int, int]
-    """Depth and columns."""
+    """Depth and number of columns of the weight matrix."""
     experts: tuple[int, int, int]
-    """Experts of a layer, their depth and columns. Every token chooses four."""
+    """Number of experts in a layer, their depth and columns. Every token chooses four experts."""
 
 
 def attention_config(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
@@ -98,7 +98,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Bench:
-    """The device and the type of numbers."""
+    """The device and the data type of the measurements."""
 
     device: torch.device
     dtype: torch.dtype
@@ -132,7 +132,7 @@ def figures(bench: Bench, sizes: Sizes, copied: float, multiplied: float) -> Ite
 
 
 def decode_case(bench: Bench, model: ModelConfig, copied: float, rows: int, context: int) -> Figure:
-    """Measure decodes of one layer: KV bandwidth as a share of a copy's."""
+    """Measure one layer's decode attention: its KV bandwidth as a share of a copy's bandwidth."""
     blocks = context // BLOCK
     cache = random_pool(bench, model, rows * blocks).layers[0]
     ids = torch.randperm(rows * blocks).tolist()
@@ -148,7 +148,7 @@ def decode_case(bench: Bench, model: ModelConfig, copied: float, rows: int, cont
 
 
 def prefill_case(bench: Bench, model: ModelConfig, multiplied: float, tokens: int) -> Figure:
-    """Measure causal attention of one prompt: operations/s as a share of a large product's."""
+    """Measure one prompt's causal attention: operations/s as a share of a large matmul's."""
     blocks = tokens // BLOCK
     cache = random_pool(bench, model, blocks).layers[0]
     ids = torch.randperm(blocks).tolist()
@@ -172,7 +172,7 @@ def product_case(bench: Bench, sizes: Sizes, rows: int) -> Iterator[Figure]:
 
 
 def experts_case(bench: Bench, sizes: Sizes, tokens: int) -> Iterator[Figure]:
-    """Measure the first product of a layer of experts against torch's grouped one."""
+    """Compare the first matmul of an expert layer with torch's grouped matmul."""
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
     experts, depth, columns = sizes.experts
@@ -205,7 +205,7 @@ def random_pool(bench: Bench, model: ModelConfig, num_blocks: int) -> KVPool:
 
 
 def paged(bench: Bench, model: ModelConfig, plan: StepPlan) -> "PagedDecode | PagedPrefill":
-    """Prepare a step of decodes alone, or of one prompt."""
+    """Prepare the paged KV of a step with only decodes, or with one prompt."""
     rows = plan.num_tokens
     queries = bench.random(model.num_heads, rows, model.head_dim)
     attended = bench.empty(rows, model.query_width)

@@ -1,7 +1,8 @@
-"""Decode steps in Llama-3-8B's shape against their floor.
+"""Compares the time of decode steps in Llama-3-8B's shape with a lower bound.
 
-The floor is the time in which the device copies as many bytes as a step reads. Steps are greedy and
-with top-p, in bfloat16, int8 and int4. One step of each is profiled, and its kernels are counted.
+The lower bound is the time in which the device copies as many bytes as a step reads. Steps are
+measured with greedy and with top-p sampling, in bfloat16, int8 and int4. One step of each kind is
+profiled, and its kernels are counted.
 """
 
 import gzip
@@ -28,12 +29,12 @@ from ullage_engine.runner.model_runner import ModelRunner
 
 BATCHES = (1, 32, 256)
 JUDGED = (1, 32)
-"""Memory-bound batches, whose steps have to be near the floor."""
+"""Memory-bound batch sizes, at which steps must be near the lower bound."""
 LEAST_SHARE = 0.5
 CONTEXT = 1024
 KINDS = {"greedy": GREEDY, "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1)}
 PROFILED = 32
-"""Rows of the steps that are profiled."""
+"""Number of rows in the steps that are profiled."""
 PROFILE = "step-profile.json.gz"
 
 
@@ -47,12 +48,12 @@ def run(job: Job, report: Report) -> None:
 
 
 def formats(job: Job) -> tuple[Format | None, ...]:
-    """Return the formats of weights, with None for the computing type."""
+    """Return the weight formats to measure, with None for the data type of the computation."""
     return (None, "int8") if job.tiny else (None, "int8", "int4")
 
 
 def dense_config(tiny: bool) -> ModelConfig:
-    """Return Llama-3-8B's configuration, or one for a rehearsal."""
+    """Return Llama-3-8B's configuration, or a small one for a rehearsal."""
     sizes = (2, 64, 4, 2, 128) if tiny else (32, 4096, 32, 8, 128_256)
     layers, hidden, heads, kv_heads, vocab = sizes
     return ModelConfig(
@@ -79,7 +80,7 @@ def measure(
     copied: float,
     report: Report,
 ) -> None:
-    """Report the milliseconds of steps, and the floor as a share of them."""
+    """Report the milliseconds of steps, and the lower bound as a share of that time."""
     device = torch.device(job.device)
     context = CONTEXT if not job.tiny else 40
     batches = BATCHES if not job.tiny else (1, 3)
@@ -110,7 +111,7 @@ def measure(
 def floor_seconds(
     loaded: LoadedModel, dtype: torch.dtype, batch: int, context: int, copied: float
 ) -> float:
-    """Return the time in which the device copies a step's bytes: weights and KV."""
+    """Return the seconds in which the device copies the bytes that a step reads: weights and KV."""
     kv = context * loaded.model_config.kv_bytes_per_token(dtype.itemsize)
     embedding = loaded.tensors["embedding"].nbytes  # a step reads a row of it for each sequence
     return float((loaded.nbytes - embedding + batch * kv) / copied)
@@ -119,7 +120,7 @@ def floor_seconds(
 def decodes(
     batch: int, context: int, blocks: int, vocab: int, sampling: SamplingParams
 ) -> StepPlan:
-    """Return a step of decodes."""
+    """Return the plan of a decode step."""
     return StepPlan([decode_of(row, context, blocks, vocab, sampling) for row in range(batch)])
 
 

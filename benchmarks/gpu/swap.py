@@ -1,6 +1,7 @@
-"""Preemption: sequences that the KV pool cannot hold together are swapped to the host and back.
+"""Preemption: sequences that do not fit into the KV pool together are swapped to the host and back.
 
-In float32, each has the same tokens as alone. Blocks of ended sessions go through the host tier.
+In float32, each sequence must have the same tokens as when it runs alone. Blocks of ended sessions
+pass through the host tier.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from ullage_common.wire.channels import open_channel
 
 STREAMS = 4
 SPARE = 0.75
-"""KV of the pool, as a share of the KV of all streams at their ends."""
+"""Size of the KV pool, as a share of the KV of all streams at their ends."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -63,7 +64,7 @@ async def _run(job: Job, report: Report) -> None:
 
 
 def judge(alone: list[Stream], together: list[Stream], report: Report) -> None:
-    """Compare streams that ran alone with the same streams together."""
+    """Compare the tokens of streams that ran alone with those of the same streams run together."""
     errors = [each.error for each in (*alone, *together) if each.error]
     for error in sorted(set(errors)):
         report(Fact("error", error))

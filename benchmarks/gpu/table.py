@@ -1,4 +1,4 @@
-"""The table of a run: one line a part, and one for each figure that was judged or failed."""
+"""The table of a run, with a line for each part and for each figure that was judged or failed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def markdown(rows: Rows) -> str:
 
 
 def last_run(rows: Rows, part: str) -> Rows:
-    """Return the lines of a part's last run and how it ended. A run that was cut has no end."""
+    """Return the lines of a part's last run, and how it ended. An interrupted run has no end."""
     own = [row for row in rows if row["part"] == part]
     # A call that had no time for a part does not replace an earlier run.
     own = [row for row in own if row.get("ended") != NOT_RUN] or own[-1:]
@@ -34,7 +34,7 @@ def last_run(rows: Rows, part: str) -> Rows:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return one judged figure as text, failures in bold."""
+    """Format a judged figure as text, in bold if it failed."""
     sign = "≤" if row["is_limit"] else "≥"
     text = f"{row['figure']} {row['value']:.4g} {row['unit']} ({sign} {row['aim']:g})"
     text = " ".join(text.split())

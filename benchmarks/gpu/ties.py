@@ -1,4 +1,4 @@
-"""Comparison of tokens with another run, in which rounding may decide near-ties."""
+"""Compares the tokens of two runs, between which rounding may decide near-ties differently."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -8,27 +8,27 @@ NEAR_TIE = 1e-4
 
 
 class Pair(NamedTuple):
-    """Tokens of one sequence in two runs."""
+    """The tokens of one sequence in two runs."""
 
     wanted: Sequence[int]
     gaps: Sequence[float]
-    """Log-probability of each wanted token less that of the next likeliest."""
+    """Log-probability of each expected token minus that of the next likeliest token."""
     given: Sequence[int]
 
 
 class Parted(NamedTuple):
-    """How many sequences part from the wanted ones."""
+    """The number of sequences that diverge from the expected sequences."""
 
     elsewhere: int
-    """Sequences that part at a token without a near tie: these are wrong."""
+    """Number of sequences that diverge at a token without a near-tie, and are therefore wrong."""
     at_near_ties: int
 
 
 def compare(pairs: Iterable[Pair], near: float = NEAR_TIE) -> Parted:
-    """Count the sequences that part. A prefix of the wanted one does not part.
+    """Count the sequences that diverge. A prefix of the expected sequence does not diverge.
 
     Args:
-        pairs: sequences of both runs.
+        pairs: the sequences of both runs.
         near: gap below which rounding may choose the other token.
     """
     gaps = [gap for pair in pairs if (gap := _gap(pair)) is not None]
@@ -37,6 +37,6 @@ def compare(pairs: Iterable[Pair], near: float = NEAR_TIE) -> Parted:
 
 
 def _gap(pair: Pair) -> float | None:
-    """Return the gap at the first token that differs, or None if none does."""
+    """Return the gap at the first token that differs, or None if no token differs."""
     tokens = zip(pair.wanted, pair.given, strict=False)
     return next((pair.gaps[at] for at, (one, other) in enumerate(tokens) if one != other), None)

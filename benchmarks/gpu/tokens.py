@@ -1,7 +1,7 @@
-"""Greedy tokens of eight small random models in float32, against those of a CPU.
+"""Compares greedy tokens of eight small random models in float32 with tokens from a CPU.
 
-`python -m benchmarks.gpu oracle` computes the oracle in advance, and the bundle contains it. If the
-first different token is a near-tie, rounding chose it.
+`python -m benchmarks.gpu oracle` computes the CPU's tokens (the oracle) in advance, and the bundle
+contains them. If the first different token is a near-tie, rounding has decided it.
 """
 
 import json
@@ -42,10 +42,10 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama, grouped heads, tied": _NARROW,
     "lfm2_moe": {**_NARROW, "moe_intermediate_size": 32},
 }
-"""Models of a rehearsal, with the changes of their configurations."""
+"""Models for a rehearsal, with the changes to their configurations."""
 
 Outputs = list[dict[str, list[Any]]]
-"""Tokens of each sequence, and the gaps behind them."""
+"""Each sequence's tokens, and their log-probability gaps to the next likeliest tokens."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -68,7 +68,7 @@ def families(tiny: bool) -> dict[str, dict[str, Any]]:
 
 
 def read_oracle(job: Job) -> dict[str, Outputs] | None:
-    """Return the tokens of the bundle, or None if it has none for this size."""
+    """Return the tokens in the bundle, or None if the bundle has no tokens for this size."""
     path = job.bundle / ORACLE if job.bundle else None
     if path is None or not path.is_file():
         return None
@@ -78,7 +78,7 @@ def read_oracle(job: Job) -> dict[str, Outputs] | None:
 
 
 def write_oracle(path: Path, *, tiny: bool) -> None:
-    """Compute the tokens of all models on this CPU, and write them for other machines."""
+    """Compute all models' tokens on this CPU, and write them to a file for other machines."""
     import tempfile
 
     oracle = {}
@@ -95,13 +95,13 @@ def _size(tiny: bool) -> str:
 
 
 def pairs(wanted: Outputs, given: Outputs) -> Iterator[Pair]:
-    """Yield the sequences of two runs."""
+    """Yield the sequences of two runs as pairs to compare."""
     for one, other in zip(wanted, given, strict=True):
         yield Pair(one["tokens"], one["gaps"], other["tokens"])
 
 
 def outputs(scratch: Path, name: str, tiny: bool, kind: str) -> Outputs:
-    """Continue several prompts at once in float32, each of them in several chunks."""
+    """Generate from several prompts at once in float32, each prefilled in several chunks."""
     device = torch.device(kind)
     loaded = load_family(scratch, name, families(tiny)[name], device)
     generator = random.Random(3)
@@ -125,7 +125,7 @@ def load_family(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> LoadedModel:
-    """Write a random model of a family unless it is there, and load it as an engine does."""
+    """Write a random model of a family unless it exists, and load it as an engine does."""
     folder = scratch / "families" / name.replace(" ", "-").replace(",", "")
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""One worker with every feature that behaves differently on a GPU.
+"""Runs one worker with every feature that behaves differently on a GPU.
 
-These are pinned host slots, the host tier, float8 KV and the driver's figures. A fault of one of
-them appears here within seconds.
+These features are pinned host slots, the host tier, float8 KV and the driver's figures. This part
+reveals a fault in any of them within seconds.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ LAYERS = 2
 PROMPT_TOKENS = 600
 OUTPUT_TOKENS = 40
 SERVICES = (("none", "fp8"), ("int8", "auto"))
-"""Formats of weights and of KV. Each is prepared, loaded and served."""
+"""Pairs of weight format and KV format. For each pair, a model is prepared, loaded and served."""
 TIES = {"auto": NEAR_TIE, "fp8": 5e-2}
-"""Gap in log-probability below which rounding may choose either token, by the format of KV. A key
-whose last bit differs may be rounded to the next float8, 1/16 away."""
+"""Gap in log-probability below which rounding may choose either token, by KV format. A key whose
+last bit differs may be rounded to the next float8 value, 1/16 away."""
 DRIVER_FIGURES = (
     "ullage_gpu_memory_total_bytes",
     "ullage_gpu_memory_used_bytes",
@@ -47,7 +47,7 @@ def run(job: Job, report: Report) -> None:
 
 
 async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Report) -> None:
-    """Start one service after another, and request a cached prompt from each."""
+    """Start one service after another, and send each a prompt that is already cached."""
     pool = kv_bytes(job, 4 * (PROMPT_TOKENS + OUTPUT_TOKENS), itemsize=4)
     memory = {"max_kv": pool, "host_kv": pool, "tiers": {"host": {"size": 4 * pool}}}
     checkpoint = await asyncio.to_thread(service_checkpoint, job, LAYERS)
@@ -86,7 +86,7 @@ async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Repor
 
 
 async def measured(job: Job, engine: Engine, label: str, report: Report) -> None:
-    """Report the ledger line by line, and judge the driver's figures that the engine publishes."""
+    """Report the memory ledger by line, and judge the driver figures that the engine publishes."""
     for line in (await engine.state()).ledger:
         report(Figure(f"{label}: ledger, {line.name}", line.allocated_bytes / MIB, "MiB"))
     figures = await asyncio.to_thread(metrics, engine)

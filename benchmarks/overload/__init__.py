@@ -1,1 +1,1 @@
-"""More requests than engines can hold: an open loop, and refused clients that come back."""
+"""Overload tests: an open loop of too many requests, and refused clients that retry."""

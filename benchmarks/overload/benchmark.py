@@ -1,39 +1,40 @@
-"""Ten times the capacity of mixed lengths: goodput, lateness and the time of refusals.
+"""Measure goodput, latency and refusal times at ten times the capacity, with mixed lengths.
 
-Start engines and one `ullage-router` with its default ladder, a process each. Send streamed
-requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals, whether
-or not earlier ones have been answered (an open loop). The engines have no model, but a bounded KV
-and a given time for a step. With --real there is one engine with SmolLM2 on the CPU.
+The benchmark starts engines and one `ullage-router` with its default ladder, each in a separate
+process. It sends streamed requests with mixed prompts and outputs at `--factor` times the capacity,
+at even intervals, whether or not earlier requests have been answered (an open loop). The engines
+have no model, but a limited KV pool and a fixed time per step. With --real, there is one engine
+with SmolLM2 on the CPU.
 
-The worth of a request is the KV that it holds times its output. Where time is short rather than
-memory (--sequence-s, --real), it is its output alone. The capacity of memory is computed. The
-capacity of time is measured before the load, by `--clients` that each send one request after
-another. Print one JSON object:
+A request's worth is the KV that it holds times its output. If time is scarce rather than memory
+(--sequence-s, --real), the worth is the output alone. If memory is scarce, the capacity is
+computed. If time is scarce, the capacity is measured before the load, with `--clients` that each
+send one request after another. The benchmark prints one JSON object:
 
-capacity          worth of the requests that can be served in a second
-goodput_share     worth of the complete answers within the objectives, over the capacity,
+capacity          worth of the requests that can be served per second
+goodput_share     worth of the complete answers within the objectives, divided by the capacity,
                   without the first seconds
-ttft_p95_s        from sending a request to its first token, of requests that were served
-e2e_p95_s         the same to its last token
-refused_p50_ms    from sending a request to the end of its refusal, of requests that did not queue
-router_cpu_ms     processor time of the router for a request
-hangs             requests without an answer at their time limit
-missed            figures that are worse than their floors (none with --quick)
-alerts            with --prometheus: when each alert of a service fired and cleared, in seconds
-                  after the load began. A Prometheus with the rules that the operator makes scrapes
-                  the router every second. The run waits until UllageHeadroomExhausted has cleared.
+ttft_p95_s        time from sending a request to its first token, for served requests
+e2e_p95_s         time from sending a request to its last token, for served requests
+refused_p50_ms    time from sending a request to the end of its refusal, if it did not queue
+router_cpu_ms     the router's CPU time per request
+hangs             number of requests without an answer at their time limit
+missed            figures that miss their limits (none with --quick)
+alerts            with --prometheus: when each of a service's alerts fired and cleared, in seconds
+                  after the load began. A Prometheus with the operator's rules scrapes the router
+                  every second. The run waits until UllageHeadroomExhausted has cleared.
 
-With --refused N, measure something else: whether refused clients that obey Retry-After are refused
-again. Clients come at once to one engine with `--slots`, until N of them were refused, each on a
-connection of its own. A refused client returns after the seconds of Retry-After, until it is
-served. Print one JSON object:
+With --refused N, the benchmark instead measures whether refused clients that obey Retry-After are
+refused again. Clients connect at once to one engine with `--slots`, each with a separate
+connection, until N of them have been refused. A refused client waits for its Retry-After and
+retries, until it is served. The benchmark prints one JSON object:
 
-clients         all of them
+clients         number of clients
 refused         clients that were refused at first
-refused_again   refused clients that were refused when they returned
-retry_after     number of clients by the seconds of their first Retry-After
-took_s          from the first request to the last answer
-shortest_s      the same on an engine that is never idle
+refused_again   refused clients that were refused again when they retried
+retry_after     number of clients by the seconds in their first Retry-After
+took_s          time from the first request to the last answer
+shortest_s      the same time on an engine that is never idle
 
 examples:
   python -m benchmarks overload
@@ -42,8 +43,8 @@ examples:
   python -m benchmarks overload --refused 60
   python -m benchmarks overload --quick
 
-exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed (with --refused: every
-client was served and none was refused again), 1 otherwise
+exit status: 0 nothing hung, all statuses were 200, 429, 503 or 504, and no limit was missed (with
+--refused: every client was served and none was refused again), 1 otherwise
 """
 
 import asyncio
@@ -88,7 +89,7 @@ HEADROOM_ALERT = "UllageHeadroomExhausted"
 FIRING = 'ALERTS{alertstate="firing"}'
 CLEAR_S = 180.0
 GAP_S = 2.5
-"""Seconds without a sample after which an alert has cleared. Samples come every second."""
+"""Seconds without a sample after which an alert counts as cleared. Samples come every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
 FLOORS = (
@@ -98,12 +99,12 @@ FLOORS = (
 REAL_MODEL = "smollm2"
 PROMPTS = (40, 100, 250)
 OUTPUTS = (10, 40, 90)
-"""Lengths of outputs in tokens. Those of PROMPTS are in characters, or in words with --real."""
+"""Lengths of outputs in tokens. PROMPTS has lengths in characters, or in words with --real."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Lengths of one request of the mix."""
+    """The prompt and output lengths of one request in the mix."""
 
     prompt: int
     output: int
@@ -118,13 +119,13 @@ MIX = [Ask(prompt, output) for prompt in PROMPTS for output in OUTPUTS]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parameters of one run."""
+    """The parameters of one run of the benchmark."""
 
     seconds: float
     factor: float
     engines: int
     slots: int
-    """Average requests that an engine's KV holds at once."""
+    """Average number of requests that an engine's KV pool holds at once."""
     token_s: float
     sequence_s: float
     is_real: bool
@@ -132,12 +133,12 @@ class Plan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether time is short rather than memory."""
+        """Whether time is the scarce resource rather than memory."""
         return self.is_real or self.sequence_s > 0
 
     @property
     def blocks(self) -> int:
-        """Blocks of each engine."""
+        """Number of KV blocks of each engine."""
         return round(self.slots * sum(ask.blocks for ask in MIX) / len(MIX))
 
     def worth(self, ask: Ask) -> float:
@@ -170,7 +171,7 @@ class Outcome:
 
 
 async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int, to: Path) -> str:
-    """Start an engine and return its address."""
+    """Start an engine, and return the engine's address."""
     if plan.is_real:
         memory = {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20}
         real = await stack.enter_async_context(start_real_engine(to, None, memory=memory))
@@ -210,10 +211,10 @@ def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Pa
 
 
 def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | None]]]:
-    """Return the spells of each alert, as pairs of seconds after the load began.
+    """Return when each alert fired and cleared, as pairs of seconds after the load began.
 
-    Wait until the headroom alert has cleared, or for CLEAR_S. The end of an alert that still fires
-    is None.
+    This waits until the headroom alert has cleared, for at most CLEAR_S. For an alert that still
+    fires, the second value is None.
     """
     firing = f'ALERTS{{alertname="{HEADROOM_ALERT}",alertstate=~"pending|firing"}}'
     end = time.monotonic() + CLEAR_S
@@ -239,7 +240,7 @@ class Client:
     """A client of one router.
 
     Args:
-        session: its connections.
+        session: HTTP session of the client.
         url: URL of the router.
         model: name of the served model.
     """
@@ -251,7 +252,7 @@ class Client:
         self._numbers = random.Random(5)
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """Return a request whose prompt differs from its first token on, which no cache has."""
+        """Return a request body whose prompt differs from its first token on, to avoid caches."""
         number = self._numbers.randrange(1 << 30)
         words = [f"{number:010d}", *["x" if self._model == MODEL else "word "] * (ask.prompt - 10)]
         return {
@@ -263,7 +264,7 @@ class Client:
         }
 
     async def ask(self, ask: Ask) -> Outcome:
-        """Send one request and read its answer to the last byte."""
+        """Send one request, and read the answer to its last byte."""
         started = time.monotonic()
         ttft_s = 0.0
         code = ""
@@ -296,7 +297,7 @@ class Client:
 
 
 async def measured_capacity(client: Client, plan: Plan) -> float:
-    """Return the worth of answers a second under a closed loop.
+    """Return the worth of the answers per second in a closed loop.
 
     Each of the plan's clients sends one request after another.
     """
@@ -317,7 +318,7 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
 
 
 async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Outcome]]:
-    """Send the load, and return the time when it began and every answer."""
+    """Send the load, and return its start time and all answers."""
     started = time.monotonic()
     rate = plan.factor * capacity / plan.mean_worth
     asks = random.Random(7).choices(MIX, k=int(rate * plan.seconds))
@@ -364,7 +365,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def missed(figures: Mapping[str, Any]) -> list[str]:
-    """Return the names of figures that are worse than their floors."""
+    """Return the names of the figures that miss their limits."""
     is_reached = {
         "goodput_share": figures["goodput_share"] >= LEAST_GOODPUT_SHARE,
         "refused_p99_ms": figures["refused_p99_ms"] <= MOST_REFUSED_P99_MS,

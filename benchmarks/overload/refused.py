@@ -1,4 +1,4 @@
-"""Refused clients that obey Retry-After, and whether they are refused again."""
+"""Measures whether refused clients that obey Retry-After are refused again."""
 
 import asyncio
 import contextlib
@@ -17,24 +17,24 @@ from benchmarks.support.kv_engine import MODEL, blocks_of
 from benchmarks.support.router_process import START_S, process, ready, start_router
 
 PROMPT = OUTPUT = 40
-"""Tokens of each request."""
+"""Number of prompt tokens and of output tokens in each request."""
 LIMIT_S = 300.0
 
 
 @dataclass
 class ReturningClient:
-    """A client that returns after Retry-After.
+    """A client that retries after the time in Retry-After.
 
     Attributes:
-        number: makes its prompt unique.
-        told_s: seconds of each Retry-After.
+        number: the client's number, which makes its prompt unique.
+        told_s: seconds in each Retry-After that the client received.
     """
 
     number: int
     told_s: list[int] = field(default_factory=list)
 
     async def ask(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Send the request until it is served."""
+        """Send the request repeatedly until it is served."""
         prompt = f"{self.number:010d}".ljust(PROMPT, "x")
         body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True}
         while True:
@@ -89,7 +89,7 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
 
 
 def measure(refused: int, slots: int, token_s: float) -> int:
-    """Print the figures and return the exit status."""
+    """Run all clients, print the figures, and return the exit status."""
     figures = asyncio.run(run(refused, slots, token_s))
     print(json.dumps(figures))
     return 0 if figures["refused_again"] == 0 else 1

@@ -1,1 +1,1 @@
-"""The router alone: its load generator, fake engines and the time of one decision."""
+"""Benchmarks of the router alone: load generator, fake engines and the time per decision."""

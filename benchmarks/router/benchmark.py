@@ -1,18 +1,19 @@
-"""Requests/s, added latency, concurrent streams and memory of the router.
+"""Measure the router's requests/s, added latency, concurrent streams and memory.
 
-Every engine answers at once, so the figures are those of the router. Ullage's router tokenizes,
-predicts, admits and logs each request, while its peers are plain proxies. Load, engines and routers
-are processes of this machine. Routers take turns within each round, so ratios between them hold
-even where absolute figures depend on the load of the machine. The CPU time of a request is that of
-all processes of its router.
+Every engine answers at once, so the figures show the router alone. Ullage's router tokenizes,
+predicts, admits and logs each request, while the other routers are plain proxies. The load, the
+engines and the routers are processes on this machine. Routers take turns within each round, so the
+ratios between them hold even if absolute figures depend on the machine's load. The CPU time per
+request includes all processes of a router.
 
-With --interval-ms, engines stream one token at a time, as real ones do. Without it a proxy relays
-all bytes of a stream in one piece, which is its best case. Give more --connections with it.
+With --interval-ms, engines stream one token at a time, like real engines. Without --interval-ms, a
+proxy relays all bytes of a stream in one piece, which is the proxy's best case. Use more
+--connections together with --interval-ms.
 
-With --engines, each number of engines gets a table of its own, and the time of one decision.
+With --engines, each number of engines gets a separate table, with the time of one decision.
 
-With --traced, the router is also measured with spans of all requests, and of a tenth of them. A
-collector in this process discards them.
+With --traced, the router is also measured with spans for all requests, and with spans for a tenth
+of the requests. A collector in this process discards the spans.
 
 With --peers DIR, vllm-router (Rust, from PyPI) and production-stack's router (Python) are measured,
 too. Their virtual environments are created in DIR unless they exist. --production-stack names what
@@ -51,19 +52,19 @@ FLOORS = (
 
 @dataclass(slots=True)
 class Measurements:
-    """The measurements of one target."""
+    """The measurements of one target server."""
 
     per_second: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """By whether answers were streamed, as all dictionaries here."""
+    """Requests/s in each round, by whether answers were streamed (as in all dictionaries here)."""
     cpu_us: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     p50_ms: float | None = None
     p99_ms: float | None = None
-    """Latencies at the fixed rate."""
+    """Latency percentiles p50 and p99 at the fixed rate, in milliseconds."""
     errors: int = 0
 
 
 def decision_us(ports: Sequence[int]) -> float:
-    """Return the microseconds of one decision, measured in a process of its own."""
+    """Return the microseconds per decision, measured in a separate process."""
     command = [sys.executable, "-m", "benchmarks.router.decide", *map(str, ports)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -72,7 +73,7 @@ def decision_us(ports: Sequence[int]) -> float:
 
 
 def load(target: Target, *options: str) -> dict[str, Any]:
-    """Send load to a target from a process of its own, and return the figures."""
+    """Send load to a target from a separate process, and return the figures."""
     command = [sys.executable, "-m", "benchmarks.router.clients", str(target.port), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -82,7 +83,7 @@ def load(target: Target, *options: str) -> dict[str, Any]:
 
 
 def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Measurements]:
-    """Measure requests/s of all targets in turns, then latency at the fixed rate."""
+    """Measure the requests/s of all targets in turns, then the latency at the fixed rate."""
     rows = {target.name: Measurements() for target in targets}
     for _ in range(options.rounds):
         for is_streamed in (False, True):
@@ -163,7 +164,7 @@ def ratio(own: Measurements, other: Measurements, is_streamed: bool) -> float:
 
 
 def memory(target: Target, requests: int) -> None:
-    """Print the resident memory before, halfway through and after the requests."""
+    """Print a router's resident memory before, halfway through and after the requests."""
     load(target, "--requests", str(max(200, requests // 10)), "--seconds", "600")
     sizes = [target.resident_mb()]
     for _ in range(2):
@@ -174,7 +175,7 @@ def memory(target: Target, requests: int) -> None:
 
 
 def streams(machine: Machine, count: int) -> None:
-    """Open `count` streams at once, each most of a second long."""
+    """Open `count` streams at once, each of which lasts most of a second."""
     ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
     target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]

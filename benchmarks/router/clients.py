@@ -1,12 +1,12 @@
-"""Load on a chat endpoint over raw connections, from one process: print one JSON object.
+"""Send load to a chat endpoint over raw connections from one process, and print a JSON object.
 
 usage: python -m benchmarks.router.clients PORT [--connections 64] [--seconds 3] [--rate 0]
                                                 [--requests 0] [--stream]
 
-The loop is closed: each connection sends its next request when it has its answer. With --rate the
-loop is open: requests begin at even intervals, whether or not earlier ones have been answered. With
---requests the load ends after that many. A latency is the time from sending a request to the last
-byte of its answer, milliseconds.
+The loop is closed: each connection sends its next request when it has received an answer. With
+--rate, the loop is open: requests begin at even intervals, whether or not earlier requests have
+been answered. With --requests, the load ends after that number of requests. A latency is the time
+in milliseconds from sending a request to the last byte of its answer.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import uvloop
 
 QUESTION = "hello there how are you"
 PLACE = b"00000000"
-"""Placeholder for the number of a request, which makes a tokenizer cache useless."""
+"""Placeholder for a request's number. Unique numbers make a tokenizer cache useless."""
 END_OF_CHUNKS = b"0\r\n\r\n"
 CLIENT_TIMEOUT_S = 60.0
 
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._finish(False)
 
     async def ask(self, data: bytes) -> bool:
-        """Send a request, and return whether the answer was complete and good."""
+        """Send a request, and return whether the answer was complete and successful."""
         if self._transport is None:
             return False
         self._waiting = asyncio.get_running_loop().create_future()

@@ -1,10 +1,10 @@
-"""CPU time of one decision of the router: print the median, microseconds.
+"""Measure the CPU time of one routing decision, and print the median in microseconds.
 
 usage: python -m benchmarks.router.decide PORT...
 
-Admit requests in this process, with the router's own parts. The engines listen on these ports of
-this machine and report all the while. A decision is one admission: from the tokens of a prompt, all
-different, to memory that is reserved on an engine and released.
+Requests are admitted in this process, with the router's own components. The engines listen on the
+given ports of this machine, and send reports all the time. A decision is one admission: it begins
+with the tokens of a unique prompt, and reserves memory on an engine, which is then released.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""An engine without a model that answers at once, to measure routers.
+"""An engine without a model that answers at once, for measurements of routers.
 
 usage: python -m benchmarks.router.engine PORT... [--tokens 16] [--interval-ms 0] [--http]
 
-Each port is an engine of its own, and port 0 is any free port. Print the ports as a JSON list as
-soon as all of them listen.
+Each port is a separate engine, and port 0 means any free port. As soon as all engines listen, the
+process prints the ports as a JSON list.
 
-The engine speaks the part of gRPC that a router calls (GetModel, WatchHeadroom, Generate,
-Multiplex), with the tokenizer and chat template of SmolLM2. It coalesces tokens as each call asks,
-like a real engine. With --http it speaks OpenAI's chat endpoint, for routers that are proxies: one
-event a token, and all events in one piece unless there is an interval. Answers are built in
-advance, so that the router dominates every figure.
+The engine serves the RPCs that a router calls (GetModel, WatchHeadroom, Generate, Multiplex), with
+the tokenizer and chat template of SmolLM2. It coalesces tokens as each call requests, like a real
+engine. With --http, the engine serves OpenAI's chat endpoint, for routers that are proxies. It then
+sends one event per token, and all events in one piece unless there is an interval. Answers are
+built in advance, so that the router dominates every figure.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class InstantEngine(
             pb.GenerateResponse(finished=finished),
         ]
         self._joined: dict[int, list[pb.MultiplexEvent]] = {}
-        """Events of an answer, by the number of coalesced tokens."""
+        """Prepared events of an answer, by the number of coalesced tokens."""
         self._model = _model()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
@@ -93,7 +93,7 @@ class InstantEngine(
                 await context.write(answer)
 
     def _events(self, together: int) -> list[pb.MultiplexEvent]:
-        """Return the events of an answer: acceptance, first token, the coalesced rest, end."""
+        """Return an answer's events: Accepted, first token, other tokens coalesced, Finished."""
         events = self._joined.get(together)
         if events is None:
             accepted, first, *others, finished = self._responses
@@ -148,7 +148,7 @@ def _model() -> pb.GetModelResponse:
 
 
 class OpenAIEngine(asyncio.Protocol):
-    """A connection of a client that sends one request at a time."""
+    """The connection of a client that sends one request at a time."""
 
     def __init__(self, tokens: int, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -195,7 +195,7 @@ class OpenAIEngine(asyncio.Protocol):
             self._transport.write(self._models)
 
     def _send(self, number: int) -> None:
-        """Send one event after another."""
+        """Send an answer's events one after another, at the engine's interval."""
         self._transport.write(self._events[number])
         if number + 1 < len(self._events):
             loop = asyncio.get_running_loop()
@@ -204,7 +204,7 @@ class OpenAIEngine(asyncio.Protocol):
 
 
 def until_step(interval_s: float, engine: object) -> float:
-    """Return the seconds until the next step, which gives a token to each request."""
+    """Return the seconds until the next step, in which every request gets a token."""
     if not interval_s:
         return 0.0
     shift_s = interval_s * (hash(engine) % 16) / 16

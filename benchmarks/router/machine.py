@@ -1,4 +1,4 @@
-"""Routers, fake engines and their processes on this machine."""
+"""Starts routers and fake engines as processes on this machine."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ READY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of chat requests on a port."""
+    """A server that accepts chat requests on a port."""
 
     name: str
     port: int
@@ -44,7 +44,7 @@ def addresses(ports: Sequence[int]) -> list[str]:
 
 
 class Machine:
-    """Starts processes, and ends them with its stack."""
+    """Starts processes, which end when the machine's exit stack is closed."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack = stack
@@ -57,7 +57,7 @@ class Machine:
         return psutil.Process(process.pid)
 
     def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
-        """Start a process that prints its ports, and return the ports and its process id."""
+        """Start a process that prints its ports, and return the ports and the process id."""
         path = self._folder / f"{name}.log"
         log = self._stack.enter_context(path.open("wb"))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -92,8 +92,8 @@ class Machine:
 
         Args:
             name: name of the target and of its files.
-            engine_ports: ports of its engines.
-            more: further sections of its configuration.
+            engine_ports: ports of the router's engines.
+            more: additional sections of the router's configuration.
         """
         [port] = free_ports(1)
         host = {"host": "127.0.0.1", "port": 0}

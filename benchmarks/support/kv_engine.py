@@ -1,12 +1,13 @@
-"""An engine without a model, as a process: bounded KV, real gRPC, real admission.
+"""An engine process without a model, but with a limited KV pool, real gRPC and real admission.
 
 usage: python -m benchmarks.support.kv_engine [--port 0] [--name engine-0] [--blocks 90]
                                               [--token-s 0.03] [--sequence-s 0]
 
-A request holds the blocks of its prompt and its output from Accepted to Finished. It gets a token
-every `--token-s` seconds, plus `--sequence-s` for every other running request. A request that does
-not fit is refused with RESOURCE_EXHAUSTED, as engines do. Print one JSON line with the port as soon
-as it listens, and on SIGTERM one with the numbers of served, cancelled and refused requests.
+A request holds the blocks of its prompt and its output from Accepted to Finished. The request gets
+a token every `--token-s` seconds, plus `--sequence-s` for every other running request. A request
+that does not fit is refused with RESOURCE_EXHAUSTED, as by real engines. The process prints one
+JSON line with its port as soon as it listens, and on SIGTERM a JSON line with the numbers of
+served, cancelled and refused requests.
 """
 
 import argparse
@@ -45,12 +46,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def blocks_of(prompt_tokens: int, output_tokens: int) -> int:
-    """Return the blocks that a request holds."""
+    """Return the number of blocks that a request holds."""
     return -(-(prompt_tokens + output_tokens) // BLOCK_TOKENS)
 
 
 def byte_tokenizer() -> str:
-    """Return a tokenizer with one token a byte, as JSON."""
+    """Return a tokenizer with one token per byte, as JSON."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -61,7 +62,7 @@ def byte_tokenizer() -> str:
 
 @dataclass
 class Pool:
-    """Blocks, and the remaining tokens of the requests that hold them."""
+    """A pool of KV blocks, with the remaining tokens of the requests that hold blocks."""
 
     blocks: int
     token_s: float
@@ -80,11 +81,11 @@ class Pool:
 
     @property
     def step_s(self) -> float:
-        """Seconds until each running request has its next token."""
+        """Seconds per step, in which each running request gets one token."""
         return self.token_s + self.sequence_s * max(0, len(self.running) - 1)
 
     def take(self, key: int, blocks: int, tokens: int) -> bool:
-        """Reserve blocks, and return whether there was room."""
+        """Reserve blocks, and return whether enough blocks were free."""
         if blocks > self.free:
             self.refused += 1
             return False
@@ -108,7 +109,7 @@ class Pool:
 class KVEngine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
-    """The engine's two services over one pool."""
+    """The engine's two gRPC services, which share one pool."""
 
     def __init__(self, name: str, pool: Pool) -> None:
         self._name = name

@@ -1,7 +1,7 @@
-"""Closed-loop load on an OpenAI-compatible server: output tokens/s, TTFT, time per token.
+"""Sends closed-loop load to an OpenAI-compatible server, and measures tokens/s and latencies.
 
-Every request has a prompt of its own (163 words are 180 tokens with SmolLM2's template), asks for
-an exact number of tokens, and is greedy and streamed. The words are the system message, so that
+Every request has a unique prompt (163 words are 180 tokens with SmolLM2's template), requests an
+exact number of tokens, and is greedy and streamed. The words are in the system message, so that
 prompts differ from their fourth token on.
 """
 
@@ -27,7 +27,7 @@ class ServerError(SystemExit):
 
 
 class _NotAnswered(Exception):
-    """A request failed."""
+    """A request was not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Answer:
     status: int
     """HTTP status (0 if the connection broke, or the stream ended before its last token)."""
     error: str
-    """The server's failure (empty for a complete answer)."""
+    """The server's error (empty for a complete answer)."""
     ttft: float
     e2e: float
     longest_pause: float
@@ -46,9 +46,9 @@ class Answer:
 
 
 def messages(number: int, words: int) -> list[dict[str, str]]:
-    """Return the prompt of a number.
+    """Return the messages of prompt number `number`.
 
-    Prompts of different numbers differ before a prefix cache can match a block.
+    Prompts with different numbers differ before a prefix cache can match a block.
     """
     chooser = random.Random(number)
     text = " ".join(chooser.choice(WORDS) for _ in range(words))
@@ -58,7 +58,7 @@ def messages(number: int, words: int) -> list[dict[str, str]]:
 async def ask(
     session: aiohttp.ClientSession, url: str, model: str, prompt: list[dict[str, str]], tokens: int
 ) -> Answer:
-    """Send one request and read its stream to the end, errors included."""
+    """Send one request, and read its stream to the end. Errors become part of the answer."""
     body = {
         "model": model,
         "messages": prompt,
@@ -130,17 +130,17 @@ async def level(
     seed: int = 0,
     server: str = "",
 ) -> dict[str, float]:
-    """Return the figures of one concurrency in a closed loop.
+    """Measure a closed loop with one concurrency, and return the figures.
 
     Args:
         url: base URL of the server.
-        model: name of its model.
-        concurrency: workers. Each sends its next request when the last one has ended.
-        requests: number of requests.
-        words: words of each prompt.
-        tokens: tokens of each answer.
-        seed: below 1,000. Another seed or concurrency has other prompts.
-        server: name of the server in messages, in place of its URL.
+        model: name of the server's model.
+        concurrency: number of workers. Each sends its next request when the last one has ended.
+        requests: total number of requests.
+        words: number of words per prompt.
+        tokens: number of tokens per answer.
+        seed: a number below 1,000. Other seeds and other concurrencies have different prompts.
+        server: name of the server in messages, instead of its URL.
 
     Raises:
         ServerError: a request was not answered with 200 and all its tokens.

@@ -1,4 +1,4 @@
-"""`ullage up` of SmolLM2 with tiers of KV memory."""
+"""Runs `ullage up` with SmolLM2 and tiers of KV memory."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ class Service:
         return None
 
     def figures(self, number: int) -> dict[str, float]:
-        """Return an engine's metrics by name or `name/tier`, summed over all other labels."""
+        """Return an engine's metrics by name, or by `name/tier`, summed over all other labels."""
         url = self.state["engines"][number]["metrics_url"]
         with urllib.request.urlopen(url, timeout=30) as response:
             text = response.read().decode()
@@ -84,10 +84,10 @@ async def service_up(
     tiers: dict[str, Any],
     is_deterministic: bool = False,
 ) -> AsyncIterator[Service]:
-    """Run a service until the block ends. No request of a benchmark meets its limits.
+    """Run a service until the block ends. No benchmark's requests reach the service's limits.
 
     Raises:
-        SystemExit: it does not start, or does not stop within a minute.
+        SystemExit: the service does not start, or does not stop within a minute.
     """
     path = folder / "service.yaml"
     path.write_text(yaml.safe_dump(_manifest(max_kv, tiers, is_deterministic)))
@@ -141,7 +141,7 @@ def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dic
 
 @dataclass
 class Answer:
-    """One answer. `arrivals_s` has the seconds from request to token, for each token."""
+    """One answer. `arrivals_s` has the seconds from the request to each token."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
@@ -156,8 +156,8 @@ async def ask(
     """Request a greedy answer of exactly `max_tokens` tokens.
 
     Raises:
-        grpc.aio.AioRpcError: it was refused or failed.
-        RuntimeError: it ended early.
+        grpc.aio.AioRpcError: the request was refused or failed.
+        RuntimeError: the answer ended early.
     """
     request = pb.GenerateRequest(
         model="smollm2",

@@ -1,4 +1,4 @@
-"""A control group that limits the memory of a server, and a kernel that kills in it."""
+"""A control group that limits a server's memory, and a way to make the kernel OOM-kill in it."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
-"""Where cgroup v1 and v2 have the groups that limit memory."""
+"""Folders in which cgroup v1 and v2 have the groups that limit memory."""
 HOG_BYTES = 32 << 20
 PATIENCE_S = 60.0
 _HOG = """
@@ -22,18 +22,18 @@ while True:
         time.sleep(600)
     time.sleep(0.05)
 """
-"""Forks small processes until the kernel has to kill. The largest process of the group is killed
-first, and that is the server's worker."""
+"""Program that forks small processes until the kernel must kill one. The kernel first kills the
+largest process in the group, which is the server's worker."""
 
 
 class MemoryLimit:
-    """A control group of its own.
+    """A new control group that limits memory.
 
     Args:
         name: name of the group.
 
     Raises:
-        OSError: this user may not make groups here.
+        OSError: this user may not create control groups.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,19 +53,19 @@ class MemoryLimit:
             raise OSError(f"{root} does not limit memory")
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return a command that runs another one in the group."""
+        """Return a command that runs the given command in the group."""
         enter = f'echo $$ > {self._folder}/cgroup.procs && exec "$@"'
         return ["sh", "-c", enter, "sh", *command]
 
     def allow(self, more_bytes: int) -> None:
-        """Limit the group to its present memory without droppable files, and to more bytes."""
+        """Limit the group's memory to its current use, without file caches, plus some bytes."""
         self._limit.write_text(str(self._used_bytes() + more_bytes))
 
     def kill_largest(self) -> None:
         """Fill the group with small processes until the kernel has killed a process.
 
         Raises:
-            TimeoutError: it has killed nothing in time.
+            TimeoutError: the kernel has not killed a process in time.
         """
         before = self.num_kills()
         until = time.monotonic() + PATIENCE_S
@@ -83,7 +83,7 @@ class MemoryLimit:
             hog.wait()
 
     def num_kills(self) -> int:
-        """Return how many processes of the group the kernel has killed."""
+        """Return the number of processes in the group that the kernel has killed."""
         file = "memory.oom_control" if self._is_v1 else "memory.events"
         lines = (self._folder / file).read_text().splitlines()
         return int(dict(line.split() for line in lines).get("oom_kill", 0))
@@ -96,7 +96,7 @@ class MemoryLimit:
         return int((self._folder / current).read_text()) - int(stats[cached])
 
     def close(self) -> None:
-        """Remove the group, whose processes have ended."""
+        """Remove the group after its processes have ended."""
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -111,7 +111,7 @@ class MemoryLimit:
 
 @contextlib.contextmanager
 def memory_limit(name: str) -> Iterator[MemoryLimit]:
-    """Have a group within the block."""
+    """Create a control group for the block, and remove it at the end."""
     group = MemoryLimit(name)
     try:
         yield group

@@ -1,4 +1,4 @@
-"""One real engine with SmolLM2 on the CPU, for benchmarks that disturb it."""
+"""Runs one real engine with SmolLM2 on the CPU, for benchmarks that inject faults."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class Engine:
         return None
 
     async def ooms(self) -> int:
-        """Return the steps that ran out of memory since the engine started."""
+        """Return the number of steps that ran out of memory since the engine started."""
 
         def scrape() -> str:
             with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
@@ -67,12 +67,12 @@ class Engine:
 async def start_engine(
     folder: Path, log: str | None, **sections: dict[str, Any] | str
 ) -> AsyncIterator[Engine]:
-    """Run an engine until the block ends, and yield once it is ready.
+    """Run an engine until the block ends, and yield once the engine is ready.
 
     Args:
-        folder: its run directory, with its configuration and weights.
-        log: file for its log, or None to discard it.
-        sections: fields of its configuration by section, in place of the defaults.
+        folder: run directory of the engine, with its configuration and weights.
+        log: file for the engine's log, or None to discard the log.
+        sections: fields of the engine's configuration by section, instead of the defaults.
     """
     grpc_port, metrics_port = free_ports(2)
     path = folder / "engine.yaml"
@@ -134,7 +134,7 @@ async def _ready(engine: Engine, log: str | None) -> None:
 
 
 def _last_words(log: str | None) -> str:
-    """Return the name and the last line of a log (empty without a log)."""
+    """Return the name and the last line of a log file (empty without a log)."""
     if log is None:
         return ""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").strip().splitlines()

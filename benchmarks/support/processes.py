@@ -1,4 +1,4 @@
-"""Ports for the processes of a benchmark, and the end of processes."""
+"""Reserves ports for the processes of a benchmark, and ends processes."""
 
 import atexit
 import contextlib
@@ -10,7 +10,7 @@ atexit.register(_held.close)
 
 
 def free_ports(count: int) -> list[int]:
-    """Reserve free ports while this process lives. Servers can still bind them."""
+    """Reserve free ports for the lifetime of this process. Servers can still bind these ports."""
     ports = []
     for _ in range(count):
         held = _held.enter_context(socket.socket())

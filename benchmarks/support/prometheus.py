@@ -1,4 +1,4 @@
-"""A Prometheus on loopback, whose data is in a temporary folder."""
+"""Runs a Prometheus on loopback, with its data in a temporary folder."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ READY_S = 60.0
 
 
 def find() -> str | None:
-    """Return Prometheus's program: ULLAGE_PROMETHEUS, else next to python, else on PATH."""
+    """Find Prometheus's executable: in ULLAGE_PROMETHEUS, next to python, or on PATH."""
     beside = Path(sys.prefix, "bin", "prometheus")
     binary = os.environ.get("ULLAGE_PROMETHEUS") or (str(beside) if beside.exists() else None)
     return binary or shutil.which("prometheus")
@@ -30,7 +30,7 @@ class Prometheus:
     """A client of a running Prometheus.
 
     Args:
-        url: its address.
+        url: URL of the Prometheus server.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,7 +40,7 @@ class Prometheus:
         """Return the data of an API response.
 
         Raises:
-            ValueError: the API answered with an error, whose body is the message.
+            ValueError: the API returned an error. The message is the response body.
         """
         query = urllib.parse.urlencode(parameters)
         try:
@@ -50,7 +50,7 @@ class Prometheus:
             raise ValueError(error.read().decode()) from None
 
     def query(self, text: str) -> list[dict[str, Any]]:
-        """Return the series of an instant query."""
+        """Return the time series in the result of an instant query."""
         samples: list[dict[str, Any]] = self.get("query", query=text)["result"]
         return samples
 
@@ -66,11 +66,11 @@ def running(
     """Run a Prometheus until the block ends.
 
     Args:
-        program: path of its executable.
-        folder: empty folder for its configuration, log and data.
-        jobs: entries of `scrape_configs`.
+        program: path of the Prometheus executable.
+        folder: empty folder for Prometheus's configuration, log and data.
+        jobs: entries for `scrape_configs`.
         groups: rule groups, which are all evaluated at the scrape interval.
-        seconds: scrape interval.
+        seconds: scrape interval in seconds.
     """
     often = [{name: each for name, each in group.items() if name != "interval"} for group in groups]
     (folder / "rules.json").write_text(json.dumps({"groups": often}))

@@ -1,4 +1,4 @@
-"""One router as a process."""
+"""Runs one router as a process."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ async def start_router(
     to: Path,
     slo: Mapping[str, float] = OBJECTIVES,
 ) -> tuple[str, psutil.Process]:
-    """Start a router, and return its URL and its process."""
+    """Start a router, and return the router's URL and process."""
     anywhere = {"host": "127.0.0.1", "port": 0}
     config = {
         "model": model,
@@ -62,7 +62,7 @@ async def start_router(
 
 
 async def listening(log: Path) -> dict[str, Any]:
-    """Return the ports that a router's log names, once it does."""
+    """Wait until a router's log names the listening ports, and return them."""
     async with asyncio.timeout(START_S):
         while True:
             if line := first_line(log, '"listening"'):
@@ -71,7 +71,7 @@ async def listening(log: Path) -> dict[str, Any]:
 
 
 def first_line(log: Path, word: str) -> str:
-    """Return the first line that contains the word (empty if there is none yet)."""
+    """Return the first log line that contains the word (empty if there is no such line yet)."""
     return next((line for line in log.read_text().splitlines() if word in line), "")
 
 

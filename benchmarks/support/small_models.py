@@ -1,4 +1,4 @@
-"""Random checkpoints of every family, as Hugging Face lays them out, without transformers."""
+"""Writes random checkpoints of every family in Hugging Face's layout, without transformers."""
 
 import json
 from pathlib import Path
@@ -98,17 +98,17 @@ def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) 
 
 
 def _numbers(shape: tuple[int, ...]) -> torch.Tensor:
-    """Draw bfloat16 numbers of a magnitude of about 0.02.
+    """Draw bfloat16 values with a magnitude of about 0.02.
 
-    They are drawn as integers, which every version of torch and every processor draws alike. Normal
-    numbers differ in their last bits.
+    The values are drawn as integers, which are the same for every version of torch and on every
+    processor. Normally distributed values would differ in their last bits.
     """
     whole = torch.randint(-128, 128, shape, dtype=torch.int16)
     return (whole.float() * 2.0**-12).to(torch.bfloat16)
 
 
 def _packed(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Draw MXFP4 blocks and scales of a tensor whose unpacked shape is [experts, in, out]."""
+    """Draw MXFP4 blocks and scales for a tensor with the unpacked shape [experts, in, out]."""
     experts, inside, out = shape
     groups = (experts, out, inside // 32)
     blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)

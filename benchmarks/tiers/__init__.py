@@ -1,1 +1,1 @@
-"""Tiers of KV memory: the store alone, engines with tiers, and vLLM's offloading."""
+"""Benchmarks of the KV tiers: the store alone, engines with tiers, and vLLM's offloading."""

@@ -1,21 +1,22 @@
-"""The value of KV tiers: bandwidth, time to first token by tier, and overhead.
+"""Measure the value of KV tiers: bandwidth, time to first token by tier, and overhead.
 
-store     Measure put_batch and get_batch of the host tier next to memcpy (numpy's copyto of the
-          same sizes between the same kinds of memory), by one thread and by several. Measure saves
-          and loads of the file tier next to fio with the same folder, block size, number of threads
-          and O_DIRECT. Both take turns within each round, so the ratios hold even where absolute
-          figures depend on the load of the machine. Each ratio is the median of its rounds.
-engine    Ask three services of SmolLM2 the same prompts in turn: without tiers, with a host tier,
-          and with files below a small host tier. Report the time to first token and between tokens
-          for prompts that are cold, on the device, in host memory, in files, and recomputed, with
-          hits and bytes. Then compare the texts of deterministic services, which must be equal to
-          the last token. An answer that did not come from the tier of its row ends the benchmark.
+store     Measure put_batch and get_batch of the host tier next to memcpy (numpy's copyto with the
+          same sizes between the same kinds of memory), with one thread and with several. Measure
+          saves and loads of the file tier next to fio with the same folder, block size, number of
+          threads and O_DIRECT. Both take turns within each round, so the ratios hold even if
+          absolute figures depend on the machine's load. Each ratio is the median of its rounds.
+engine    Send the same prompts in turn to three services with SmolLM2: without tiers, with a host
+          tier, and with files below a small host tier. Report the time to first token and between
+          tokens for prompts that are cold, on the device, in host memory, in files, or recomputed,
+          with hits and bytes. Then compare the texts of deterministic services, which must be
+          equal to the last token. If an answer did not come from the tier of its row, the
+          benchmark ends.
 vllm      Start vLLM's own offloading to host memory, and report whether it runs on this machine.
 
-floors: the host tier reaches 80 % of memcpy's bandwidth, and the file tier 80 % of fio's. The first
-token comes from host memory within 1/5, and from files within 1/3, of the time of recomputing.
-Tokens come at most 3 % slower with tiers. The exit status is 1 where one is missed. With --quick
-it is 1 only where texts differ.
+limits: the host tier reaches 80 % of memcpy's bandwidth, and the file tier 80 % of fio's. The first
+token comes from host memory within 1/5, and from files within 1/3, of the time for recomputing.
+Tokens come at most 3 % slower with tiers. The exit status is 1 if a limit is missed. With --quick,
+it is 1 only if texts differ.
 
 examples:
   python -m benchmarks tiers --json tiers.json --plot docs/reasons/kv-tiers.svg   on a quiet machine
@@ -57,7 +58,7 @@ def machine() -> str:
 
 
 def plot(rows: dict[str, dict[str, float]], path: Path) -> None:
-    """Draw the engine's rows as bars."""
+    """Plot the rows of the part `engine` as bars."""
     panels = [
         (f"{title}, ms", {where: row[name] for where, row in rows.items()})
         for title, name in (

@@ -1,4 +1,4 @@
-"""Engines with tiers: the time that a prefix in each tier saves, and the overhead of tiers."""
+"""Measures the time that a cached prefix in each tier saves, and the overhead of tiers."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ from ullage_common.wire.channels import open_channel
 MIB = 1 << 20
 TAIL = 16
 OUTPUT = 32
-"""Tokens of an answer. TAIL is the number of prompt tokens after the long prefix."""
+"""Number of tokens per answer. TAIL is the number of prompt tokens after the long prefix."""
 TEXT_PROMPT = 512
 WAIT_S = 60.0
 FROM_TIER = 0.85
-"""Smallest share of a prefix that must come from the tier of its row."""
+"""Minimum share of a prefix that must come from the tier of the prefix's row."""
 
 
 ENGINE_LIMITS = {
@@ -38,13 +38,13 @@ ENGINE_LIMITS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A service with tiers, and the number of prompts it is asked in turn."""
+    """A service with tiers, and the number of prompts that it gets in turn."""
 
     where: str
     """Tier that serves a repeated prompt, or `recomputed`."""
     prompts: int
     host_share: float
-    """Size of the host tier, as a share of one prompt's KV, like `file_share`."""
+    """Size of the host tier as a multiple of one prompt's KV (the same unit as `file_share`)."""
     file_share: float = 0.0
 
     def tiers(self, prompt_mib: float, folder: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ SETUPS = (
 
 @dataclass
 class Row:
-    """Answers whose prefix came from the same tier."""
+    """Answers whose prefixes came from the same tier."""
 
     answers: list[Answer] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class Pass:
     token_ids: dict[int, list[list[int]]] = field(default_factory=dict)
     """Token ids of each answer, by prompt."""
     slower: list[float] = field(default_factory=list)
-    """Ratios of the time between tokens with and without a host tier, for each pair."""
+    """For each pair of answers, the ratio of the time per token with and without a host tier."""
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, where: str, number: int, answer: Answer) -> None:
@@ -114,7 +114,7 @@ class Pass:
         self.token_ids.setdefault(number, []).append(answer.token_ids)
 
     def equal_texts(self) -> tuple[int, int]:
-        """Return the answers equal to the first one of their prompt, and all that were compared."""
+        """Return how many answers equal the first answer to their prompt, and the total number."""
         others = [(ids[0], each) for ids in self.token_ids.values() for each in ids[1:]]
         return sum(first == each for first, each in others), len(others)
 
@@ -122,10 +122,10 @@ class Pass:
 async def measure_pass(
     folder: Path, num_tokens: int, rounds: int, *, is_deterministic: bool
 ) -> Pass:
-    """Ask all services the same prompts in turn, once cold and then for `rounds` rounds.
+    """Send the same prompts to all services in turn, once cold and then for `rounds` rounds.
 
     Raises:
-        SystemExit: an answer did not come from where its row claims.
+        SystemExit: an answer did not come from the tier of its row.
     """
     prompt_mib = num_tokens * TOKEN_BYTES / MIB
     # One prompt with its answer, and hardly a block more: the next prompt evicts it.
@@ -198,10 +198,10 @@ def _check(answer: Answer, where: str, num_tokens: int) -> None:
 
 
 async def _quiet(service: Service) -> None:
-    """Wait until the tiers copy nothing.
+    """Wait until the tiers no longer copy blocks.
 
     Raises:
-        SystemExit: they still copy after a minute.
+        SystemExit: the tiers still copy blocks after a minute.
     """
     names = ("queued", "blocks", "written_bytes_total")
     before: list[float] = []
@@ -231,9 +231,9 @@ def _traffic(figures: dict[str, float]) -> dict[str, float]:
 
 
 def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
-    """Measure times with the fast kernels, then texts with the deterministic ones.
+    """Measure times with the fast kernels, then compare texts with the deterministic kernels.
 
-    The texts have shorter prompts.
+    The comparison of texts uses shorter prompts.
     """
     with tempfile.TemporaryDirectory(prefix="ullage-tiers-") as name:
         times = asyncio.run(measure_pass(Path(name), num_tokens, rounds, is_deterministic=False))

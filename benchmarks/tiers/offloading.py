@@ -1,4 +1,4 @@
-"""Whether vLLM's own offloading of KV to host memory runs here."""
+"""Checks whether vLLM's own offloading of KV to host memory runs on this machine."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The store alone, next to memcpy and fio."""
+"""Measures the KV store alone, next to memcpy and fio."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ from ullage_kv.file_tier import NUM_LOADING, NUM_SAVING
 SPACE = namespace({"benchmark": "tiers"})
 FLOOR = 0.8
 BATCH = 16
-"""Blocks of one call, about as many as a step of a long prompt completes."""
+"""Number of blocks per call, about as many as one step of a long prompt completes."""
 GIB = 1 << 30
 WAIT_S = 600.0
 
@@ -41,14 +41,14 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(slots=True)
 class Comparison:
-    """Two bandwidths, round by round."""
+    """Two bandwidths to compare, with one value per round."""
 
     name: str
     beside: str
     floor: float
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
-    """Bytes a second."""
+    """Bandwidth of memcpy or fio in bytes per second, one value per round (as in `ours`)."""
 
     @property
     def ratio(self) -> float:
@@ -63,12 +63,12 @@ class Comparison:
 
 
 def pad(num_bytes: int) -> int:
-    """Round up to whole pages."""
+    """Round a number of bytes up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Blocks:
-    """The blocks that all measurements move, and their destination."""
+    """The blocks that all measurements copy, and their destination."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -102,7 +102,7 @@ class Blocks:
 
 
 def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparison]:
-    """Put and get all blocks, with a new store each round."""
+    """Measure put and get of all blocks in the host tier, with a new store in each round."""
     put = Comparison(f"host put, threads {num_threads}", "memcpy", FLOOR)
     get = Comparison(f"host get, threads {num_threads}", "memcpy", FLOOR)
     arena = Arena.create((blocks.num_blocks + 1) * (blocks.block_bytes + 4096))
@@ -126,7 +126,7 @@ def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparis
 
 
 def bandwidth(blocks: Blocks, move: Callable[[range], None], num_threads: int) -> float:
-    """Return the bytes a second of `num_threads` threads that move all blocks in batches."""
+    """Return the bytes per second at which `num_threads` threads copy all blocks in batches."""
 
     def work(part: int) -> None:
         for batch in blocks.batches(part, num_threads):
@@ -160,9 +160,9 @@ def get_blocks(store: Store, blocks: Blocks, batch: range) -> None:
 
 
 def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
-    """Save and load all blocks, each round after fio did the same in the same folder.
+    """Measure saves and loads of all blocks, in each round after fio in the same folder.
 
-    Both overwrite files that were written before, as a full tier does.
+    Both overwrite existing files, as a full tier does.
     """
     folder = Path(tempfile.mkdtemp(prefix="ullage-tiers-", dir=path))
     try:
@@ -189,7 +189,7 @@ def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
 
 
 def save_all(tier: FileTier, blocks: Blocks) -> float:
-    """Save all blocks, with two batches queued so that no thread idles. Return bytes a second."""
+    """Save all blocks, and return bytes per second. Two queued batches keep all threads busy."""
     pending = []
     started = time.perf_counter()
     for batch in blocks.batches():
@@ -203,7 +203,7 @@ def save_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def load_all(tier: FileTier, blocks: Blocks) -> float:
-    """Load all blocks, and return bytes a second."""
+    """Load all blocks, and return bytes per second."""
     for into in blocks.into:
         into[:64] = 0
     started = time.perf_counter()
@@ -219,7 +219,7 @@ def load_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def fio(blocks: Blocks, path: Path, mode: str, num_threads: int, *, is_direct: bool) -> float:
-    """Return the bytes a second of fio, which moves each block once, in random order."""
+    """Return the bytes per second of fio, which transfers each block once in random order."""
     slot_bytes = pad(blocks.block_bytes)
     size = blocks.num_blocks * slot_bytes
     options = {
@@ -271,7 +271,7 @@ def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
 
 
 def print_store(comparisons: Sequence[Comparison]) -> bool:
-    """Print the figures, and return whether all are above their floors."""
+    """Print the figures, and return whether all reach their lower limits."""
     print(f"{'GiB/s, median of rounds':28} {'ours':>7} {'theirs':>7} {'ratio':>7}")
     for comparison in comparisons:
         print(comparison.row())

@@ -1,1 +1,1 @@
-"""vLLM inside Ullage: next to its own server, and after a worker was replaced."""
+"""Benchmarks of vLLM inside Ullage: next to vLLM's own server, and after a lost worker."""

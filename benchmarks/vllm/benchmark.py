@@ -1,9 +1,9 @@
-"""vLLM inside Ullage.
+"""Measure vLLM inside Ullage.
 
-server    Ullage around vLLM next to vLLM's own server: speed, a killed engine, an overload
-resume    the settings of vLLM with which a resumed greedy answer equals the undisturbed one
+server    Ullage with vLLM next to vLLM's own server: speed, a killed engine, an overload
+resume    the settings of vLLM with which a resumed greedy answer equals the uninterrupted answer
 
-Run them with a Python that has vLLM (`make install-vllm`).
+Run these benchmarks with a Python that has vLLM (`make install-vllm`).
 
 examples:
   .venv-vllm/bin/python -m benchmarks vllm server --quick

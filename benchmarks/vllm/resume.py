@@ -1,25 +1,25 @@
-"""Settings of vLLM with which a resumed greedy answer equals the undisturbed one.
+"""Find the settings of vLLM with which a resumed greedy answer equals the uninterrupted answer.
 
-A worker that replaces another computes a request's prompt and the output so far as one prompt, and
-continues. For each setting, in a process of its own, compare the greedy answers of this worker
-with those of an undisturbed one. There are three prompts of 12, 70 and 300 tokens with answers of
-32 tokens:
+A worker that replaces a lost worker computes a request's prompt and its output so far as one
+prompt, and then continues. For each setting, a separate process compares the greedy answers of such
+a worker with uninterrupted answers. There are three prompts of 12, 70 and 300 tokens, with answers
+of 32 tokens:
 
-batch    computed from the beginning, all at once instead of one after the other
-resumed  resumed in turns after the first worker had sent 5 or 17 tokens, and no KV is left
+batch    computed from the beginning, all at once instead of one after another
+resumed  resumed one after another after the first worker sent 5 or 17 tokens, without any KV
 company  the same as resumed, but all at once
-warm     the same as company, and the first worker's whole blocks of KV are left, as in tiers
+warm     the same as company, but with the first worker's full KV blocks, as from tiers
 
-Print the number of equal texts, and the largest difference of a token's log-probability before the
-texts part: 0 means that all numbers have the same bits. A setting that vLLM refuses is printed with
-its reason. The whole takes some ten minutes on two quiet cores. Run it with the Python that has
-vLLM.
+The benchmark prints the number of equal texts, and the largest difference in a token's
+log-probability before the texts diverge. A difference of 0 means that all values have the same
+bits. If vLLM refuses a setting, the reason is printed. The benchmark takes some ten minutes on two
+quiet cores. Run it with the Python that has vLLM.
 
 examples:
   .venv-vllm/bin/python -m benchmarks vllm resume
   .venv-vllm/bin/python -m benchmarks vllm resume --settings "float32;float32, two threads"
 
-exit status: 0 every setting was measured or refused, 1 one broke
+exit status: 0 every setting was measured or refused, 1 a setting failed
 """
 
 import argparse
@@ -45,12 +45,12 @@ from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parents[1] / "quality.txt"
 PROMPTS = (12, 70, 300)
-"""Tokens of each prompt."""
+"""Length of each prompt in tokens."""
 LENGTH = 32
 CUTS = (5, 17)
 SEQUENCES = 16
 THREADS = 1
-"""Default of settings: on busy cores, threads wait for one another."""
+"""Default number of threads, because several threads wait for one another on busy cores."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class InProcessEngine:
         """Answer prompts, together or one after another.
 
         Args:
-            prompts: token ids, with the number of output tokens at their end.
-            salt: requests share KV with earlier ones of the same salt, and none with an empty one.
-            together: submit all prompts at once.
+            prompts: pairs of token ids, and the number of output tokens at the end of these ids.
+            salt: requests share KV with earlier requests of the same salt (empty for no sharing).
+            together: whether to submit all prompts at once.
         """
         if not together:
             return [self.answers([each], salt=salt, together=True)[0] for each in prompts]
@@ -208,7 +208,7 @@ def measure(setting: Setting, source: str, weights: Path) -> dict[str, Any]:
 
 
 def measure_apart(name: str, source: str, weights: Path) -> dict[str, Any]:
-    """Measure one setting in a process of its own, since vLLM reads its environment once."""
+    """Measure one setting in a separate process, because vLLM reads its environment only once."""
     command = [sys.executable, "-m", "benchmarks", "vllm", "resume", "--one", name]
     command += ["--source", source]
     command += ["--weights", str(weights)]
@@ -230,7 +230,7 @@ def measure_apart(name: str, source: str, weights: Path) -> dict[str, Any]:
 
 
 def line(name: str, result: dict[str, Any]) -> str:
-    """Return a row of the table."""
+    """Return a setting's row of the table."""
     if reason := result.get("refused") or result.get("broken"):
         return f"| {name} | {reason} |"
     cells = [
@@ -248,7 +248,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure all settings, or in a child one of them, and return the exit status."""
+    """Measure all settings, or a single one in a child process, and return the exit status."""
     if options.one:
         result = measure(SETTINGS[options.one], options.source, options.weights)
         options.output.write_text(json.dumps(result))

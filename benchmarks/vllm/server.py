@@ -1,14 +1,15 @@
-"""Ullage around vLLM next to vLLM's own server: speed, a killed engine, an overload.
+"""Compare Ullage with vLLM to vLLM's own server: speed, a killed engine, an overload.
 
-Start `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine` with vLLM behind
-an `ullage-router`. Send both the same streamed requests (180 tokens in, 64 out) in turns. Then, on
-each, send ten times the requests that it can serve for `--overload-s` seconds, and kill the process
-that computes while 8 streams run. Run this with the Python that has vLLM. Print one JSON object:
+The benchmark starts `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine`
+with vLLM behind an `ullage-router`. It sends both the same streamed requests (180 tokens in, 64
+out) in turns. Then it sends each server ten times the requests that the server can handle, for
+`--overload-s` seconds, and kills the process that computes while 8 streams run. Run this with the
+Python that has vLLM. The benchmark prints one JSON object:
 
-speed       by concurrency and server: output tokens/s and the median time to first token, ms;
-            medians of all rounds, with the ratio and the difference
-kill        of 8 streams those that ended with an error, and the longest pause of the others, s
-overload    statuses, the time of refusals, ms, and the time to first token, s
+speed       by concurrency and server: output tokens/s and the median time to first token in ms,
+            as medians of all rounds, with the ratio and the difference
+kill        how many of 8 streams ended with an error, and the longest pause of the others in s
+overload    statuses, the time of refusals in ms, and the time to first token in s
 
 examples:
   .venv-vllm/bin/python -m benchmarks vllm server --rounds 3
@@ -50,23 +51,23 @@ WARM_UP_SEED = 999
 
 
 _EXPLAINED = set[tuple[str, int]]()
-"""Servers and statuses with an answer already printed."""
+"""Pairs of server and status for which an answer was already printed."""
 
 
 @dataclass(frozen=True)
 class ServerUnderTest:
-    """A server under test."""
+    """One of the two servers to compare."""
 
     name: str
     url: str
     compute_pid: Callable[[], int]
-    """Return the id of the process that computes."""
+    """Returns the id of the process that computes the model."""
 
 
 async def ask(
     session: aiohttp.ClientSession, server: ServerUnderTest, number: int, output: int
 ) -> Answer:
-    """Send one streamed request and read it to its end."""
+    """Send one streamed request, and read the answer to its end."""
     answer = await load.ask(session, server.url, MODEL, messages(number, INPUT_WORDS), output)
     if answer.error and (server.name, answer.status) not in _EXPLAINED:
         _EXPLAINED.add((server.name, answer.status))
@@ -75,7 +76,7 @@ async def ask(
 
 
 async def kill(session: aiohttp.ClientSession, server: ServerUnderTest) -> dict[str, Any]:
-    """Kill the computing process while 8 streams run, and return the outcome of the streams."""
+    """Kill the process that computes while 8 streams run, and return the streams' outcomes."""
     streams = [
         asyncio.create_task(ask(session, server, 900_000 + index, 2 * OUTPUT)) for index in range(8)
     ]
@@ -90,7 +91,7 @@ async def kill(session: aiohttp.ClientSession, server: ServerUnderTest) -> dict[
 async def overload(
     session: aiohttp.ClientSession, server: ServerUnderTest, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Send `rate` requests a second at even intervals, without waiting for answers."""
+    """Send `rate` requests per second at even intervals, without waiting for answers."""
     tasks = list[asyncio.Task[Answer]]()
     started = time.perf_counter()
     for number in range(int(rate * seconds)):
@@ -223,7 +224,7 @@ async def measure_speed(
 async def closed_loop(
     server: ServerUnderTest, concurrency: int, requests: int, seed: int
 ) -> dict[str, float]:
-    """Return the figures of one concurrency for one server."""
+    """Return one server's figures at one concurrency."""
     return await load.level(server.url, MODEL, concurrency, requests, seed=seed, server=server.name)
 
 

@@ -1,6 +1,6 @@
-"""LFM2-8B-A1B with seeded random weights: samples a second to logits, and a check of the logits.
+"""Measures LFM2-8B-A1B with seeded random weights in samples/s to logits, and checks the logits.
 
-`python -m benchmarks.gpu.lfm2` runs it alone, with other sizes and several stages.
+`python -m benchmarks.gpu.lfm2` runs only this benchmark, also with other sizes and several stages.
 """
 
 import torch

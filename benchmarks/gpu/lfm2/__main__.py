@@ -1,20 +1,20 @@
-"""Samples a second of LFM2-8B-A1B from tokens to logits, with a check of the logits.
+"""Measure LFM2-8B-A1B in samples per second from tokens to logits, and check the logits.
 
-1024 samples of 32 tokens with seeded random weights and a skewed router: one step of the engine's
-own runner, on one device or on several stages, which get the layers, the micro-batches and the
-transfers that `parallelism.pipeline` gives them. The logits are compared with those of a plain
-float32 implementation, and with those of transformers if asked.
+The model has seeded random weights and a skewed router. The engine's own runner computes 1024
+samples of 32 tokens in one step, on one device or on several pipeline stages. Stages have the same
+layers, micro-batches and transfers as with `parallelism.pipeline`. The logits are compared with the
+logits of a plain float32 implementation and, on request, of transformers.
 
 The exit status is 1, and the reasons are printed, in three cases:
 
-* In float32 a likeliest token differs, or a logit differs by 1e-5 of the largest logit or more.
+* In float32, a likeliest token differs, or a logit differs by 1e-5 of the largest logit or more.
 * More than 15 % of the samples had to be replaced, because two experts or two answers were almost
   equally good.
 * The full size in float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s.
 
-In bfloat16 every implementation often chooses other experts than in float32, where two are almost
-equal. So a plain bfloat16 implementation is also compared with float32, and the engine's median
-error may be a quarter larger. The last line is the result as JSON.
+If two experts are almost equal, an implementation in bfloat16 often chooses other experts than in
+float32. So a plain bfloat16 implementation is also compared with float32, and the engine's median
+error may be a quarter larger than this implementation's. The last line is the result as JSON.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.gpu.lfm2.processes import run, run_processes
 from benchmarks.gpu.lfm2.weights import SIZES, make_model_config
 
 INTERRUPTED = 130
-"""Exit status, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ def parse_work() -> Work:
 
 
 def refusal(work: Work) -> str | None:
-    """Return why a work cannot be run, and the remedy, or None if it can."""
+    """Return why a workload cannot run, and the remedy, or None if it can run."""
     for name in ("stages", "samples", "micro_batches", "runs"):
         if getattr(work, name) < 1:
             flag = f"--{name.replace('_', '-')}"

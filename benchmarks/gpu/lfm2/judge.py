@@ -1,4 +1,4 @@
-"""The work of a run, its measurements and their judgement."""
+"""The workload of a run, its measurements, and the verdict on them."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,34 +8,34 @@ import torch
 from benchmarks.gpu.figures import Figure
 
 PUBLISHED = 358.56
-"""Samples a second of the same work in float32 on four GPUs, which one GPU has to exceed."""
+"""Samples/s of the same workload in float32 on four GPUs, which a single GPU must exceed."""
 
 PUBLISHED_SAMPLES = 1024
 PUBLISHED_TOKENS = 32
 
 TOLERANCE = 1e-5
-"""Bound of the difference of a logit, as a share of the largest logit."""
+"""Limit on the difference of a logit, as a share of the largest logit."""
 
 SAFE_MARGIN = 4e-6
-"""Smallest difference between the sigmoids of the last expert chosen and the first not chosen.
-Rounding in float32 over all layers changes them by less."""
+"""Minimum difference between the sigmoids of the last expert chosen and the first one not chosen.
+Rounding in float32 over all layers changes the sigmoids by less."""
 
 LOGIT_MARGIN = TOLERANCE
-"""Smallest difference of the two likeliest tokens, as a share of the largest logit."""
+"""Minimum logit difference between the two likeliest tokens, as a share of the largest logit."""
 
 MAX_REPLACED = 0.15
-"""Largest share of replaced samples."""
+"""Maximum share of replaced samples."""
 
 MEDIAN_TOLERANCE = 1.25
-"""Largest ratio to the error of a plain implementation in the same type."""
+"""Maximum ratio of the engine's error to a plain implementation's error in the same data type."""
 
 MAX_PEAK_GB = 55.0
-"""Of the 78 GiB of an H100. The weights are 33 GB in float32."""
+"""Maximum memory, out of an H100's 78 GiB. The weights are 33 GB in float32."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run, the same in every process."""
+    """The workload of a run, which is the same in every process."""
 
     device: str
     size: str
@@ -44,21 +44,21 @@ class Work:
     stages: int = 1
     samples: int = PUBLISHED_SAMPLES
     tokens: int = PUBLISHED_TOKENS
-    """Tokens of each sample."""
+    """Number of tokens per sample."""
     micro_batches: int = 8
     spare: float = 0.5
     runs: int = 3
     all_positions: bool = False
-    """Whether the logits of all positions are compared, not those after the last token alone."""
+    """Whether to compare the logits at all positions, and not only after the last token."""
     against_transformers: int = 0
-    """Samples that are compared with transformers, too."""
+    """Number of samples that are also compared with transformers."""
 
     def device_of(self, rank: int) -> torch.device:
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device("cpu")
 
     @property
     def judges_speed(self) -> bool:
-        """Whether the work is that of the published rate."""
+        """Whether this is the workload of the published rate, so that the speed is judged."""
         published = (PUBLISHED_SAMPLES, PUBLISHED_TOKENS)
         is_whole = self.size == "full" and (self.samples, self.tokens) == published
         return is_whole and self.device == "cuda" and self.dtype == "float32"
@@ -66,15 +66,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How logits compare with those expected."""
+    """The agreement between computed and expected logits."""
 
     top1: int
-    """Rows whose likeliest token is the same."""
+    """Number of rows with the same likeliest token."""
     rows: int
     largest: float
     """The largest difference, as a share of the largest logit."""
     median: float
-    """The median over rows of the difference's length, as a share of the logits'."""
+    """The median over rows of the difference's norm, as a share of the logits' norm."""
 
 
 @dataclass(frozen=True)
@@ -82,29 +82,29 @@ class Measured:
     """The measurements of one run."""
 
     own: Agreement
-    """The engine against the plain float32 reference."""
+    """The engine compared with the plain float32 reference."""
     plain: Agreement | None
-    """A plain implementation in the engine's type against the same reference (None in float32)."""
+    """A plain implementation in the engine's dtype compared with the reference (None: float32)."""
     transformers: Agreement | None
-    """The engine against transformers, for few samples."""
+    """The engine compared with transformers for a few samples (None if not compared)."""
     seconds: float
-    """Seconds of a step of all samples to their last logits."""
+    """Time in seconds of a step that computes every sample's last logits."""
     all_seconds: float | None
-    """Seconds of a step to the logits of all positions."""
+    """Time in seconds of a step that computes the logits at all positions."""
     num_replaced: int
     busiest_expert: float
-    """Tokens of the busiest expert, times the mean."""
+    """Number of tokens of the busiest expert, divided by the mean over all experts."""
     idlest_expert: float
     peak_bytes: int | None = None
-    """Peak of allocated GPU memory."""
+    """Peak of the allocated GPU memory in bytes."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by name."""
+    """Duration of each phase in seconds, by the phase's name."""
     transformers_error: str = ""
-    """Why transformers computed nothing."""
+    """The reason why transformers computed nothing (empty without an error)."""
 
 
 def figures_of(work: Work, measured: Measured) -> list[Figure]:
-    """Judge a run. Bounds in words: exceeding the published rate, differences below 1e-5."""
+    """Judge a run. The rate must exceed the published rate, and differences must be below 1e-5."""
     label = f"LFM2 {work.size} {work.dtype}, {work.samples} x {work.tokens}"
     where = "all positions" if work.all_positions else "last positions"
     # A figure that is equal to its aim passes, but these bounds themselves do not.
@@ -151,7 +151,7 @@ def figures_of(work: Work, measured: Measured) -> list[Figure]:
 
 
 def failures(figures: list[Figure], measured: Measured) -> list[str]:
-    """Return why a run does not pass: a reason for each figure that does not."""
+    """Return a reason for each figure that does not pass."""
     broken = [measured.transformers_error] if measured.transformers_error else []
     return broken + [
         f"{each.name}: {each.value:.7g} {each.unit}, "

@@ -1,8 +1,8 @@
-"""From a work to its figures: choose the samples, compute them on every stage, time and compare.
+"""Measures a workload: chooses samples, computes them on every stage, times and compares them.
 
-Samples that rounding could decide are replaced before the measurement. In these, two experts are
-almost equally good for a token, or two answers for a compared position. Their number is a figure of
-its own.
+Samples whose result could depend on rounding are replaced before the measurement. In such samples,
+two experts are almost equally good for a token, or two answers are almost equally good at a
+compared position. The number of replaced samples is reported as a separate figure.
 """
 
 import os
@@ -39,10 +39,10 @@ from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 
 REFERENCE_TIMEOUT_S = 3600.0
-"""Seconds for which other stages wait for the last one, which computes the reference."""
+"""Seconds for which the other stages wait for the last stage, which computes the reference."""
 
 SLICE_ROWS = 2048
-"""Rows whose logits exist at a time: half a gigabyte in float32 at the full size."""
+"""Number of rows whose logits are in memory at once: half a gigabyte in float32 at full size."""
 
 FULL = Work(device="cuda", size="full", all_positions=True, against_transformers=8)
 TINY = Work(
@@ -57,15 +57,15 @@ TINY = Work(
 
 
 class TooFewSamples(ValueError):
-    """Rounding could decide too many of the random prompts."""
+    """The results of too many random prompts could depend on rounding."""
 
 
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
-"""Logits [rows, vocab] as computed and as expected, slice after slice."""
+"""Pairs of computed and expected logits [rows, vocab], one slice of rows after another."""
 
 
 def figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
-    """Yield what `python -m benchmarks.gpu.lfm2` judges, of one stage in this process."""
+    """Compute a single stage in this process, and yield the benchmark's figures."""
     work = replace(TINY if tiny else FULL, device=device.type)
     measured = run_rank(0, work, None)
     assert measured is not None, "the only stage is the last"
@@ -75,7 +75,7 @@ def figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
 
 
 def run_rank(rank: int, work: Work, store: Path | None) -> Measured | None:
-    """Compute one stage, from its weights to the result, which the last stage returns."""
+    """Compute one stage, from its weights to the result. Only the last stage returns a result."""
     device = work.device_of(rank)
     layout = RankLayout(pipeline=work.stages)
     forbid_tf32()
@@ -95,7 +95,7 @@ def run_rank(rank: int, work: Work, store: Path | None) -> Measured | None:
 
 @dataclass
 class Phases:
-    """Seconds of each phase by name, printed as it ends."""
+    """Measures the seconds of each phase by name, and prints them when the phase ends."""
 
     device: torch.device
     prefix: str
@@ -112,20 +112,20 @@ class Phases:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Samples, and the results expected for them."""
+    """The chosen samples and their expected results."""
 
     prompts: torch.Tensor
     reference: torch.Tensor
-    """Normalised rows [samples, positions, hidden] of the reference, at the compared positions."""
+    """The reference's normalised hidden states [samples, compared positions, hidden]."""
     plain: torch.Tensor | None
-    """The same by a plain implementation in the engine's type, where that is not float32."""
+    """The same from a plain implementation in the engine's data type (None for float32)."""
     head: torch.Tensor
     num_replaced: int
     load: torch.Tensor
 
 
 class _Stage:
-    """One process's part of a work."""
+    """The part of a workload that one process computes."""
 
     def __init__(self, rank: int, work: Work, layout: RankLayout, group: RankGroup | None) -> None:
         self._rank = rank
@@ -139,7 +139,7 @@ class _Stage:
         self._phases = Phases(self._device, f"rank {rank}: " if work.stages > 1 else "")
 
     def run(self) -> Measured | None:
-        """Return the measurements, or None on all stages but the last."""
+        """Run the workload, and return the measurements (None on all stages but the last)."""
         work = self._work
         phases = self._phases
         chosen = None
@@ -209,7 +209,7 @@ class _Stage:
         )
 
     def _share(self, chosen: _Chosen | None) -> torch.Tensor:
-        """Return the samples, which the last stage chose, in every process."""
+        """Broadcast the samples that the last stage has chosen, and return them on every stage."""
         work = self._work
         prompts = torch.zeros(work.samples, work.tokens, dtype=torch.int64, device=self._device)
         if chosen is not None:
@@ -219,7 +219,7 @@ class _Stage:
         return prompts.cpu()
 
     def _timed(self, step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-        """Return the median seconds until all stages have ended, and the last result."""
+        """Return the median seconds until all stages have finished a step, and the last result."""
         seconds = []
         for _ in range(self._work.runs):
             self._wait_for_all()
@@ -236,10 +236,10 @@ class _Stage:
 
 
 def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _Chosen:
-    """Choose the first of the random prompts that rounding does not decide.
+    """Choose the first random prompts whose results do not depend on rounding.
 
     Raises:
-        TooFewSamples: there are not so many.
+        TooFewSamples: there are not enough such prompts.
     """
     prompts = make_prompts(whole, int(work.samples * (1 + work.spare)), work.tokens)
     reference = compute_reference(whole, weights, prompts)
@@ -271,7 +271,7 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
 
 
 def answer_margins(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
-    """Return by how much the likeliest token leads [samples], at the position where it is least.
+    """Return the minimum lead of the likeliest token over each sample's positions [samples].
 
     The lead is the difference to the next likeliest token's logit, as a share of the largest
     logit. `hidden` is [samples, positions, hidden].
@@ -289,7 +289,7 @@ def answer_margins(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
 def compare_with_transformers(
     runner: ModelRunner, loaded: LoadedModel, prompts: torch.Tensor, work: Work
 ) -> Agreement:
-    """Compare the first samples' logits at all positions with transformers' own."""
+    """Compare the first samples' logits at all positions with those of transformers."""
     few = prompts[: work.against_transformers]
     theirs = transformers_logits(loaded, few).flatten(0, 1).float()
     ours = torch.empty_like(theirs, dtype=DTYPES[work.dtype])
@@ -298,7 +298,7 @@ def compare_with_transformers(
 
 
 def agreement(pairs: Pairs) -> Agreement:
-    """Compare logits with those expected, slice after slice."""
+    """Compare computed with expected logits, one slice of rows after another."""
     top1 = rows = 0
     difference = largest = 0.0
     lengths = []
@@ -316,7 +316,7 @@ def agreement(pairs: Pairs) -> Agreement:
 def _last_logits(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
     """Return the logits after each sample's last token, in the samples' order.
 
-    Only the last stage has any.
+    Only the last stage has these logits.
     """
     order: list[int] = []
     parts = []
@@ -331,7 +331,7 @@ def _last_logits(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
 
 
 def _all_logits(runner: ModelRunner, plan: StepPlan, out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the logits of all rows, slice after slice, each in `out` until the next."""
+    """Yield the logits of all rows in slices. Each slice is in `out` until the next slice."""
     hidden = runner.hidden(plan)
     for first in range(0, len(hidden), len(out)):
         rows = out[: len(hidden) - first]
@@ -340,7 +340,7 @@ def _all_logits(runner: ModelRunner, plan: StepPlan, out: torch.Tensor) -> Itera
 
 
 def _count(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the number of rows, once all were computed."""
+    """Compute all rows, and return their number."""
     return torch.tensor(sum(len(each) for each in parts))
 
 
@@ -350,14 +350,14 @@ def _slices(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _beside(computed: Iterable[torch.Tensor], hidden: torch.Tensor, head: torch.Tensor) -> Pairs:
-    """Yield logits with those expected, which follow from the reference's rows."""
+    """Yield computed logits with expected logits, which are computed from the reference's rows."""
     expected = _slices(hidden.flatten(0, 1))
     for actual, rows in zip(computed, expected, strict=True):
         yield actual.float(), rows @ head.t()
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most that torch took of the GPU, or None on a CPU."""
+    """Return the peak GPU memory that torch has allocated in bytes, or None on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""transformers' LFM2 with experts, on the tensors of the engine itself."""
+"""Runs transformers' LFM2 model with experts on the engine's own tensors."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,15 @@ from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 
 STACKED = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}
-"""Tensors that transformers stores alike: one for all experts."""
+"""Tensors that transformers also stores as one tensor for all experts."""
 
 
 @torch.inference_mode()
 def transformers_logits(loaded: LoadedModel, prompts: torch.Tensor) -> torch.Tensor:
     """Return the logits [samples, tokens, vocab] of prompts [samples, tokens].
 
-    Needs no second copy of the weights: the model is built without memory, then given them.
+    No second copy of the weights is needed, because the model is built without memory and then
+    uses the engine's tensors.
 
     Raises:
         ImportError: transformers is not installed.
@@ -38,7 +39,7 @@ def transformers_logits(loaded: LoadedModel, prompts: torch.Tensor) -> torch.Ten
 
 
 def _config(own: ModelConfig) -> object:
-    """Return transformers' configuration of the same model, with its plainest operations."""
+    """Return transformers' configuration for the same model, with the simplest implementations."""
     from transformers import Lfm2MoeConfig
 
     assert own.experts is not None, "a mixture of experts"
@@ -71,7 +72,7 @@ def _config(own: ModelConfig) -> object:
 
 
 def _state(loaded: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield transformers' tensors by name, views of the prepared ones."""
+    """Yield transformers' tensors by name, as views of the engine's prepared tensors."""
     for plan in plan_tensors(loaded.model_config):
         tensor = loaded.tensors[plan.name]
         layer, _, kind = plan.name.rpartition(".")

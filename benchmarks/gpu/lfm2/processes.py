@@ -1,6 +1,6 @@
-"""A run in one process or in one process a stage, and its report.
+"""Runs the benchmark in one process or in one process per stage, and prints the report.
 
-This is not in `__main__`, because spawned processes do not import that.
+This code is not in `__main__`, because spawned processes do not import `__main__`.
 """
 
 import json
@@ -16,7 +16,7 @@ from benchmarks.gpu.lfm2.measure import TooFewSamples, run_rank, say
 
 
 def run_processes(work: Work) -> int:
-    """Start one process a stage. If one fails, or at Ctrl-C, the others end, too."""
+    """Start one process per stage. If a process fails, or at Ctrl-C, all processes end."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         started = spawn(  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def spawned(rank: int, work: Work, store: Path) -> None:
 
 
 def run(rank: int, work: Work, store: Path | None) -> int:
-    """Compute one stage and return the exit status."""
+    """Compute one stage, and return the process's exit status."""
     try:
         measured = run_rank(rank, work, store)
     except TooFewSamples as error:
@@ -51,7 +51,7 @@ def run(rank: int, work: Work, store: Path | None) -> int:
 
 
 def report(work: Work, measured: Measured) -> int:
-    """Print the figures and those that do not pass, and return the exit status."""
+    """Print all figures and the failed figures, and return the exit status."""
     figures = figures_of(work, measured)
     for figure in figures:
         say(f"{figure.name}: {figure.value:.6g} {figure.unit}")

@@ -1,9 +1,10 @@
-"""LFM2 as its formulas read, with none of the engine's layers: the expected logits.
+"""Computes the expected logits of LFM2 directly from its formulas, without the engine's layers.
 
 All samples pass through one layer before the next layer's weights are drawn, so that the reference
-needs the memory of one layer. It also returns how close each sample came to choosing other experts.
-Where the last expert chosen and the first not chosen differ by no more than rounding, two correct
-implementations may choose differently. Their logits then differ by far more than rounding.
+needs the memory of only one layer. The reference also returns how close each sample came to
+choosing other experts. If the last expert chosen and the first one not chosen differ by no more
+than rounding, two correct implementations may choose different experts. Their logits then differ by
+far more than rounding.
 """
 
 from dataclasses import dataclass
@@ -19,20 +20,20 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """Everything but the logits, which would be 13 GB for all positions of 1,536 samples."""
+    """All results except the logits, which would be 13 GB for all positions of 1,536 samples."""
 
     hidden: torch.Tensor
-    """Normalised rows [samples, tokens, hidden] after the last layer."""
+    """Normalised hidden states [samples, tokens, hidden] after the last layer."""
     head: torch.Tensor
-    """Matrix [vocab, hidden]."""
+    """Weight matrix [vocab, hidden] that computes logits."""
     margins: torch.Tensor
-    """[samples]: the least difference between an expert chosen and one not chosen."""
+    """[samples]: the minimum difference between a chosen expert and one not chosen."""
     load: torch.Tensor
-    """[experts]: tokens that chose each expert, over all layers."""
+    """[experts]: number of tokens that chose each expert, over all layers."""
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab] of some rows of `hidden`."""
+        """Return the float32 logits [rows, vocab] for some rows of `hidden`."""
         return (rows @ self.head.t()).float()
 
 
@@ -43,7 +44,7 @@ def compute_reference(
     prompts: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Reference:
-    """Compute prompts [samples, tokens] in `dtype`."""
+    """Compute the reference results for prompts [samples, tokens] in `dtype`."""
     assert model_config.experts is not None, "a reference of mixtures of experts"
     ends = _cast(weights.ends(), dtype)
     device = ends["norm"].device
@@ -110,7 +111,7 @@ def _attention(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torc
 
 
 def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Each pair (i, i + size / 2) as a complex number times e^(i position theta^(-2 i / size))."""
+    """Rotate each pair (i, i + size / 2) as a complex number by position theta^(-2 i / size)."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float64), frequencies)

@@ -1,4 +1,4 @@
-"""One stage of a pipeline as the engine computes it: its layers, its runner, its neighbours."""
+"""Builds one pipeline stage as in the engine: its layers, its runner and its step plan."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def load_stage(
     whole: ModelConfig, weights: SeededWeights, layout: RankLayout, rank: int
 ) -> LoadedModel:
-    """The layers that the engine gives to this rank. Weights are made layer by layer."""
+    """Load the layers that the engine assigns to this rank, with weights made layer by layer."""
     own = rank_model_config(whole, layout, rank)
     has_ends = layout.is_first(rank) or layout.is_last(rank)
     tensors = weights.ends() if has_ends else {}
@@ -38,7 +38,7 @@ def make_runner(
     dtype: torch.dtype,
     pipeline_rank: PipelineRank,
 ) -> ModelRunner:
-    """Return a runner for one step of so many samples, with everything allocated."""
+    """Return a runner for one step of `samples` samples, with all its memory allocated."""
     limits = StepLimits(
         max_tokens=samples * tokens,
         max_rows=samples,
@@ -54,7 +54,7 @@ def make_runner(
 
 
 def make_plan(prompts: Sequence[list[int]]) -> StepPlan:
-    """All samples in one step, which the engine cuts into micro-batches. Request ids count them."""
+    """Return a plan for all samples in one step, which the engine splits into micro-batches."""
     return StepPlan([_chunk(index, prompt) for index, prompt in enumerate(prompts)])
 
 

@@ -1,4 +1,4 @@
-"""LFM2-8B-A1B with seeded random weights, drawn layer by layer and equal in every process.
+"""Random weights for LFM2-8B-A1B, drawn from a seed layer by layer and equal in every process.
 
 The prompts are random, too. The router's bias prefers some experts, so that their load is uneven.
 """
@@ -14,7 +14,7 @@ from ullage_engine.model_config.registry import lfm2_moe
 SEED = 20251021
 
 ROUTER_BIAS = 0.3
-"""Bias of the most wanted expert, in units of the sigmoids. The least wanted has minus this."""
+"""Bias of the most preferred expert, in units of the sigmoids. The least preferred has -0.3."""
 
 _FULL: dict[str, object] = {
     "model_type": "lfm2_moe",
@@ -54,7 +54,7 @@ SIZES["tiny"] = SIZES["small"] | {
 
 
 def make_model_config(size: str) -> ModelConfig:
-    """Return the whole model's configuration. `size` is a key of SIZES."""
+    """Return the configuration of the whole model. `size` is a key in SIZES."""
     return lfm2_moe(HFConfig(Path(f"{size}/config.json"), SIZES[size]))
 
 
@@ -65,7 +65,7 @@ def make_prompts(model_config: ModelConfig, count: int, tokens: int) -> torch.Te
 
 
 class SeededWeights:
-    """Prepared tensors, named as in `ullage_engine.model_loader.tensor_plan`, on the device."""
+    """Prepared tensors on the device, named as in `ullage_engine.model_loader.tensor_plan`."""
 
     def __init__(self, whole: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._model_config = whole
@@ -73,7 +73,7 @@ class SeededWeights:
         self._device = device
 
     def ends(self) -> dict[str, torch.Tensor]:
-        """Make the tensors before the first layer and after the last."""
+        """Create the tensors before the first layer and after the last layer."""
         model_config = self._model_config
         random = self._source(0)
         return {
@@ -82,7 +82,7 @@ class SeededWeights:
         }
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of one layer, which this object does not keep."""
+        """Create the tensors of one layer. This object does not keep them."""
         model_config = self._model_config
         random = self._source(index + 1)
         spec = model_config.layers[index]
@@ -141,7 +141,7 @@ class SeededWeights:
 
 
 class _Source:
-    """Random numbers, the same for a seed on one kind of device."""
+    """A source of random values that are the same for a seed on one kind of device."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -149,7 +149,7 @@ class _Source:
         self._device = device
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        """Return normal numbers in rows of length about 1, so that products keep their scale."""
+        """Return normally distributed rows with norms of about 1, so matmuls keep the scale."""
         numbers = torch.randn(shape, generator=self._generator, device=self._device)
         return numbers.mul_(shape[-1] ** -0.5).to(self._dtype)
 
