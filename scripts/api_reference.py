@@ -1,4 +1,4 @@
-"""Write docs/reference/llmservice.md, the reference of the API, from the CRD.
+"""Write docs/reference/llmservice.md, the API reference, from the CRD.
 
 usage: python scripts/api_reference.py [--check]
 
@@ -63,7 +63,7 @@ def render(crd: Schema) -> str:
 
 
 def chapter(path: str, node: Schema, required: bool) -> Iterator[str]:
-    """Yield a section of the spec: its description, a table of its fields, its rules."""
+    """Yield the text for a spec section: its description, a table of its fields, its rules."""
     yield f"## {path}\n"
     yield f"{sentence(node)}{' Required.' if required else ''}\n"
     rows = list(fields(node, ""))
@@ -77,7 +77,7 @@ def chapter(path: str, node: Schema, required: bool) -> Iterator[str]:
 
 
 def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
-    """Yield the path, the schema and whether it is required of every field, depth first."""
+    """Yield each field's path, its schema and whether it is required, depth first."""
     node, path = below(node, path)
     for name, field in node.get("properties", {}).items():
         here = f"{path}.{name}" if path else name
@@ -86,7 +86,7 @@ def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
 
 
 def below(node: Schema, path: str) -> tuple[Schema, str]:
-    """Descend through a list or map of objects, and return the object and its path."""
+    """Return the object schema inside a list or map of objects, and the object's path."""
     if "properties" in node.get("items", {}):
         return node["items"], f"{path}[]"
     if "properties" in (node.get("additionalProperties") or {}):
@@ -113,7 +113,7 @@ def default_of(node: Schema) -> str:
 
 
 def type_of(node: Schema) -> str:
-    """Return the type and its bounds in a few words."""
+    """Describe a field's type and bounds in a few words."""
     if "enum" in node:
         return " \\| ".join(f"`{value}`" if value != "" else "`''`" for value in node["enum"])
     if node.get("pattern", "").endswith("%$"):
@@ -142,7 +142,7 @@ def bounds(node: Schema) -> str:
 
 
 def rule_lines(node: Schema, title: str, rows: Any = ()) -> list[str]:
-    """Return the messages of the rules of a node and of its fields, each once."""
+    """Return the validation messages of a node and its fields, without duplicates."""
     nodes = [node, *(field for _, field, _ in rows)]
     nodes += [each for field in list(nodes) if isinstance(each := inner(field), dict)]
 

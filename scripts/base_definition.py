@@ -1,4 +1,4 @@
-"""Write the CRD of LLMServiceBase, which has the fields of LLMService.
+"""Write the CRD of LLMServiceBase, which has the same fields as LLMService.
 
 usage: python scripts/base_definition.py [--check]
 
@@ -23,7 +23,7 @@ HEAD = """# Made by python scripts/base_definition.py from llmservices.serving.u
 
 
 class PlainDumper(yaml.SafeDumper):
-    """A dumper that writes shared values in full, for programs that know no YAML anchors."""
+    """A YAML dumper that writes shared values in full, for programs that do not support anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

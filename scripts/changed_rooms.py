@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Print the folders of tests/ whose tests a change may break, or nothing if it may be any.
+"""Print the folders in tests/ whose tests a change may break, or nothing if all tests may break.
 
 usage: changed_rooms.py [BASE]
 
-The change is what differs from BASE, the merge base with origin/main if not given, uncommitted and
-untracked files included. A folder of product code stands for its own tests and those of the rooms
-that import it. A file that no rule knows, a change of nothing, and a missing BASE stand for all.
+The change consists of all differences from BASE, including uncommitted and untracked files. The
+default for BASE is the merge base with origin/main. A change in a folder of product code selects
+the tests of that folder and of the packages that import it. All tests are selected if no rule
+covers a file, if nothing has changed, or if there is no BASE.
 
 examples:
   changed_rooms.py
@@ -19,7 +20,7 @@ from pathlib import PurePath
 
 UPSTREAM = "origin/main"
 SERVICES = ("e2e", "observability")
-"""Tests of whole services, which every room of the product can break."""
+"""Folders with tests of whole services, which any product package can break."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "operator/ullage_operator": ("operator", "kubeapi", "charts", "cli", *SERVICES),
     "operator/ullage_router": ("router", "cli", *SERVICES),
@@ -33,16 +34,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "docs": (),
     "newsfragments": (),
 }
-"""Folders of tests/ by the folder of a changed file. tests/test_*.py always run."""
+"""Maps the folder of a changed file to folders in tests/. tests/test_*.py always run."""
 ANY_FOLDER = "."
 
 
 def rooms_of(paths: Iterable[str], folders: set[str]) -> set[str] | None:
-    """Return the folders of tests/ that changed files concern, or None for all of them.
+    """Return the folders in tests/ that changed files may affect, or None for all folders.
 
     Args:
         paths: changed files, relative to the root of the repository.
-        folders: names of the folders of tests/.
+        folders: names of the folders in tests/.
     """
     rooms = set[str]()
     for path in paths:
@@ -72,7 +73,7 @@ def _git(*arguments: str) -> str:
 
 
 def changed_paths(base: str) -> list[str]:
-    """Return the files that differ from a commit, untracked ones included.
+    """Return the files that differ from a commit, including untracked files.
 
     Raises:
         subprocess.CalledProcessError: there is no such commit.
@@ -83,7 +84,7 @@ def changed_paths(base: str) -> list[str]:
 
 
 def main() -> int:
-    """Print the folders, sorted, on one line."""
+    """Print the selected folders in sorted order on one line."""
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__.strip())
         return 0

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Check the message of a commit: `room: verb object`, and a body that says why.
+"""Check a commit message: the subject `room: verb object`, and a body that explains why.
 
 usage: commit_message.py FILE
 
-Exits with 1 and one line for each fault. Merges and reverts, whose subjects git writes, pass.
+The script exits with 1 and prints one line for each fault. Merges and reverts always pass, because
+git writes their subjects.
 
 example: commit_message.py .git/COMMIT_EDITMSG
 """
@@ -18,7 +19,7 @@ _BY_GIT = ("Merge ", 'Revert "', "fixup! ", "squash! ")
 
 
 def faults(message: str) -> list[str]:
-    """Return the faults of a message, whose comments git has not removed yet."""
+    """Return the faults of a message from which git has not yet removed the comments."""
     lines = [line.rstrip() for line in message.splitlines() if not line.startswith("#")]
     subject = lines[0] if lines else ""
     if subject.startswith(_BY_GIT):

@@ -3,8 +3,9 @@
 
 usage: scripts/console_screenshot.py [--out docs/guide/console.png] [--width 1320] [--dark]
 
-Start `ullage up -f examples/smollm2.yaml`, ask in the chat, send the overload, and take the picture
-while requests are refused. This needs the system's Chromium: apt-get install chromium.
+The script starts `ullage up -f examples/smollm2.yaml`, sends a chat message, starts the overload,
+and takes the picture while requests are refused. This needs the system's Chromium: apt-get install
+chromium.
 """
 
 import argparse
@@ -36,7 +37,7 @@ FLAGS = [
 
 @contextlib.contextmanager
 def service(manifest: Path) -> Iterator[str]:
-    """Serve a manifest on free ports within the block, and yield its URL."""
+    """Serve a manifest on free ports while the block runs, and yield the service's URL."""
     with tempfile.TemporaryDirectory(prefix="ullage-shot-") as folder:
         state_file = Path(folder, "state.json")
         ports = ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
@@ -54,7 +55,7 @@ def service(manifest: Path) -> Iterator[str]:
 
 
 def overload(page: Page, url: str) -> None:
-    """Drive the console until requests are refused."""
+    """Use the console to create an overload, until requests are refused."""
     page.goto(f"{url}/console")
     expect(page.locator(".engine")).to_have_count(2)
 

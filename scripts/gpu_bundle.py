@@ -1,9 +1,9 @@
-"""Make the folder that lets a GPU machine without a network run benchmarks/gpu.
+"""Make the bundle with which a GPU machine without a network can run benchmarks/gpu.
 
-The machine has Python, torch and the packages of transformers (docs/guide/gpu.md lists them). The
-folder adds the missing wheels, the project's own wheel, and the tokens of a CPU for comparison.
-`scripts/gpu.sh` installs from it. Files that are still valid are kept, so a second call needs no
-network.
+The GPU machine has Python, torch and the packages of transformers (docs/guide/gpu.md lists them).
+The bundle is a folder with the missing wheels, the project's own wheel, and tokens computed on a
+CPU for comparison. `scripts/gpu.sh` installs from this folder. Files that are still valid are kept,
+so a second run needs no network.
 
 examples:
   python scripts/gpu_bundle.py                       dist/gpu-bundle, for Python 3.12
@@ -59,19 +59,19 @@ PACKAGES = (
     "uvicorn",
     "xxhash",
 )
-"""Packages that the machine lacks or has in an unknown version, pinned by constraints.txt."""
+"""Packages that the GPU machine lacks or has in an unknown version, pinned by constraints.txt."""
 
 OTHER_PINS = {"execnet": "2.1.2", "pytest_xdist": "3.8.0"}
-"""Packages for the machine alone, where many cores share the tests of kernels."""
+"""Packages that only the GPU machine needs, to run the kernel tests on many cores."""
 
 PYTHON = "3.12"
 MACHINE = "x86_64"
 NEWEST_GLIBC = 39
-"""Minor version of glibc 2 in Ubuntu 24.04, which runs wheels for this and older versions."""
+"""Minor version of glibc 2 in Ubuntu 24.04, which can run wheels for this and older versions."""
 
 MIB = 1 << 20
 LIMIT_BYTES = 64 * MIB
-"""Largest size of bundle and tracked files together."""
+"""Maximum total size of the bundle and the tracked files."""
 
 WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch_build.py")
 ORACLE_SOURCES = (
@@ -83,16 +83,16 @@ INTERRUPTED = 130
 
 
 class BundleError(Exception):
-    """Says why the bundle cannot be made, and the remedy."""
+    """The bundle cannot be made. The message names the reason and the remedy."""
 
 
 def canonical(name: str) -> str:
-    """Return a package's name as wheels' file names spell it."""
+    """Return a package's name as it is spelled in wheel file names."""
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def read_pins(constraints: Path = CONSTRAINTS) -> dict[str, str]:
-    """Return the version of each of PACKAGES.
+    """Return the pinned version of each package in PACKAGES.
 
     Raises:
         BundleError: a package has no pin.
@@ -108,7 +108,7 @@ def read_pins(constraints: Path = CONSTRAINTS) -> dict[str, str]:
 
 
 def find_wheel(wheels: Path, name: str, version: str) -> Path | None:
-    """Return the wheel of this package and version, if it is in the folder."""
+    """Return the wheel of a package and version, or None if the folder does not have this wheel."""
     for path in wheels.glob("*.whl"):
         if path.name.lower().startswith(f"{canonical(name)}-{version}-"):
             return path
@@ -116,7 +116,7 @@ def find_wheel(wheels: Path, name: str, version: str) -> Path | None:
 
 
 def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
-    """Download the wheels that the folder lacks, and return all of them."""
+    """Download the wheels that the folder lacks, and return all needed wheels."""
     missing = [f"{name}=={version}" for name, version in pins.items()
                if find_wheel(wheels, name, version) is None]  # fmt: skip
     if missing:
@@ -134,7 +134,7 @@ def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
 
 
 def build_wheel(wheels: Path) -> Path:
-    """Build the project's own wheel and return its path."""
+    """Build the project's own wheel, and return the wheel's path."""
     with step("build the project's wheel"), staging(wheels) as folder:
         run_pip(
             ["wheel", "--quiet", "--no-deps", f"--wheel-dir={folder}", str(ROOT)],
@@ -147,7 +147,7 @@ def build_wheel(wheels: Path) -> Path:
 
 
 def run_pip(arguments: list[str], failure: str, remedy: str) -> None:
-    """Run pip.
+    """Run pip with these arguments.
 
     Raises:
         BundleError: pip failed.
@@ -159,9 +159,9 @@ def run_pip(arguments: list[str], failure: str, remedy: str) -> None:
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """Yield a folder whose files move into `folder` at the end.
+    """Yield a temporary folder whose files are moved into `folder` at the end of the block.
 
-    An interrupted download leaves no partial file there.
+    So an interrupted download leaves no partial file in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".gpu-bundle-", dir=folder.parent) as name:
@@ -172,7 +172,7 @@ def staging(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Print the name of a step, and the seconds that it took."""
+    """Print the name of a step, and the seconds that the step took."""
     print(f"{what} ...", flush=True)
     started = time.perf_counter()
     yield
@@ -180,7 +180,7 @@ def step(what: str) -> Iterator[None]:
 
 
 def write_oracle(out: Path) -> None:
-    """Compute oracle.json with the GPU programme, which takes minutes."""
+    """Compute oracle.json, the reference tokens, with the GPU programme. This takes minutes."""
     command = [sys.executable, "-m", "benchmarks.gpu", "oracle", "--device=cpu"]
     with step("compute the oracle tokens on this CPU"), staging(out) as folder:
         done = subprocess.run([*command, f"--out={folder}"], cwd=ROOT, check=False)
@@ -195,7 +195,7 @@ def git(*arguments: str) -> str:
     """Return the output of git.
 
     Raises:
-        BundleError: this is no repository.
+        BundleError: the folder is not a git repository.
     """
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -204,14 +204,14 @@ def git(*arguments: str) -> str:
 
 
 def source_files(*places: str) -> list[Path]:
-    """Return the files below these places that git does not ignore."""
+    """Return the files in these folders that git does not ignore."""
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
     paths = (ROOT / name for name in sorted(set(listed.split("\0"))) if name)
     return [path for path in paths if path.is_file()]
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of files, over their names and contents."""
+    """Return one SHA-256 over the names and contents of several files."""
     summed = hashlib.sha256()
     for path in paths:
         summed.update(f"{path.relative_to(ROOT)}\0{sha256(path)}\0".encode())
@@ -219,7 +219,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file's content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -233,19 +233,19 @@ def read_manifest(out: Path) -> dict[str, Any]:
 
 
 def has_changed(path: Path, recorded: dict[str, Any] | None, sources: str) -> bool:
-    """Return whether a file must be rebuilt: it is missing, damaged, or its sources differ."""
+    """Return whether a file must be rebuilt because it is missing, damaged or out of date."""
     if recorded is None or not path.is_file():
         return True
     return recorded.get("sources") != sources or recorded.get("sha256") != sha256(path)
 
 
 def described(path: Path, **more: str) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
+    """Return the manifest's entry for a file."""
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), **more}
 
 
 def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the project's wheel, rebuilt if a source has changed."""
+    """Return the manifest entry for the project's wheel, which is rebuilt if a source changed."""
     sources = digest(source_files(*WHEEL_SOURCES))
     recorded = manifest.get("product")
     path = out / "wheels" / (recorded or {}).get("file", "none")
@@ -255,7 +255,7 @@ def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the oracle tokens, recomputed if the programme has changed."""
+    """Return the oracle tokens' manifest entry. Recompute the tokens if the programme changed."""
     sources = digest(source_files(*ORACLE_SOURCES))
     path = out / "oracle.json"
     if has_changed(path, manifest.get("oracle"), sources):
@@ -264,9 +264,9 @@ def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
-    """Make the bundle and return its manifest.
+    """Make the bundle, and return its manifest.
 
-    Without `has_oracle`, the tokens stay as they are.
+    Without `has_oracle`, the oracle tokens stay unchanged.
     """
     manifest = read_manifest(out)
     if manifest.get("python", python) != python:
@@ -295,7 +295,7 @@ def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
 
 
 def check_size(bundle: Sequence[Path], tracked: Sequence[Path], limit: int = LIMIT_BYTES) -> str:
-    """Return a line with the size of the bundle and the tracked files.
+    """Check the size of the bundle and the tracked files, and return a line that reports it.
 
     Raises:
         BundleError: the size exceeds the limit.

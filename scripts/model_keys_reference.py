@@ -1,8 +1,8 @@
-"""Write docs/reference/model-keys.md, all configuration keys, from the engine's own tables.
+"""Write docs/reference/model-keys.md, which lists all model configuration keys.
 
 usage: python scripts/model_keys_reference.py [--check]
 
-With --check, only compare the page.
+The keys come from the engine's own tables. With --check, only compare the page with these tables.
 """
 
 import sys
@@ -86,7 +86,7 @@ Keys begin with the architecture, such as `llama.block_count`. Other keys do not
 """
 
 Rows = Mapping[str, Mapping[str, Key]]
-"""Keys by family."""
+"""Configuration keys by model family."""
 
 
 def main() -> int:
@@ -116,7 +116,7 @@ def lines() -> Iterator[str]:
 
 
 def table(rows: Rows, title: str) -> Iterator[str]:
-    """Yield a table of keys, one line for each rule that a key has."""
+    """Yield the lines of a table of keys, with one line per rule of a key."""
     yield f"| key | {title} | effect | meaning |\n| --- | --- | --- | --- |"
     for name in sorted({name for keys in rows.values() for name in keys}):
         rules: list[tuple[Key, list[str]]] = []
@@ -136,7 +136,7 @@ def table(rows: Rows, title: str) -> Iterator[str]:
 
 
 def effect(key: Key) -> str:
-    """Return a key's effect on the start."""
+    """Describe a key's effect when the engine loads a model."""
     if key.same_as:
         return f"as `{key.same_as}`"
     if key.values == (None,):

@@ -1,11 +1,11 @@
 """Stop an installation that would bring CUDA to a Linux machine without an NVIDIA GPU.
 
-PyTorch's default wheel for Linux needs gigabytes of CUDA packages. Its CPU wheel is in a separate
+PyTorch's default wheel for Linux needs gigabytes of CUDA packages. The CPU wheel is in a separate
 index. This script runs pip with --dry-run, and installs nothing.
 
 usage: python scripts/refuse_cuda_wheels.py CONSTRAINTS
 
-exit status: 0 go on, 1 the wheel would bring CUDA
+exit status: 0 the installation may continue, 1 the wheel would install CUDA
 """
 
 import importlib.util

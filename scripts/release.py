@@ -16,12 +16,12 @@ The steps run in this order, and the release stops at the first that fails:
    packages of each image, and SHA256SUMS into DIR.
 6. With --registry it pushes the images and the chart, as an OCI artefact, with buildah and helm.
 
-If step 2 or 3 fails, take the changes back:
+If step 2 or 3 fails, undo the changes:
 
   git restore --staged --worktree --source=HEAD -- pyproject.toml charts CHANGELOG.md newsfragments
 
-If step 4, 5 or 6 fails, run the same command again: the commit gets its tag if that is missing, and
-the script goes on with step 5. To take the release back instead, once it is committed:
+If step 4, 5 or 6 fails, run the same command again: the commit gets its tag if the tag is missing,
+and the script continues with step 5. To undo a committed release instead:
 `git tag --delete vVERSION; git reset --hard HEAD~1`.
 
 examples:
@@ -52,33 +52,33 @@ BIN = Path(sys.executable).parent
 CHART = ROOT / "charts" / "ullage"
 USUAL_IMAGES = ("operator", "engine")
 CHANGED = ("pyproject.toml", "charts/ullage/Chart.yaml", "CHANGELOG.md", "newsfragments")
-"""Paths that the release's commit changes."""
+"""Paths that the release commit changes."""
 REMEDIES = {
     "towncrier": ".venv/bin/pip install -c constraints.txt -e '.[release]'",
     "cyclonedx-py": ".venv/bin/pip install -c constraints.txt -e '.[release]'",
     "helm": "`make install-dev`, or put helm on the PATH",
     "buildah": "install Debian's package buildah",
 }
-"""How to get each program that a release runs."""
+"""How to install each program that a release runs."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _PROJECT_VERSION = re.compile(r'^version = ".*"$', re.MULTILINE)
 _CHART_VERSION = re.compile(r"^(version|appVersion): .*$", re.MULTILINE)
 
 
 class ReleaseError(Exception):
-    """Says in one line why the release cannot go on, and the remedy."""
+    """The release cannot continue. The message names the reason and the remedy in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release.
+    """The settings of one release.
 
     Attributes:
-        version: a version of PEP 440 that is one of semantic versioning, too.
-        out: folder of the artefacts.
-        registry: host and folder that images and chart are pushed to, or empty to push nothing.
-        images: names of images in docker/Dockerfile.
-        base: image that the images are built on, or empty to build one.
+        version: a PEP 440 version that is also a semantic version.
+        out: folder for the artefacts.
+        registry: host and folder to which to push images and chart (empty to push nothing).
+        images: names of the images in docker/Dockerfile to build.
+        base: base image for the images (empty to build a base image).
         is_plain: whether the registry has no TLS.
     """
 
@@ -95,7 +95,7 @@ class Release:
 
     @property
     def subject(self) -> str:
-        """The commit's first line."""
+        """The first line of the release commit's message."""
         return f"release: publish {self.version}"
 
     @property
@@ -107,10 +107,10 @@ class Release:
 
 
 def check_version(version: str, current: str) -> None:
-    """Check that a version may follow the current one.
+    """Check that a version may follow the current version.
 
     Raises:
-        ReleaseError: it is malformed, or not newer.
+        ReleaseError: the version is malformed, or not newer than the current version.
     """
     try:
         parsed = Version(version)
@@ -123,17 +123,17 @@ def check_version(version: str, current: str) -> None:
 
 
 def with_project_version(text: str, version: str) -> str:
-    """Return the text of pyproject.toml with another version."""
+    """Return the text of pyproject.toml with its version replaced."""
     return _PROJECT_VERSION.sub(f'version = "{version}"', text, count=1)
 
 
 def with_chart_version(text: str, version: str) -> str:
-    """Return the text of a Chart.yaml with another version of chart and application."""
+    """Return the text of a Chart.yaml with its chart and application versions replaced."""
     return _CHART_VERSION.sub(rf"\1: {version}", text)
 
 
 def requirements(wheels: Sequence[Path]) -> list[str]:
-    """Return the packages in a folder of wheels as exact requirements, by name."""
+    """Return exact requirements for all packages in a folder of wheels, sorted by name."""
     parsed = [parse_wheel_filename(wheel.name) for wheel in wheels]
     return sorted({f"{name}=={version}" for name, version, *_ in parsed})
 
@@ -168,7 +168,7 @@ def git(*arguments: str) -> str:
     """Return the output of git in the repository's root.
 
     Raises:
-        ReleaseError: git failed, as it does outside of a repository.
+        ReleaseError: git failed, for example outside of a repository.
     """
     done = subprocess.run(
         ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
@@ -180,7 +180,7 @@ def git(*arguments: str) -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of a program in the virtual environment or on the PATH (empty if absent)."""
+    """Return a program's path in the virtual environment or on the PATH (empty if not found)."""
     inside = BIN / name
     return str(inside) if inside.exists() else shutil.which(name) or ""
 
@@ -197,10 +197,10 @@ def fragments() -> list[Path]:
 
 
 def is_committed(release: Release) -> bool:
-    """Return whether HEAD is this release, so that only its artefacts are to be made.
+    """Return whether HEAD is this release's commit, so that only the artefacts are missing.
 
     Raises:
-        ReleaseError: the tag is at another commit.
+        ReleaseError: the release's tag points to another commit.
     """
     if not git("tag", "--list", release.tag):
         if git("log", "-1", "--format=%s") != release.subject:
@@ -220,7 +220,7 @@ def check_tree(release: Release) -> None:
     """Check that the repository is ready for the release.
 
     Raises:
-        ReleaseError: it is not.
+        ReleaseError: the repository is not ready.
     """
     check_clean()
     check_version(release.version, current_version())
@@ -234,10 +234,10 @@ def check_clean(*options: str) -> None:
 
 
 def check_programs(names: Sequence[str]) -> None:
-    """Check that programs are installed.
+    """Check that all programs that the release needs are installed.
 
     Raises:
-        ReleaseError: one is missing.
+        ReleaseError: a program is missing.
     """
     for name in names:
         if not program(name):
@@ -245,10 +245,10 @@ def check_programs(names: Sequence[str]) -> None:
 
 
 def check_target(release: Release) -> None:
-    """Check the names of images and registry.
+    """Check the names of the images and the registry.
 
     Raises:
-        ReleaseError: one is wrong.
+        ReleaseError: a name is wrong.
     """
     images = runpy.run_path(str(ROOT / "scripts" / "images.py"))["IMAGES"]
     if unknown := sorted(set(release.images) - set(images)):
@@ -298,10 +298,10 @@ def make_artefacts(release: Release) -> None:
 
 
 def make_sbom(release: Release, image: str) -> None:
-    """Write the SBOM of an image's Python packages.
+    """Write an SBOM for an image's Python packages.
 
-    The packages of its base are in dpkg's own list. pip, which installs the packages during
-    the build, is in no image.
+    The SBOM leaves out the base image's packages, which are in dpkg's own list, and pip, which
+    installs the packages during the build and is in no image.
     """
     folder = release.out / "build" / "wheels" / image
     wheels = [wheel for wheel in folder.glob("*.whl") if not wheel.name.startswith("pip-")]
@@ -329,14 +329,14 @@ def push(release: Release) -> None:
 
 
 def is_local(registry: str) -> bool:
-    """Return whether a registry is on this machine, where none has TLS."""
+    """Return whether a registry is on this machine. Such registries have no TLS."""
     host = registry.partition("/")[0]
     return any(host == name or host.startswith(f"{name}:") for name in LOOPBACK)
 
 
 @contextlib.contextmanager
 def buildah_root(release: Release) -> Iterator[list[str]]:
-    """Give buildah a store of its own for a push."""
+    """Create a separate buildah store for a push."""
     folder = release.out / "build" / "push"
     try:
         store = ["--root", f"{folder}/storage", "--runroot", f"{folder}/run"]

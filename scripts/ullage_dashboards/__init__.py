@@ -1,4 +1,5 @@
-"""Grafana's dashboards of Ullage as plain data, and their JSON.
+"""Ullage's Grafana dashboards as plain data, and their JSON.
 
-They know the names of metrics and of recording rules, and nothing of the code that measures.
+The dashboards depend on the names of metrics and recording rules, but not on the code that
+measures.
 """

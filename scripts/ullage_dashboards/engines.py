@@ -1,4 +1,4 @@
-"""Dashboards of engines and of the tiers of their KV."""
+"""Dashboards for engines and their KV tiers."""
 
 from ullage_dashboards.model import (
     ENGINES,
@@ -30,12 +30,12 @@ PEERS = "memory.tiers.remote"
 
 
 def per_engine(name: str) -> Query:
-    """Return a gauge by engine."""
+    """Return the query for a gauge, with one series per engine."""
     return gauge(name, "pod", ENGINES)
 
 
 def all_of(counter: str, by: str = "", needs: str = "") -> Query:
-    """Return the rate of a counter over the chosen engines."""
+    """Return the query for a counter's rate over the chosen engines."""
     return rate(counter, by, ENGINES, needs)
 
 
@@ -327,7 +327,7 @@ ENGINE = Dashboard(
 
 
 def tiers(counter: str, needs: str = "") -> Query:
-    """Return a counter's rate by tier."""
+    """Return the query for a counter's rate by KV tier."""
     return all_of(f"ullage_kv_tier_{counter}_total", "tier", needs)
 
 

@@ -1,4 +1,4 @@
-"""The dashboard of GPUs: what DCGM measures, and what engines ask the driver themselves."""
+"""The dashboard for GPUs, with metrics from DCGM and figures that engines read from the driver."""
 
 from ullage_dashboards.model import (
     ENGINES,
@@ -18,17 +18,17 @@ OF_GPUS = 'engine_pod=~"$pod"'
 
 
 def gpu(measure: str, legend: str = "{{engine_pod}} {{gpu}}") -> Query:
-    """Return a recorded series of every GPU of the chosen engines."""
+    """Return the query for a recorded series of all GPUs of the chosen engines."""
     return Query(legend, f"ullage:{measure}{{{OF_GPUS}}}")
 
 
 def grows(measure: str, legend: str) -> Query:
-    """Return the growth of a recorded counter over ten minutes."""
+    """Return the query for a recorded counter's growth over ten minutes."""
     return Query(legend, f"sum(increase(ullage:{measure}{{{OF_GPUS}}}[10m]))")
 
 
 def of_driver(name: str, by: str) -> Query:
-    """Return a gauge that an engine reads from its driver."""
+    """Return the query for a gauge that engines read from the GPU driver."""
     return gauge(f"ullage_{name}", by, ENGINES, needs=A_GPU)
 
 

@@ -1,4 +1,4 @@
-"""Dashboards as the JSON that Grafana loads, by Grafana's own models."""
+"""Renders dashboards as the JSON that Grafana loads, with Grafana's own SDK models."""
 
 import json
 from typing import Any
@@ -70,13 +70,13 @@ def place(x: int, y: int, width: int, height: int) -> dashboard.GridPos:
 
 
 def links() -> builders.DashboardLink:
-    """Return the list of Ullage's other dashboards."""
+    """Return a dropdown link to all of Ullage's other dashboards."""
     link = builders.DashboardLink("Ullage").type(dashboard.DashboardLinkType.DASHBOARDS)
     return link.tags(["ullage"]).as_dropdown(True).include_vars(True).keep_time(True)
 
 
 def variable(each: Variable) -> builders.QueryVariable:
-    """Return a variable over label values, which selects all of them at first."""
+    """Return a dashboard variable over label values, with all values selected at first."""
     everything = dashboard.VariableOption(selected=True, text="All", value="$__all")
     return (
         builders.QueryVariable(each.name)
@@ -93,7 +93,7 @@ def variable(each: Variable) -> builders.QueryVariable:
 
 
 def picture(panel: Panel) -> Any:
-    """Return the builder of a panel."""
+    """Return Grafana's builder for a panel."""
     builder: Any
     if panel.kind == "stat":
         options = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
@@ -127,7 +127,7 @@ def target(ref_id: str, query: Query) -> prometheus.Dataquery:
 
 
 def lines(panel: Panel) -> timeseries.Panel:
-    """Return a time series, stacked where its parts add up to a whole."""
+    """Return a time series panel, stacked if its parts add up to a whole."""
     legend = common_builders.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST)
     legend.placement(common.LegendPlacement.BOTTOM).show_legend(True).calcs([])
     tooltip = common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI)
@@ -142,7 +142,7 @@ def lines(panel: Panel) -> timeseries.Panel:
 
 
 def against(panel: Panel) -> xychart.Panel:
-    """Return a scatter plot of the second query against the first."""
+    """Return a panel with a scatter plot of the second query against the first."""
     of_x, of_y = (query.legend for query in panel.queries)
     series = xychart.ScatterSeriesConfig().x(of_x).y(of_y).show(ScatterShow.POINTS)
     joined = dashboard.DataTransformerConfig("joinByField", options={"byField": "Time"})

@@ -1,4 +1,4 @@
-"""Dashboards of whole services, of their routers, and of the operator."""
+"""Dashboards for whole services, their routers, and the operator."""
 
 from ullage_dashboards.model import (
     INTERVAL,
@@ -27,7 +27,7 @@ REFUSALS = "ullage_router_refusals_total"
 DECISIONS = "ullage_router_decisions_total"
 FAILED = f'{SERVICE},code=~"5.."'
 READING = (4, 7, 13)
-"""Tokens a second of slow, comfortable and fast reading."""
+"""Tokens per second of slow, comfortable and fast reading."""
 TENANTS = "tenants"
 CASCADE = "a cascade"
 KEPT = "answers kept by key"
@@ -36,7 +36,7 @@ OPERATOR_PODS = 'namespace=~"$namespace",pod=~"$pod"'
 
 
 def of_speeds(bound: str) -> str:
-    """Return the rate of streams up to a speed."""
+    """Return the PromQL for the rate of streams up to a speed."""
     return summed_rate(f"{SPEED}_bucket", f'{SERVICE},le="{bound}"')
 
 

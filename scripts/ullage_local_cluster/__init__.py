@@ -1,5 +1,5 @@
-"""A real Kubernetes on this machine for the cluster's tests: one node, and no virtual machine.
+"""A real single-node Kubernetes on this machine for the cluster tests, without a virtual machine.
 
-It builds and starts programs, and makes links, mounts and iptables chains of its own. It knows
-nothing of operator, router and engine except the names of their images.
+This package builds and starts programs, and creates separate network links, mounts and iptables
+chains. It depends on the names of the images of operator, router and engine, but not on their code.
 """

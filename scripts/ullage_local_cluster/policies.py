@@ -1,4 +1,4 @@
-"""NetworkPolicies: the rules that let only the allowed packets from and to pods pass."""
+"""Converts NetworkPolicies to iptables rules that pass only allowed packets from and to pods."""
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,16 +12,16 @@ EVERYWHERE = "0.0.0.0/0"
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """The words for packets that come to pods, or go from them."""
+    """The names used in policies and iptables for one direction of packets: ingress or egress."""
 
     kind: str
-    """The policy type; in lower case the field of the rules."""
+    """The policy type. Its lower-case form is the field that has the rules."""
     peers: str
-    """The field of a rule that names the other side."""
+    """The field of a rule that lists the other side's peers."""
     own: str
-    """iptables's option for the pod's address."""
+    """The iptables option for the pod's address."""
     other: str
-    """iptables's option for the other side's address."""
+    """The iptables option for the other side's address."""
 
 
 INGRESS = Direction("Ingress", "from", "-d", "-s")
@@ -38,14 +38,14 @@ class PolicyPeer:
 
 @dataclass(frozen=True, slots=True)
 class PodNetwork:
-    """The pods that have an address, and the labels of namespaces."""
+    """The pods that have separate addresses, and the labels of all namespaces."""
 
     pods: Sequence[Object]
     namespace_labels: Mapping[str, Mapping[str, str]]
 
 
 def pod_network(pods: Iterable[Object], namespaces: Iterable[Object]) -> PodNetwork:
-    """Return what policies select from. Pods in the node's network have no address of their own."""
+    """Return the pods and namespaces that policies can select, without pods in the host network."""
     live = [
         pod
         for pod in pods
@@ -62,7 +62,7 @@ def labels(item: Object) -> Mapping[str, str]:
 
 
 def matches(selector: Object, values: Mapping[str, str]) -> bool:
-    """Return whether labels match a label selector; an empty selector matches all."""
+    """Return whether labels match a label selector. An empty selector matches all labels."""
     return all(
         values.get(key) == value for key, value in selector.get("matchLabels", {}).items()
     ) and all(
@@ -88,9 +88,9 @@ def matches_expression(expression: Object, values: Mapping[str, str]) -> bool:
 def policy_rules(
     policies: Iterable[Object], network: PodNetwork, direction: Direction
 ) -> list[str]:
-    """Return the rules of a direction, without their chain.
+    """Return the iptables rules for one direction, without their chain.
 
-    The packets of pods that no policy selects match no rule.
+    If no policy selects a pod, the pod's packets match no rule.
     """
     allowed: dict[str, set[str]] = {}
     for policy in policies:
@@ -115,7 +115,7 @@ def policy_rules(
 def allowances(
     rule: Object, pod: Object, namespace: str, network: PodNetwork, direction: Direction
 ) -> Iterator[str]:
-    """Yield iptables's rules that allow what one rule of a policy allows a pod."""
+    """Yield the iptables rules that allow a pod the packets that one policy rule allows."""
     own = f"{direction.own} {pod['status']['podIP']}/32"
     for peer in peers(rule.get(direction.peers, ()), namespace, network):
         # A port's name is that of the pod that gets the packets.
@@ -125,7 +125,7 @@ def allowances(
 
 
 def peers(entries: Sequence[Object], namespace: str, network: PodNetwork) -> Iterator[PolicyPeer]:
-    """Yield the other sides that a policy's rule names; none named means all."""
+    """Yield the peers that a policy rule allows. A rule without peers allows all."""
     if not entries:
         yield PolicyPeer(EVERYWHERE)
     for entry in entries:
@@ -146,7 +146,7 @@ def peers(entries: Sequence[Object], namespace: str, network: PodNetwork) -> Ite
 
 
 def networks_without(network: str, excluded: Iterable[str]) -> list[str]:
-    """Return the IPv4 networks that make up a network without parts of it."""
+    """Return the IPv4 networks that cover a network except for the excluded parts."""
     if ":" in network:
         return []
     networks = [ipaddress.IPv4Network(network)]
@@ -163,7 +163,7 @@ def networks_without(network: str, excluded: Iterable[str]) -> list[str]:
 
 
 def port_matches(ports: Sequence[Object], destination: Object | None) -> Iterator[str]:
-    """Yield iptables's options for a rule's ports; an empty text for all ports."""
+    """Yield the iptables options for each port of a rule (an empty text for all ports)."""
     if not ports:
         yield ""
     for entry in ports:
@@ -181,7 +181,7 @@ def port_matches(ports: Sequence[Object], destination: Object | None) -> Iterato
 
 
 def numbers_of(name: str, protocol: str, pod: Object | None) -> list[int]:
-    """Return the numbers of the ports that a pod's containers give a name."""
+    """Return the numbers of the ports with a given name in a pod's containers."""
     spec: Object = pod["spec"] if pod else {}
     containers = [*spec.get("containers", ()), *spec.get("initContainers", ())]
     return [

@@ -1,4 +1,4 @@
-"""Programs: found, run to their end, or started to run until the cluster stops."""
+"""Finds programs, runs them to their end, or starts them until the cluster stops."""
 
 import contextlib
 import os
@@ -23,19 +23,19 @@ PACKAGES = {
     "kubectl": "kubernetes-client",
     "gcc": "gcc",
 }
-"""Debian's packages of the programs that a cluster needs."""
+"""The Debian package of each program that a cluster needs."""
 KILL_S = 15
 READY_S = 120
 SHOWN_LINES = 15
 REPORT_S = 20
-"""Time between two reports that a long command still runs."""
+"""Seconds between two reports that a long command is still running."""
 
 
 def check_programs() -> None:
     """Check that all programs are on PATH.
 
     Raises:
-        ClusterError: Programs are missing; the message has the command that installs them.
+        ClusterError: Programs are missing. The message has the command that installs them.
     """
     missing = [program for program in PACKAGES if not shutil.which(program)]
     if missing:
@@ -59,7 +59,7 @@ def run(*command: str | Path, check: bool = True, env: Mapping[str, str] = {}) -
 def run_long(
     title: str, command: Sequence[str | Path], log: Path, folder: Path, env: Mapping[str, str] = {}
 ) -> None:
-    """Run a command of minutes, and print from time to time that it still runs."""
+    """Run a command that takes minutes, and report from time to time that it is still running."""
     began = time.monotonic()
     print(f"{title} (log: {log}) ...", flush=True)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,8 @@ def wait_until(is_true: Callable[[], object], program: str, home: Path) -> None:
     """Wait until a started program is ready.
 
     Raises:
-        ClusterError: The program has ended, or is not ready in time; the message ends with the
-            last lines of its log.
+        ClusterError: The program has ended, or is not ready in time. The message ends with the last
+            lines of the program's log.
     """
     log = home / "log" / f"{program}.log"
     deadline = time.monotonic() + READY_S
@@ -116,7 +116,7 @@ def wait_until(is_true: Callable[[], object], program: str, home: Path) -> None:
 def start(
     name: str, command: Sequence[str | Path], home: Path, env: Mapping[str, str] = {}
 ) -> None:
-    """Start a program whose process id and log are files of the cluster's folder."""
+    """Start a program, and write its process id and its log to files in the cluster's folder."""
     words = [str(word) for word in command]
     log = str(home / "log" / f"{name}.log")
     pid = os.posix_spawnp(
@@ -136,9 +136,9 @@ def start(
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, in ticks since boot; empty where there is none.
+    """Return when a process started, in ticks since boot (empty if there is no such process).
 
-    The kernel uses process ids again. Together with this time an id stands for one process.
+    The kernel reuses process ids. An id and this time together identify one process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -149,7 +149,7 @@ def start_time(pid: int) -> str:
 
 
 def running_pid(file: Path) -> int | None:
-    """Return the id of the process that a file names, if it still runs."""
+    """Return the id of the process that a file names, if the process is still running."""
     try:
         pid, started = file.read_text().split()
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def running_pid(file: Path) -> int | None:
 
 
 def session(leader: int) -> set[int]:
-    """Return the processes of a session: all that descend from its leader, unless they left it."""
+    """Return the processes in a session: all descendants of its leader that have not left it."""
     pids = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -169,10 +169,10 @@ def session(leader: int) -> set[int]:
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> None:
-    """Send SIGKILL to processes until none is found.
+    """Send SIGKILL to processes until no process is found.
 
     Raises:
-        ClusterError: Processes are left.
+        ClusterError: Some processes are still running.
     """
     deadline = time.monotonic() + KILL_S
     while pids := {pid for pid in find() if start_time(pid)}:

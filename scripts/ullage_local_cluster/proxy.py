@@ -1,8 +1,9 @@
-"""The cluster's network: services, NetworkPolicies and DNS, as a program of its own.
+"""The cluster's network: a separate program for Services, NetworkPolicies and DNS.
 
-It is a small kube-proxy, policy controller and DNS server for one node. Several times a second it
-lists the objects, and rewrites the iptables chains of this cluster if their rules have changed.
-Policies hold between pods. The node itself, with API server, kubelet and DNS, is always reachable.
+The program is a small kube-proxy, policy controller and DNS server for one node. Several times per
+second, it lists the objects, and rewrites this cluster's iptables chains if their rules have
+changed. Policies apply between pods. The node itself, with the API server, the kubelet and DNS, is
+always reachable.
 """
 
 import subprocess
@@ -30,12 +31,12 @@ PATHS = (SERVICES, SLICES, POLICIES, PODS, NAMESPACES)
 
 
 def chain(name: str, part: str) -> str:
-    """Return the name of one of a cluster's chains."""
+    """Return the name of one of a cluster's iptables chains."""
     return f"ULLAGE-{name.upper()}-{part}"
 
 
 def ruleset(name: str, objects: dict[str, list[Object]]) -> str:
-    """Return the chains that change with the objects, as iptables-restore reads them."""
+    """Return the chains that depend on the objects, in the format of iptables-restore."""
     translating, rejecting, loops = service_rules(objects[SERVICES], objects[SLICES])
     network = pod_network(objects[PODS], objects[NAMESPACES])
     nat = {"SERVICES": translating, "LOOPS": loops}
@@ -48,7 +49,7 @@ def ruleset(name: str, objects: dict[str, list[Object]]) -> str:
 
 
 def table(name: str, kind: str, chains: dict[str, list[str]], more: Iterable[str] = ()) -> str:
-    """Return one table's chains. Restoring a chain replaces its rules."""
+    """Return one table's chains for iptables-restore. Restoring a chain replaces its rules."""
     lines = [f"*{kind}", *(f":{chain(name, part)} - [0:0]" for part in chains)]
     for part, rules in chains.items():
         lines += [f"-A {chain(name, part)} {rule}" for rule in rules]
@@ -56,9 +57,9 @@ def table(name: str, kind: str, chains: dict[str, list[str]], more: Iterable[str
 
 
 def hooks(settings: ClusterSettings) -> str:
-    """Return the rules that send the packets of this cluster to its chains.
+    """Return the iptables rules that send this cluster's packets to the cluster's chains.
 
-    An accepted packet is forwarded, even if the machine drops forwarded packets by default.
+    Accepted packets are forwarded, even if the machine drops forwarded packets by default.
     """
     name = settings.name
     forwarding = [
@@ -83,7 +84,7 @@ def hooks(settings: ClusterSettings) -> str:
 
 
 def removal(name: str, saved: str) -> str:
-    """Return the commands that remove a cluster's chains.
+    """Return the commands that remove a cluster's iptables chains.
 
     Args:
         name: The cluster's name.
@@ -109,7 +110,7 @@ def removal(name: str, saved: str) -> str:
 
 
 def restore(rules: str) -> None:
-    """Change the named chains, and leave all others alone."""
+    """Replace the chains in the rule set, and leave all other chains unchanged."""
     subprocess.run(["iptables-restore", "--noflush"], input=rules, text=True, check=True)
 
 
@@ -118,7 +119,7 @@ def remove_chains(settings: ClusterSettings) -> None:
 
 
 def main(settings: ClusterSettings) -> None:
-    """Keep DNS and iptables in step with the objects, until the process is killed."""
+    """Keep DNS and iptables up to date with the objects, until the process is killed."""
     client = api_client(settings)
     remove_chains(settings)
     restore(hooks(settings))

@@ -1,10 +1,10 @@
-"""Services: the rules that lead their packets to pods, and their names in DNS."""
+"""Makes the iptables rules that send a Service's packets to pods, and the Services' DNS names."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Object = Mapping[str, Any]
-"""An object as the API server writes it in JSON."""
+"""A Kubernetes object, as parsed from the API server's JSON."""
 Backend = tuple[str, int]
 """Address and port of a pod."""
 DOMAIN = "svc.cluster.local"
@@ -14,7 +14,7 @@ SERVICE_LABEL = "kubernetes.io/service-name"
 def services_with_slices(
     services: Iterable[Object], slices: Iterable[Object]
 ) -> Iterator[tuple[Object, list[Object]]]:
-    """Yield each service with its EndpointSlices of IPv4 addresses."""
+    """Yield each Service with its EndpointSlices for IPv4."""
     by_service: dict[tuple[str, str], list[Object]] = {}
     for each in slices:
         if each["addressType"] == "IPv4":
@@ -32,9 +32,9 @@ def has_cluster_ip(service: Object) -> bool:
 
 
 def backends(slices: Iterable[Object], port_name: str) -> list[Backend]:
-    """Return the pods that get the packets of a port.
+    """Return the pods to which a Service port's packets are sent.
 
-    Without a ready pod these are the pods that terminate and still serve, as for kube-proxy.
+    Without a ready pod, these are the terminating pods that still serve, as in kube-proxy.
     """
     ready: set[Backend] = set()
     terminating: set[Backend] = set()
@@ -51,18 +51,18 @@ def backends(slices: Iterable[Object], port_name: str) -> list[Backend]:
 
 
 def is_ready(endpoint: Object) -> bool:
-    """Return the condition; an unknown one counts as ready."""
+    """Return an endpoint's readiness. An unknown condition counts as ready."""
     return endpoint.get("conditions", {}).get("ready") is not False
 
 
 def service_rules(
     services: Iterable[Object], slices: Iterable[Object]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return rules without their chains.
+    """Return the iptables rules for all Services, without their chains.
 
     Returns:
-        The rules that replace a service's address by a pod's, those that reject packets to services
-        without pods, and those that masquerade packets from a pod to itself.
+        Rules that replace a Service's address with a pod's, rules that reject packets to Services
+        without pods, and rules that masquerade packets from a pod to itself.
     """
     translating: list[str] = []
     rejecting: list[str] = []
@@ -86,7 +86,7 @@ def service_rules(
 
 
 def translations(to_port: str, pods: list[Backend]) -> Iterator[str]:
-    """Yield a rule for each pod, all with the same chance: 1/n, then 1/(n-1) of the rest, ..."""
+    """Yield a rule per pod, all with equal probability: 1/n, then 1/(n-1) of the rest, ..."""
     for index, (address, port) in enumerate(pods):
         rest = len(pods) - index
         chance = f" -m statistic --mode random --probability {1 / rest:.6f}" if rest > 1 else ""
@@ -94,9 +94,9 @@ def translations(to_port: str, pods: list[Backend]) -> Iterator[str]:
 
 
 def dns_records(services: Iterable[Object], slices: Iterable[Object]) -> dict[str, list[str]]:
-    """Return the addresses of each name of the cluster.
+    """Return the addresses of each DNS name in the cluster.
 
-    A headless service has the addresses of its ready pods, and a name for each pod's hostname.
+    A headless Service has the addresses of its ready pods, and a name for each pod's hostname.
     """
     records: dict[str, list[str]] = {}
     for service, own_slices in services_with_slices(services, slices):

@@ -1,4 +1,4 @@
-"""Names, addresses and ports of one local cluster, which share nothing with another's."""
+"""Names, addresses and ports of one local cluster, which are separate from those of others."""
 
 import re
 from dataclasses import dataclass
@@ -6,24 +6,24 @@ from pathlib import Path
 
 PORTS = ("api", "etcd", "etcd-peers", "controllers", "scheduler", "kubelet", "kubelet-health")
 FIRST_PORT = 20000
-"""A hundred clusters of a hundred ports each stay below the kernel's ephemeral ports."""
+"""First port. A hundred clusters with a hundred ports each stay below the ephemeral ports."""
 LONGEST_SOCKET = 90
-"""Most characters of containerd's socket, with room for the suffixes that it adds."""
+"""Maximum length of containerd's socket path, to leave room for the suffixes that it adds."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,7}")
 
 
 class ClusterError(Exception):
-    """The cluster cannot go on; the message names the cause and the remedy."""
+    """The cluster cannot continue. The message names the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The choices that keep clusters on one machine apart.
+    """Settings that separate several clusters on one machine.
 
     Attributes:
         folder: The folder of all clusters' files, and of the programs that they share.
-        name: Beginning of the names of links, iptables chains and control groups.
-        number: 0 to 99; the third byte of addresses, and hundreds of ports.
+        name: Prefix for the names of network links, iptables chains and control groups.
+        number: A number from 0 to 99 that selects the third byte of addresses, and a hundred ports.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class ClusterSettings:
 
     @property
     def group(self) -> str:
-        """Name of the control groups, which no other program has."""
+        """Name of the cluster's control groups, which no other program uses."""
         return f"ullage-{self.name}"
 
     @property
@@ -63,7 +63,7 @@ class ClusterSettings:
 
     @property
     def address(self) -> str:
-        """The node's address: of the bridge, of the API, of kubelet and of DNS."""
+        """The node's address, which the bridge, the API server, the kubelet and DNS share."""
         return f"10.250.{self.number}.1"
 
     @property
@@ -92,5 +92,5 @@ class ClusterSettings:
 
     @property
     def socket(self) -> Path:
-        """The socket of containerd."""
+        """Path of containerd's socket."""
         return self.home / "containerd.sock"
