@@ -1,4 +1,4 @@
-"""Histograms of steps and waits, which the worker counts and the server exports.
+"""Histograms of step and queueing times, recorded by the worker and exported by the server.
 
 Worker and server use the same fixed buckets, so the size of a report does not grow with the number
 of steps.
@@ -25,22 +25,22 @@ QUEUE_SECONDS = (
 
 
 class Figures(msgspec.Struct, array_like=True):
-    """Histograms and counts of a worker since its start."""
+    """Histograms and counters of a worker since it started."""
 
     step_seconds: Tally = msgspec.field(default_factory=Tally)
     step_tokens: Tally = msgspec.field(default_factory=Tally)
     step_sequences: Tally = msgspec.field(default_factory=Tally)
     queue_seconds: Tally = msgspec.field(default_factory=Tally)
-    """Histogram of seconds between a request's acceptance and the start of its computation."""
+    """Histogram of the seconds between accepting a request and starting to compute it."""
     num_grown: int = 0
-    """Number of steps with more sequences than the step before."""
+    """Number of steps with more sequences than the previous step."""
     num_shrunk: int = 0
-    """Number of steps with fewer sequences than the step before."""
+    """Number of steps with fewer sequences than the previous step."""
     last_sequences: int = 0
     """Number of sequences in the last step."""
 
     def observe_step(self, seconds: float, num_tokens: int, num_sequences: int) -> None:
-        """Record a step that was computed."""
+        """Record the duration and size of a completed step."""
         self.step_seconds.observe(STEP_SECONDS, seconds)
         self.step_tokens.observe(STEP_TOKENS, num_tokens)
         self.step_sequences.observe(STEP_SEQUENCES, num_sequences)
@@ -49,10 +49,10 @@ class Figures(msgspec.Struct, array_like=True):
         self.last_sequences = num_sequences
 
     def observe_start(self, accepted_at: float, ago_s: float = 0.0) -> None:
-        """Record a request whose computation began `ago_s` seconds ago.
+        """Record the queueing time of a request whose computation began `ago_s` seconds ago.
 
         Args:
-            accepted_at: `time.monotonic` when the server accepted the request. A request with 0 is
+            accepted_at: `time.monotonic` when the server accepted the request. Requests with 0 are
                 not counted.
             ago_s: seconds since the request's computation began.
         """
@@ -61,7 +61,7 @@ class Figures(msgspec.Struct, array_like=True):
             self.queue_seconds.observe(QUEUE_SECONDS, max(0.0, seconds))
 
     def copy(self) -> "Figures":
-        """Return a copy that later observations do not change."""
+        """Return a copy that is unaffected by later observations."""
         return Figures(
             self.step_seconds.copy(),
             self.step_tokens.copy(),

@@ -1,8 +1,8 @@
-"""Message framing on the Unix socket between server and worker: a length, then the message.
+"""Length-prefixed messages on the Unix socket between server and worker.
 
-Sending a message takes one system call. Receiving all waiting messages takes two system calls in
-the worker (a poll, and a read for each 64 KiB), and one in the server's event loop. Neither process
-needs a thread for this.
+Sending a message takes one system call. To receive all pending messages, the worker makes two
+system calls (a poll, and a read for each 64 KiB) and the server's event loop makes one. Neither
+process needs a thread for this.
 """
 
 import math
@@ -14,14 +14,14 @@ from collections import deque
 READ_BYTES = 64 << 10
 """Maximum number of bytes in one read."""
 SEND_BUFFER_BYTES = 4 << 20
-"""Number of bytes that either end may send before the other end reads.
+"""Number of bytes that either process may send before the other process reads.
 
-So a whole long prompt can wait in the buffer for a busy worker. The kernel allows at most
-`net.core.wmem_max`.
+The buffer can therefore hold an entire long prompt while the worker is busy. The kernel caps its
+size at `net.core.wmem_max`.
 """
 
 _LENGTH = struct.Struct("<I")
-"""Length of a message, little-endian."""
+"""Format of the length prefix: a little-endian 32-bit unsigned integer."""
 
 
 def framed(message: bytes) -> bytes:
@@ -30,13 +30,13 @@ def framed(message: bytes) -> bytes:
 
 
 class Frames:
-    """Splits the bytes of a stream into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes, and return the messages that they complete."""
+        """Add received bytes, and return the messages that are now complete."""
         pending = self._pending
         pending += data
         messages = []
@@ -55,11 +55,11 @@ class Frames:
 
 
 class BlockingLink:
-    """One end of a connected stream, for a process that waits for nothing else.
+    """One end of a socket, for a process that has nothing else to wait for.
 
     Args:
-        connected: the socket, which is closed with the link.
-        send_timeout_s: maximum time in seconds that a send waits for the other end to read.
+        connected: the connected socket. Closing the link closes it.
+        send_timeout_s: maximum time in seconds that a send blocks until the other process reads.
     """
 
     def __init__(self, connected: socket.socket, send_timeout_s: float) -> None:
@@ -74,18 +74,18 @@ class BlockingLink:
         self._messages: deque[bytes] = deque()
 
     def send(self, message: bytes) -> None:
-        """Send a message, waiting while the send buffer is full.
+        """Send a message, blocking while the send buffer is full.
 
         Raises:
-            OSError: the other end is gone, or has read nothing for too long.
+            OSError: the other process has closed the socket, or has read nothing for too long.
         """
         self._socket.sendall(framed(message))
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next message, or None if no message came in time.
+        """Return the next message, or None if none arrives within `timeout_s` seconds.
 
         Raises:
-            OSError: the other end is gone, and all of its messages were returned.
+            OSError: the other process has closed the socket, and all of its messages were returned.
         """
         while not self._messages:
             if not self._poll.poll(math.ceil(timeout_s * 1000)):
@@ -101,10 +101,10 @@ class BlockingLink:
 
 
 def connect(path: str, send_timeout_s: float) -> BlockingLink:
-    """Connect to the process that listens at `path`.
+    """Connect to the process that listens on the Unix socket `path`.
 
     Raises:
-        OSError: no process listens there.
+        OSError: no process is listening on the socket.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

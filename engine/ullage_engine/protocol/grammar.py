@@ -1,9 +1,9 @@
-"""The limits of grammars, and a process that checks whether a grammar can be compiled.
+"""Resource limits for grammars, and a sandbox process that checks whether a grammar compiles.
 
-A malicious schema may exhaust the stack or the memory of the process that compiles it. So a new
-grammar is first compiled by a separate process, `python -m ullage_engine.protocol.grammar`. The
-process reads the grammar from its standard input and writes the reason why the grammar cannot be
-used, or nothing.
+A malicious schema may exhaust the stack or the memory of the process that compiles it. A new
+grammar is therefore first compiled by `python -m ullage_engine.protocol.grammar`, a separate
+process. It reads the grammar from standard input. It writes the reason if the grammar is unusable,
+and otherwise writes nothing.
 """
 
 import resource
@@ -20,33 +20,36 @@ LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-"""Resource limits for the grammar of one answer.
+"""Resource limits for matching one answer against its grammar.
 
-Lexer states take 1 to 2 kB each and are made while text is matched, so their number bounds the
-memory. Fuel and items bound the time to about 20 ms at first, and then to 15 ms per token.
+Lexer states take 1 to 2 kB each and are created as text is matched, so limiting their number limits
+memory. The fuel and item limits cap the time at about 20 ms at first, and then at 15 ms per token.
 """
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack size of a worker's compiler thread, many times the size for the first compilation."""
+"""Stack size of a worker's compiler thread, many times larger than for the first compilation."""
 
 _FIRST_STACK_BYTES = 4 << 20
-"""Stack size for the first compilation."""
+"""Stack size for the first compilation, which runs in the separate process."""
 _MOST_BYTES = 24 << 20
-"""Maximum memory in bytes that a grammar may use before it has matched anything."""
+"""Maximum number of bytes that compiling a grammar may use before any text is matched."""
 _HARD_BYTES = 2 << 30
-"""Maximum bytes of address space. A process that needs more is killed."""
+"""Maximum address space of the process in bytes. A process that exceeds it is killed."""
 _CPU_SECONDS = 3
 """Maximum CPU time of the process, in seconds."""
 
 
 def compile_error(text: str) -> str:
-    """Return why a grammar in llguidance's form cannot be used, or "" if it can."""
+    """Return why a grammar in llguidance's format is invalid, or "" if it is valid."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return " ".join(messages[0].split())[:300] if is_error else ""
 
 
 def _cost_error(text: str) -> str:
-    """Return why a grammar cannot be used with a vocabulary of single bytes, or "" if it can."""
+    """Return why a grammar fails or takes too much memory to compile, or "" if it does not.
+
+    The grammar is compiled for a vocabulary of single bytes.
+    """
     before = _peak_bytes()
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()
@@ -63,9 +66,9 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Read a grammar from standard input and write the error, if any.
+    """Read a grammar from standard input, and write the error to standard output if there is one.
 
-    If the grammar exceeds a resource limit, a signal other than SIGKILL ends the process.
+    If the grammar exceeds a resource limit, the process is killed by a signal other than SIGKILL.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))

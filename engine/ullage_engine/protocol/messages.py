@@ -1,15 +1,15 @@
-"""Messages between the server process and its worker, msgpack on a Unix stream (`frames.py`).
+"""Messages between the server process and its worker, sent as msgpack on a Unix socket.
 
-The worker connects and sends any number of `Loading`, then one `Ready` or one `StartFailed`. After
-that, the server sends `Submit` and `Cancel`, and the worker sends `StepDone` after each step and
-`StateReport` when its memory changes. The worker answers every request of a `Submit` with tokens
-(the last of which has a finish reason), with one `Embedding`, with one `Rejected` or with one
-`RequestFailed`.
+The worker connects and sends any number of `Loading` messages, then one `Ready` or one
+`StartFailed`. After that, the server sends `Submit` and `Cancel`. The worker sends `StepDone` after
+each step and `StateReport` when its memory usage changes. The worker answers every request of a
+`Submit` with tokens (the last of which has a finish reason), with one `Embedding`, with one
+`Rejected` or with one `RequestFailed`. See `frames.py` for the framing.
 
-The tiers of KV outside the device belong to the server (see `ullage_kv`). The worker offers its
-complete blocks with `KvOffer`, receives slots with `KvGranted`, and reports the copies with
-`KvWritten`. The worker requests blocks with `KvWanted`, receives slots to read with `KvFound`, and
-returns the slots with `KvRead`.
+The server owns the KV tiers outside the device (see `ullage_kv`). The worker offers its complete
+blocks with `KvOffer`, receives slots with `KvGranted`, and reports the finished copies with
+`KvWritten`. To load blocks, the worker asks for them with `KvWanted`, receives slots to read with
+`KvFound`, and returns the slots with `KvRead`.
 """
 
 from typing import Literal
@@ -22,25 +22,25 @@ from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutpu
 from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 
 WINDOW_PART = "window"
-"""Part name from which `ullage_kv.keys.part_key` derives the key of a block's window block."""
+"""Name from which `ullage_kv.keys.part_key` derives the key of a block's sliding-window KV."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The base class of all messages."""
+    """Base class of all messages."""
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A block that is complete on the device."""
+    """A KV block whose tokens have all been computed on the device."""
 
     key: bytes
     parent: bytes | None
-    """Key of the preceding block."""
+    """Key of the preceding block of the sequence."""
     is_kept: bool = False
-    """Whether the block belongs to a session, whose next turn will need the block."""
+    """Whether the block belongs to a session and will be needed in the session's next turn."""
 
 
 class KvSlot(msgspec.Struct, frozen=True, array_like=True):
-    """A slot of the host tier that is reserved for one block."""
+    """A slot in the host tier, reserved for one block."""
 
     key: bytes
     slot: int
@@ -56,11 +56,12 @@ class Submit(Message, frozen=True, kw_only=True):
     requests: list[EngineRequest]
     """Samples of one prompt, or the hypotheses of a beam search.
 
-    Samples are admitted together, or refused together by one `Rejected` that names the first.
-    Hypotheses are ordered from best to worst and returned when all are known.
+    Samples are admitted or rejected together. A single `Rejected`, which names the first sample,
+    rejects all of them. Hypotheses are ordered from best to worst and are returned once all are
+    known.
     """
     resumed: bool = False
-    """Whether an earlier worker had admitted the requests.
+    """Whether an earlier worker already admitted the requests.
 
     Resumed requests wait for memory and are never rejected for lack of memory.
     """
@@ -71,7 +72,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     request_id: str
     is_answered: bool = False
-    """Whether the server cancels because of a stop string, not because of a disconnect."""
+    """Whether the request is cancelled because of a stop string, not because of a disconnect."""
 
 
 class Fault(Message, frozen=True, kw_only=True):
@@ -81,28 +82,29 @@ class Fault(Message, frozen=True, kw_only=True):
 
 
 class LimitBatch(Message, frozen=True, kw_only=True):
-    """Command: start new sequences only while fewer than a share of the maximum batch size run.
+    """Command: limit the number of running sequences to a fraction of the maximum batch size.
 
-    The maximum batch size is `batching.max_sequences`. Memory may limit the number further. The
-    limit holds until the next `LimitBatch`.
+    Running sequences continue, but no sequence starts while the batch is at the limit. The maximum
+    batch size is `batching.max_sequences`, and memory may limit the batch further. The limit holds
+    until the next `LimitBatch`.
     """
 
     share: float
-    """Share from 0 to 1, where 1 means no limit."""
+    """Fraction of the maximum batch size, from 0 to 1. 1 means no limit."""
 
 
 class StartProfile(Message, frozen=True, kw_only=True):
-    """Command: profile the next steps and answer with `ProfileDone`.
+    """Command: profile the next steps and reply with `ProfileDone`.
 
-    Only one profile runs at a time.
+    Only one profile can run at a time.
     """
 
     kind: Literal["operations", "timeline"]
     steps: int
     seconds: float
-    """Maximum duration, after which the profile ends even if it has fewer steps or none."""
+    """Maximum duration in seconds, after which the profile ends even if it recorded fewer steps."""
     path: str
-    """File to write the trace to, compressed with gzip."""
+    """Path of the gzip-compressed trace file to write."""
 
 
 class StopProfile(Message, frozen=True, kw_only=True):
@@ -110,44 +112,45 @@ class StopProfile(Message, frozen=True, kw_only=True):
 
 
 class KvGranted(Message, frozen=True, kw_only=True):
-    """Slots for offered blocks.
+    """Slots for the blocks that the worker offered.
 
-    A block without a slot is already stored, or cannot be stored now.
+    An offered block gets no slot if it is already stored or cannot be stored now.
     """
 
     slots: list[KvSlot]
 
 
 class KvFound(Message, frozen=True, kw_only=True):
-    """The answer to a `KvWanted`: slots to read, which do not change until `KvRead`."""
+    """Reply to a `KvWanted`: slots to read, which do not change until the worker sends `KvRead`."""
 
     number: int
     slots: list[int]
     """Slots of the blocks from the first requested block up to the first missing block."""
     window_slots: list[int] = []
-    """Slots of the last window blocks before the first missing block, if any exist."""
+    """Slots with sliding-window KV for the last blocks before the first missing block, if any."""
     more_from: int | None = None
     """Index in the sequence of the first block that is still being loaded, or None.
 
-    The worker requests these blocks with `is_rest`. None means that there are no more blocks.
+    The worker then requests the remaining blocks with `is_rest`. None means that no more blocks are
+    coming.
     """
 
 
 class AddAdapter(Message, frozen=True, kw_only=True):
-    """Command: serve requests with one more LoRA adapter. The answer is `AdapterAdded`."""
+    """Command: make one more LoRA adapter available to requests. The reply is `AdapterAdded`."""
 
     name: str
-    """Name that requests give as `adapter`. A name always stands for the same files."""
+    """Name that requests pass as `adapter`. A name always refers to the same files."""
     folder: str
     is_checked: bool = False
-    """Whether an earlier worker has loaded the adapter.
+    """Whether an earlier worker has already loaded the adapter successfully.
 
-    Such an adapter is not loaded at once, but when a request needs it.
+    Such an adapter is loaded lazily, when a request first needs it.
     """
 
 
 class RemoveAdapter(Message, frozen=True, kw_only=True):
-    """Command: remove an adapter that is no longer used by any request."""
+    """Command: remove an adapter that no request uses any more."""
 
     name: str
 
@@ -160,7 +163,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Progress report during the worker's start."""
+    """Progress report while the worker starts."""
 
     stage: str
     """Current stage: imports, followers, weights, arena, warm_up, kv_pool or adapters."""
@@ -177,141 +180,141 @@ class Ready(Message, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     ranks: list[RankPlace] = []
-    """The device map: the layers and heads of each rank."""
+    """Device map: the layers and heads assigned to each rank."""
     task: Literal["generate", "embed"] = "generate"
-    """The model's task. The worker serves no requests of any other task."""
+    """The model's task. The worker accepts no requests for any other task."""
     fingerprint: Fingerprint = UNKNOWN
-    """Fingerprint of everything that affects the exact bits of the worker's answers."""
+    """Fingerprint of everything that affects the worker's answers bit for bit."""
     kv_space: bytes = b""
-    """Namespace of the worker's KV blocks in tiers outside the device, or "" without such tiers."""
+    """Namespace of the worker's KV blocks in tiers outside the device, or "" without tiers."""
     computes_beside_loads: bool = True
-    """Whether the worker computes the first blocks of a sequence while tiers load the last ones.
+    """Whether the worker computes a sequence's first blocks while tiers load its later blocks.
 
-    If not, every `KvWanted` is answered when all of its blocks are loaded.
+    If not, every `KvWanted` is answered only once all of its blocks are loaded.
     """
     longest_step_s: float = 0.0
-    """Longest step in seconds, as measured at the start, or 0 if not measured."""
+    """Duration of the longest step measured at startup, in seconds, or 0 if not measured."""
     state: WorkerState
 
 
 class StartFailed(Message, frozen=True, kw_only=True):
-    """The worker cannot serve. Another start cannot succeed either, unless `may_retry` is set."""
+    """The worker cannot serve. Restarting does not help, unless `may_retry` is set."""
 
     error: str
-    """One line naming the field or file."""
+    """One-line error that names the configuration field or file."""
     may_retry: bool = False
-    """Whether another start may succeed, because the error was unforeseen."""
+    """Whether restarting may help, because the error was unexpected."""
     is_unproven: bool = False
-    """Whether the worker's results differ from those of the verified start."""
+    """Whether the worker's results differ from those of the verified startup."""
 
 
 class AdapterAdded(Message, frozen=True, kw_only=True):
-    """The answer to an `AddAdapter`."""
+    """Reply to an `AddAdapter`."""
 
     name: str
     error: str = ""
-    """One-line reason for the operator why the adapter cannot be used, or "" if it can be used."""
+    """One-line reason why the adapter cannot be used, for the operator, or "" on success."""
 
 
 class StepDone(Message, frozen=True, kw_only=True):
-    """Output of one step, sent as soon as the output is known."""
+    """Output of one step, sent as soon as it is available."""
 
     outputs: list[TokenOutput]
     embeddings: list[Embedding] = []
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """The worker has admitted a request, which is now computed or waits for memory."""
+    """The worker has admitted a request, which is now running or waiting for memory."""
 
     request_id: str
 
 
 class Rejected(Message, frozen=True, kw_only=True):
-    """Admission control has refused a request. The worker keeps no state for this request."""
+    """Admission control has rejected a request. The worker keeps no state for it."""
 
     request_id: str
     needed_bytes: int
     available_bytes: int
     never: bool
-    """Whether the request is larger than the whole KV pool or the model's maximum length."""
+    """Whether the request exceeds the whole KV pool or the model's maximum length."""
     retry_after_s: float
     message: str
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
-    """The failure of one request after admission.
+    """One request failed after it was admitted.
 
-    For instance, a step for this request alone ran out of memory.
+    For example, a step with only this request ran out of memory.
     """
 
     request_id: str
     message: str
     field: str = ""
-    """Request field that is at fault, or "" if the engine is at fault."""
+    """Name of the request field that caused the failure, or "" if the engine is at fault."""
 
 
 class ProfileDone(Message, frozen=True, kw_only=True):
-    """A profile has ended, and its file is complete unless there was an error."""
+    """A profile has ended. Its trace file is complete unless there was an error."""
 
     num_steps: int
     error: str = ""
 
 
 class StateReport(Message, frozen=True, kw_only=True):
-    """Report of the worker's memory and load, sent when they have changed."""
+    """Report of the worker's memory and load, sent whenever they change."""
 
     state: WorkerState
 
 
 class KvOffer(Message, frozen=True, kw_only=True):
-    """Offer of blocks to copy to the host tier. The answer is `KvGranted`."""
+    """Offer of blocks that can be copied to the host tier. The reply is `KvGranted`."""
 
     blocks: list[KvBlock]
 
 
 class KvWritten(Message, frozen=True, kw_only=True):
-    """Granted slots that the worker has finished writing or has given up."""
+    """Reports which granted slots were written and which are no longer needed."""
 
     stored: list[KvSlot]
-    """Slots that now store their blocks."""
+    """Slots that now contain their blocks."""
     dropped: list[KvSlot] = []
-    """Slots of blocks that were evicted before the copy."""
+    """Slots that were not written, because their blocks were evicted before the copy."""
 
 
 class KvWanted(Message, frozen=True, kw_only=True):
-    """Query for stored blocks with which a sequence can begin. The answer is `KvFound`."""
+    """Query for stored blocks at the start of a sequence. The reply is `KvFound`."""
 
     number: int
-    """Number of the query, unique in this worker."""
+    """Id of the query, unique within this worker."""
     request_id: str
     first: int
     """Index in the sequence of the first requested block."""
     keys: list[bytes]
-    """Keys of the sequence's blocks, from its beginning."""
+    """Keys of the sequence's blocks, starting with its first block."""
     is_rest: bool = False
-    """Whether the answer waits until the blocks are loaded.
+    """Whether to reply only once the requested blocks are loaded.
 
-    If not, the answer comes at once with the blocks that are available.
+    If not, the reply is immediate and contains the blocks that are available.
     """
 
 
 class KvRead(Message, frozen=True, kw_only=True):
-    """The worker has read the slots of a `KvFound`, or does not need them."""
+    """The worker has finished reading the slots of a `KvFound`, or does not need them."""
 
     number: int
     num_blocks: int
-    """Number of stored blocks with which the sequence began."""
+    """Number of the sequence's leading blocks that came from tiers."""
 
 
 class KvDamaged(Message, frozen=True, kw_only=True):
-    """Blocks whose bytes may be corrupt and must not be read again."""
+    """Blocks whose contents may be corrupt and must not be read again."""
 
     chains: list[bytes] | None
     """Key prefixes of the blocks, each of `ullage_kv.keys.CHAIN_BYTES` bytes. None means all."""
 
 
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged
-"""Messages from the worker about KV outside the device."""
+"""Messages from the worker about KV in tiers outside the device."""
 
 ToWorker = (
     Submit

@@ -1,13 +1,13 @@
-"""Log lines and trace spans for the events of requests, in the engine's server and worker.
+"""Log lines and trace spans for request events, in the engine's server and worker.
 
-Both processes log the client's request id, so that their lines and the router's can be joined. The
-server creates a span for each RPC to its service. Only the worker can tell when tokens are
-computed, so the worker creates the inner spans queue, prefill and decode, each when its phase ends.
-If a worker is killed, its open spans are lost, and the server's span records that the request was
-continued. Log lines and spans never contain prompts or answers.
+Both processes log the client's request id, so that their log lines can be correlated with the
+router's. The server creates a span for each RPC to its service. Only the worker knows when tokens
+are computed, so it creates the inner spans queue, prefill and decode, each when its phase ends. If
+a worker is killed, its open spans are lost, and the server's span records that another worker
+resumed the request. Log lines and spans never contain prompts or answers.
 
-A worker has its own tracer, which sends spans from one thread. The alternative would be a message
-to the server for each span, even if nothing is traced.
+Each worker has its own tracer, which sends spans from a single thread. The alternative would be to
+send a message to the server for each span, even if nothing is traced.
 """
 
 import logging
@@ -23,7 +23,7 @@ from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.protocol.timeline import Timeline
 
 MAX_CHUNKS = 64
-"""Maximum number of a prompt's chunks that its span records as events. Later chunks are omitted."""
+"""Maximum number of prompt chunks that a span records as events. Further chunks are omitted."""
 
 # Fields of log lines that are attributes of the call's span under OpenTelemetry's names.
 _NAMES = {
@@ -43,12 +43,12 @@ def _log(logger: logging.Logger, request_id: str, event: str, fields: Mapping[st
 
 
 class ServedRequest:
-    """One RPC to the engine's service, which is logged and traced as a span.
+    """One RPC to the engine's service, logged and traced as a span.
 
     Args:
         tracer: the server's tracer, or None if nothing is traced.
         client_id: the client's request id, for the logs.
-        metadata: the RPC's metadata, which may contain the trace to continue.
+        metadata: the RPC's metadata, which may contain the client's trace context.
         attributes: attributes of the span.
     """
 
@@ -69,7 +69,7 @@ class ServedRequest:
 
     @property
     def traceparent(self) -> str:
-        """Trace parent for the worker's spans, or "" if nothing is traced."""
+        """Trace context for the worker's spans, or "" if nothing is traced."""
         return self._span.traceparent if self._span and self._span.is_recording else ""
 
     @property
@@ -78,7 +78,7 @@ class ServedRequest:
         return round(time.monotonic() - self._began, 4)
 
     def happened(self, event: str, **fields: object) -> None:
-        """Log an event of the request, and add it to the span."""
+        """Log a request event, and add it to the span."""
         _log(server_log, self.client_id, event, fields)
         if self._span:
             values = known_values(fields)
@@ -86,7 +86,7 @@ class ServedRequest:
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Add a span for a KV load from a tier that took the given seconds and ends now."""
+        """Add a span for a KV load from a tier that took `seconds` seconds and just finished."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()
@@ -116,26 +116,26 @@ class _Computed:
     """Unix time at which the phase began."""
     phase: str = "queue"
     is_again: bool = False
-    """Whether the phase is repeated after a preemption."""
+    """Whether the phase is being repeated because the request was preempted."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """Unix time and number of tokens of each chunk of the prompt."""
+    """Unix time and number of tokens of each prompt chunk."""
 
 
 class RequestEvents:
     """Logs and traces the requests that a worker computes.
 
-    The native and the vLLM engine and their schedulers report each transition of a request.
+    Both engines (native and vLLM) and their schedulers report every state transition of a request.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, _Computed] = {}
-        """Requests that have neither ended nor been dropped, by id."""
+        """Active requests by id."""
         self._tracer: Tracer | None = None
         self._timeline: Timeline | None = None
         self._num_preemptions = 0
         self._is_debugging = log.isEnabledFor(logging.DEBUG)
         self.wants_steps = self._is_debugging
-        """Whether `on_step` must be called."""
+        """Whether callers must call `on_step` after each step."""
 
     def trace_to(self, tracer: Tracer) -> None:
         """Start creating spans."""
@@ -143,9 +143,9 @@ class RequestEvents:
         self.wants_steps = True
 
     def record_to(self, timeline: Timeline | None) -> None:
-        """Start adding steps and phases to a timeline.
+        """Start recording steps and phases in a timeline.
 
-        None ends the recording, and adds the phases that are still open.
+        Pass None to stop recording. Phases that are still open are then added first.
         """
         if timeline is None:
             for request_id, computed in self.requests.items():
@@ -154,7 +154,7 @@ class RequestEvents:
         self.wants_steps = bool(timeline or self._tracer or self._is_debugging)
 
     def on_admitted(self, request: EngineRequest) -> None:
-        """Record that a request was admitted and waits."""
+        """Record that a request was admitted and is waiting to start."""
         since = time.time()
         if request.accepted_at:
             since -= time.monotonic() - request.accepted_at
@@ -162,7 +162,7 @@ class RequestEvents:
         self._say(request, "admitted", prompt_tokens=request.num_prompt_tokens)
 
     def on_started(self, request: EngineRequest, num_cached: int, ago_s: float = 0.0) -> None:
-        """Record that a request's first chunk, or its first chunk after a preemption, is planned.
+        """Record that a request starts prefilling, for the first time or after a preemption.
 
         Args:
             request: the request.
@@ -195,7 +195,7 @@ class RequestEvents:
         self._enter(request.request_id, "queue", is_again=True, ended="preempted")
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
-        """Record a computed step. Call it only if `wants_steps`."""
+        """Record a completed step. Call this only if `wants_steps` is set."""
         now = time.time()
         prompts = 0
         num_prompt_tokens = 0
@@ -224,7 +224,7 @@ class RequestEvents:
     def note_step(
         self, seconds: float, sequences: int, tokens: int, prompt_tokens: int, **more: object
     ) -> None:
-        """Add a finished step to the timeline and, at debug level, to the log."""
+        """Add a completed step to the timeline and, at debug level, to the log."""
         if not (self._timeline or self._is_debugging):
             return
         fields = {"sequences": sequences, "tokens": tokens, "prompt_tokens": prompt_tokens, **more}
@@ -234,11 +234,11 @@ class RequestEvents:
             log.debug("step", extra={MORE_FIELDS: fields | {"seconds": round(seconds, 5)}})
 
     def on_prefilled(self, request_id: str) -> None:
-        """Record that the last chunk of a prompt was computed."""
+        """Record that a request has finished prefilling."""
         self._enter(request_id, "decode")
 
     def on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
-        """Record the requests that end with the tokens of a step."""
+        """Record the requests that finish with the outputs of a step."""
         for output in outputs:
             if output.finish and (computed := self.requests.get(output.request_id)):
                 preemptions = output.num_preemptions
@@ -248,7 +248,7 @@ class RequestEvents:
                 self._drop(output.request_id, output.finish)
 
     def forget(self, request_id: str, ended: str = "cancelled") -> None:
-        """Drop a request that ended in another way, for example by cancellation."""
+        """Drop a request that ended without finishing, for example because it was cancelled."""
         if computed := self.requests.get(request_id):
             self._say(computed.request, "finished", finish=ended)
             self._drop(request_id, ended)
@@ -273,7 +273,7 @@ class RequestEvents:
         ended: str = "",
         ago_s: float = 0.0,
     ) -> None:
-        """End a request's current phase and its span, and begin the next phase."""
+        """Close a request's current phase and its span, and start the next phase."""
         computed = self.requests.get(request_id)
         if computed is None:
             return
@@ -304,7 +304,7 @@ class RequestEvents:
     def _record(
         self, request_id: str, computed: _Computed, now: float, fields: dict[str, object]
     ) -> None:
-        """Add the request's current phase to the timeline, if there is a timeline."""
+        """Add a request's current phase to the timeline, if one is being recorded."""
         if self._timeline:
             name = self._client_id(request_id)
             request = computed.request

@@ -1,4 +1,4 @@
-"""Step plans: the chunks and copies of one step, and the tokens that the step samples."""
+"""Step plans: the tokens that a step computes, the blocks that it copies and what it samples."""
 
 from dataclasses import dataclass, field
 
@@ -8,88 +8,91 @@ from msgspec.structs import replace
 from ullage_engine.protocol.requests import SamplingParams
 
 NO_TOKEN = -1
-"""Token id of a sequence whose logits are NaN or infinite, so that no token was sampled."""
+"""Stands for a token that could not be sampled because the logits are NaN or infinite."""
 
 NOTHING_ALLOWED = -3
-"""Token id of a sequence whose masks, biases and bans rule out every token."""
+"""Stands for a token that could not be sampled because every token is masked or banned."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of one sequence to compute in one step.
+    """Consecutive tokens of one sequence to compute in one step.
 
-    A decode is a chunk of one token, or of one token and the draft tokens after it.
+    A decode is a chunk of a single token, or of a single token followed by draft tokens.
     """
 
     request_id: str
     token_ids: list[int]
-    """Tokens whose KV this step computes and stores."""
+    """Tokens whose KV is computed and stored by this step."""
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """Block table for positions 0 to end - 1, in order. It may include later blocks.
+    """Block table for positions 0 to `end` - 1, in order. It may include later blocks.
 
     All steps of a sequence share the same list object until an entry changes. The list may grow
     between steps.
     """
     sampling: SamplingParams | None
-    """Sampling parameters for the token after the last of `token_ids`.
+    """Parameters for sampling the token after the last of `token_ids`.
 
-    The value is None if nothing is sampled, because more of the prompt follows.
+    None if no token is sampled, because the prompt continues in a later chunk.
     """
     history: list[int]
-    """Prompt and output so far, including `token_ids`. The list only grows.
+    """Prompt and output tokens so far, including `token_ids`. The list only grows.
 
-    Only penalties read the history, so other ranks receive it only for requests with penalties.
+    Only penalties need the history, so other ranks receive it only for requests with penalties.
     """
     num_prompt_tokens: int
     num_replayed: int = 0
     """Number of leading `token_ids` whose KV is already stored.
 
-    These tokens are computed again to rebuild the convolution state, and their new KV is dropped.
+    These tokens are recomputed to rebuild the convolution state, and their new KV is discarded.
     """
     state_slot: int | None = None
-    """Slot of the convolution state before `start`, or None if the chunk begins from zeros."""
+    """Slot that stores the convolution state before `start`, or None to start from a zero state."""
     next_state_slot: int = 0
-    """Slot for the state after the last token, unused by models without convolutions.
+    """Slot that receives the state after the last token. Models without convolutions ignore it.
 
-    No chunk of the same step reads this slot, so that a plan can be computed again.
+    No chunk of the same step reads this slot, so that the same plan can be computed again.
     """
     allowed: bytes | None = None
-    """Mask of the tokens that may be sampled, or None for any token.
+    """Bit mask of the tokens that may be sampled, or None to allow all tokens.
 
-    Each token has one bit, and the lowest bit of a byte comes first.
+    Each token has one bit, starting from the lowest bit of each byte.
     """
     banned: list[int] = msgspec.field(default_factory=list)
-    """Tokens that must not be sampled."""
+    """Ids of tokens that must not be sampled."""
     window_block_ids: list[int] = msgspec.field(default_factory=list)
-    """Block table of the layers with sliding windows, if they have separate blocks.
+    """Block table of the sliding-window layers, if they have separate blocks.
 
-    The table is as long as `block_ids`. Entries that every window has moved past repeat the first
-    block that is still held.
+    The table has the same length as `block_ids`. Entries for blocks outside every window repeat the
+    first block that is still held.
     """
     history_start: int = 0
-    """In messages between ranks, the number of history tokens that the receiver already has."""
+    """Number of history tokens that the receiver already has, in messages between ranks."""
     num_sampled: int = 1
-    """With `sampling`, the number of trailing `token_ids` after each of which a token is sampled.
+    """Number of trailing `token_ids` after each of which a token is sampled, if `sampling` is set.
 
-    The number is greater than 1 for a decode with a draft.
+    It exceeds 1 only for a decode with draft tokens.
     """
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """Position after the chunk's last token."""
         return self.start + len(self.token_ids)
 
     @property
     def is_decode(self) -> bool:
         """Return whether a token is sampled after each of `token_ids`.
 
-        A chunk with only the last token of a prompt is a decode, too.
+        A chunk that contains only the last token of a prompt also counts as a decode.
         """
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":
-        """Return, for each token to sample, the chunk truncated after the preceding token."""
+        """Split a chunk that samples several tokens into one truncated chunk per sampled token.
+
+        Each returned chunk ends with the token after which its one token is sampled.
+        """
         if self.num_sampled == 1:
             return [self]
 
@@ -99,26 +102,27 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first_stored(self) -> int:
-        """Position of the first token whose KV is stored."""
+        """Position of the first token whose KV is kept, after any replayed tokens."""
         return self.start + self.num_replayed
 
 
 def state_slots(max_sequences: int) -> int:
     """Return the number of convolution state slots for a batch of `max_sequences`.
 
-    Each step of a sequence reads one slot and writes another. The number never grows, so the ledger
-    reserves all slots before serving starts.
+    Each step of a sequence reads one slot and writes another. The number of slots never grows, so
+    the ledger reserves all of them before serving starts.
     """
     return 2 * max_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Copies of whole blocks in all layers, executed once before the step, in field order.
+    """Copies of whole blocks in all layers, made once before the step, in the order of the fields.
 
-    The copies allocate nothing and cannot run out of memory. All destinations of one kind are
-    distinct. The source of one `copy` may be the destination of a later `copy`. So these copies
-    must be executed in order, or all sources must be read before any destination is written.
+    The copies allocate nothing and cannot run out of memory. All destinations within one field are
+    distinct. However, the source of one `copy` may be the destination of a later `copy`. These
+    copies must therefore be made in order, or all sources must be read before any destination is
+    written.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -130,7 +134,7 @@ class Moves:
     prefetch: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (host slot, block) to copy while the step runs.
 
-    The step neither reads nor writes these blocks. The copies are complete when the step is.
+    The step neither reads nor writes these blocks. The copies are complete when the step ends.
     """
 
     def __add__(self, other: "Moves") -> "Moves":
@@ -147,7 +151,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step, with at most one chunk per sequence. Decodes come first."""
+    """The plan of one step: at most one chunk per sequence, decodes first."""
 
     chunks: list[Chunk]
     moves: Moves = field(default_factory=Moves)
@@ -158,21 +162,21 @@ class StepPlan:
 
     @property
     def prompts(self) -> list[Chunk]:
-        """The chunks that are not decodes."""
+        """The chunks that compute prompts rather than decodes."""
         return [chunk for chunk in self.chunks if not chunk.is_decode]
 
     def sampled_parts(self) -> list[Chunk]:
-        """Return the `Chunk.sampled_parts` of all chunks, one for each token to sample."""
+        """Return one truncated chunk for each token to sample. See `Chunk.sampled_parts`."""
         sampled = [chunk for chunk in self.chunks if chunk.sampling is not None]
         return [part for chunk in sampled for part in chunk.sampled_parts()]
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token that was sampled for one sequence."""
+    """The token sampled for one sequence."""
 
     request_id: str
     token_id: int
-    """The token, or `NO_TOKEN` or `NOTHING_ALLOWED` if there is none."""
+    """The token's id, or `NO_TOKEN` or `NOTHING_ALLOWED` if no token could be sampled."""
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]

@@ -1,7 +1,8 @@
-"""Batch formation over time, as a trace that Perfetto and chrome://tracing can open.
+"""Records how steps and requests were batched over time, as a trace for Perfetto.
 
-Steps share one lane. Each request has its own lane with its phases: queue, prefill, decode. The
-format is the Trace Event Format, with times in microseconds.
+All steps share one lane, unless they overlap. Each request has its own lane with its phases: queue,
+prefill and decode. The file uses the Trace Event Format, with times in microseconds, and
+chrome://tracing can open it as well.
 """
 
 import gzip
@@ -11,29 +12,29 @@ from pathlib import Path
 _PROCESS = 1
 _STEPS = 0
 _MORE_STEPS = 1 << 20
-"""Index of the first lane for overlapping steps, which occur with pipeline parallelism."""
+"""Lane id from which overlapping steps are numbered. Steps overlap with pipeline parallelism."""
 
 
 class Timeline:
-    """Collects the events of one trace."""
+    """Collects the events of one trace file."""
 
     def __init__(self, began: float) -> None:
-        """Begin a trace at `began`, in Unix seconds."""
+        """Begin a trace at the Unix time `began`, in seconds."""
         self.began = began
         self._lanes: dict[str, int] = {}
         self._steps_until = {_STEPS: 0.0}
-        """Time at which the last step of each lane ended."""
+        """Unix time at which the latest step of each lane ended."""
         self._events: list[dict[str, object]] = [
             _name("process_name", "engine", _STEPS),
             _name("thread_name", "steps", _STEPS),
         ]
 
     def add_step(self, ended: float, seconds: float, fields: dict[str, object]) -> None:
-        """Add a step.
+        """Add a completed step to the trace.
 
         Args:
             ended: Unix time at which the step ended.
-            seconds: duration of the step.
+            seconds: duration of the step in seconds.
             fields: details of the step, such as the number of tokens.
         """
         since = ended - seconds
@@ -54,11 +55,11 @@ class Timeline:
         until: float,
         fields: dict[str, object],
     ) -> None:
-        """Add a phase of a request, clipped to the beginning of the trace.
+        """Add one phase of a request, clipped to the start of the trace.
 
         Args:
-            key: the request's key, which identifies its lane.
-            name: the lane's name.
+            key: the request's key. Each key has its own lane.
+            name: display name of the lane.
             phase: name of the phase.
             since: Unix time at which the phase began.
             until: Unix time at which the phase ended.
@@ -72,7 +73,7 @@ class Timeline:
         self._span(phase, lane, max(since, self.began), until, fields)
 
     def add_counters(self, at: float, values: dict[str, float]) -> None:
-        """Add values of counters, which trace viewers draw as graphs over time."""
+        """Add counter values, which trace viewers plot over time."""
         for name, value in values.items():
             self._events.append(
                 {
@@ -85,7 +86,7 @@ class Timeline:
             )
 
     def write(self, path: Path) -> None:
-        """Write the trace, compressed with gzip."""
+        """Write the trace to a gzip-compressed file."""
         document = {"displayTimeUnit": "ms", "traceEvents": self._events}
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
             json.dump(document, file)

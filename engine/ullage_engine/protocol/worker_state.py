@@ -1,4 +1,4 @@
-"""A worker's report about itself: its ranks, memory, load and counters."""
+"""The worker's report on its ranks, memory, load and counters."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from ullage_engine.protocol.figures import Figures
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the device map: the layers and heads of one rank."""
+    """One entry of the device map: the layers and attention heads assigned to one rank."""
 
     rank: int
     stage: int
@@ -38,36 +38,36 @@ class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that a running request is predicted to release."""
+    """Memory that a running request is expected to release."""
 
     after_s: float
     num_bytes: int
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's memory at one moment, and its counters since the worker started."""
+    """The scheduler's current memory use, and its counters since the worker started."""
 
     kv_pool_bytes: int
     kv_free_bytes: int
-    """KV bytes of free blocks."""
+    """Bytes of KV blocks that are free."""
     kv_reclaimable_bytes: int
-    """KV bytes that are kept for reuse, and evicted as soon as the memory is needed."""
+    """KV bytes that are kept for reuse but evicted as soon as the memory is needed."""
     kv_committed_bytes: int
-    """KV bytes that are reserved and not yet allocated, or withheld from new requests."""
+    """KV bytes that are reserved but not yet allocated, or withheld from new requests."""
     kv_used_bytes: int = 0
-    """KV bytes of the tokens in allocated blocks. The rest of these blocks is wasted."""
+    """KV bytes occupied by tokens in allocated blocks. The rest of these blocks is wasted."""
     num_running: int
     num_waiting: int
     num_steps: int
-    """Number of steps with work that were committed since the worker started."""
+    """Number of committed steps that computed something, since the worker started."""
     expected_output_tokens: int
     """Output length in tokens for which blocks are reserved when a request is admitted."""
     prefill_backlog_tokens: int
-    """Number of admitted prompt tokens that are not computed yet."""
+    """Number of prompt tokens of admitted requests that are not computed yet."""
     num_preemptions: int
     """Number of preemptions since the worker started."""
     num_swaps: int = 0
-    """Number of preemptions by swapping since the worker started."""
+    """Number of preemptions that swapped KV to host memory since the worker started."""
     swap_out_bytes: int = 0
     """KV bytes copied to host memory since the worker started."""
     swap_in_bytes: int = 0
@@ -77,20 +77,20 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     """Number of looked-up tokens whose KV was cached."""
     prefix_merged_tokens: int = 0
-    """Number of tokens whose KV was computed twice and is now stored once."""
+    """Number of tokens whose KV was computed twice and then deduplicated."""
     num_draft_tokens: int = 0
     """Number of draft tokens verified since the worker started."""
     num_accepted_tokens: int = 0
-    """Number of draft tokens that were accepted and became part of answers."""
+    """Number of draft tokens that were accepted as output."""
     num_sessions: int = 0
     session_bytes: int = 0
-    """KV bytes that sessions keep between their requests."""
+    """KV bytes that sessions keep between their turns."""
     num_adapter_loads: int = 0
     """Number of LoRA adapters loaded since the worker started."""
     num_adapter_unloads: int = 0
-    """Number of loaded adapters that were evicted to free their slot for another adapter."""
+    """Number of LoRA adapters unloaded to free their slot for another adapter."""
     figures: Figures = msgspec.field(default_factory=Figures)
-    """Step times, batch sizes and waiting times of requests since the worker started."""
+    """Histograms of step times, batch sizes and queueing times since the worker started."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -100,47 +100,47 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_held_bytes(self) -> int:
-        """Return the KV bytes in block tables, which are neither free nor held only by caches."""
+        """Return the KV bytes in block tables, not counting blocks that are free or only cached."""
         return max(0, self.kv_pool_bytes - self.kv_free_bytes - self.kv_reclaimable_bytes)
 
     @property
     def kv_waste_ratio(self) -> float:
-        """Return the share of the KV in block tables that holds no tokens, 0 to 1."""
+        """Return the fraction of the KV in block tables that holds no tokens, from 0 to 1."""
         held = self.kv_held_bytes
         return max(0.0, 1.0 - self.kv_used_bytes / held) if held else 0.0
 
 
 class WorkerState(SchedulerStats, frozen=True, kw_only=True):
-    """The worker's memory and load at one moment. See `ullage.headroom.v1.Headroom`."""
+    """The worker's current memory and load. See `ullage.headroom.v1.Headroom`."""
 
     total_bytes: int
     threshold: float
     decode_tokens_per_second: float
     prefill_tokens_per_second: float
     step_seconds: list[float] = []
-    """Step duration in seconds for decoding 1 sequence, 2 to 3 sequences, 4 to 7 and so on.
+    """Seconds per step when decoding 1 sequence, 2 to 3 sequences, 4 to 7 sequences, and so on.
 
-    The list is empty until measured.
+    The list is empty until the durations have been measured.
     """
     pressure_level: int = 0
-    """Current degrade level, where 1 is the mildest and 0 is none."""
+    """Current memory pressure level: 0 for no pressure, then 1 (mildest) and up."""
     batch_share: float = 1.0
-    """Share of `batching.max_sequences` that may run concurrently, 0 to 1."""
+    """Fraction of `batching.max_sequences` that may run concurrently, from 0 to 1."""
     batch_limit: float = 1.0
-    """Most recent upper bound that the server set for `batch_share`, where 1 means no bound."""
+    """Latest upper bound on `batch_share` set by the server. 1 means no bound."""
     num_oom_events: int
     """Number of steps that ran out of memory since the worker started."""
     num_nonfinite_logits: int = 0
     """Number of requests that failed because of NaN or infinite logits since the worker started."""
     num_overlapped_steps: int = 0
-    """Number of steps that began while later pipeline stages still computed an earlier step."""
+    """Number of steps that started while later pipeline stages still computed an earlier step."""
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int
-    """Resident bytes of the worker's ranks. On CUDA, the device bytes that rank 0 itself uses."""
+    """Resident bytes of the worker's ranks. On CUDA, the device bytes used by rank 0."""
     swap_seconds: float = 0.0
-    """Seconds that rank 0 has spent copying KV to host memory and back since the worker started."""
+    """Seconds that rank 0 has spent on swaps to and from host memory since the worker started."""
     swap_bytes_per_second: float = 0.0
-    """Bandwidth of all ranks to host memory, measured at start, or 0 without host memory for KV."""
+    """Swap bandwidth of all ranks together, measured at startup. 0 without host memory for KV."""
     kv_withheld_bytes: int = 0
-    """KV bytes withheld from new requests, because other processes took device memory."""
+    """KV bytes withheld from new requests because other processes have taken device memory."""

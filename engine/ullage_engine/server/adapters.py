@@ -1,13 +1,13 @@
-"""LoRA adapters that the engine loads and removes while it serves requests.
+"""LoRA adapters that the engine loads and unloads while it serves requests.
 
-The configuration lists the desired adapters, or names a file that lists the adapters. The server
-reads that file again whenever the file changes. A server thread finds each adapter's files and
-downloads missing files. Once the worker has loaded an adapter, requests may name the adapter. An
-unavailable adapter is reported by name and does not affect the other adapters.
+The configuration either lists the desired adapters, or names a file that does. The server rereads
+that file whenever it changes. A server thread finds each adapter's files and downloads missing
+files. Once the worker has loaded an adapter, requests may name it. If an adapter is unavailable,
+the status reports it by name, and the other adapters are unaffected.
 
-The worker identifies an adapter by a key derived from its name and content. KV that was computed
-with one version is therefore never used with another version. Running requests keep the version
-with which they started, and new requests get the latest version.
+The worker identifies an adapter by a key derived from its name and content, so that KV computed
+with one version is never reused with another. Running requests keep the version with which they
+started, and new requests get the latest version.
 """
 
 import asyncio
@@ -42,23 +42,23 @@ FIRST_RETRY_S = 30.0
 MAX_RETRY_S = 300.0
 """Maximum delay between retries, in seconds.
 
-The first delay is `FIRST_RETRY_S`, and the delay doubles with each retry.
+The first delay is `FIRST_RETRY_S`. It doubles with each retry.
 """
 FIRST_ADAPTERS_S = 30.0
-"""Seconds for which missing adapters may delay readiness once a worker is loaded.
+"""Maximum time that missing adapters may delay readiness after a worker is loaded, in seconds.
 
-A slow download must not hold up requests that need no adapter.
+A slow download must not delay requests that need no adapter.
 """
 _MAX_WORKERS_LOST = 2
-"""Maximum number of workers that may end while loading an adapter.
+"""Number of workers that may exit while loading the same adapter.
 
-After that, the adapter is not loaded again until its configuration is edited.
+After that, the adapter is not retried until its configuration is edited.
 """
 _FILES = (".json", ".safetensors", ".bin")
 
 
 class WorkerEndedError(Exception):
-    """The worker ended before it replied to a command."""
+    """The worker exited before it replied to a command."""
 
 
 class AdapterWorker(Protocol):
@@ -68,11 +68,11 @@ class AdapterWorker(Protocol):
         """Load an adapter into the ready worker. Return the error message, or "" on success.
 
         Raises:
-            WorkerEndedError: the worker ended before it replied.
+            WorkerEndedError: the worker exited before it replied.
         """
 
     def remove_adapter(self, name: str) -> None:
-        """Unload an adapter from the worker, if a worker is running."""
+        """Unload an adapter from the worker. Do nothing if no worker is running."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,9 +82,9 @@ class AdapterVersion:
     section: AdapterSection
     folder: str
     digest: str
-    """Digest of the files' contents, without their names."""
+    """Digest of the files' contents. File names are not included."""
     num_requests: int = 0
-    """Number of open requests that use this version."""
+    """Number of requests in progress that use this version."""
 
     @property
     def key(self) -> str:
@@ -94,7 +94,7 @@ class AdapterVersion:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An adapter that is being fetched and loaded or has failed for good."""
+    """An adapter that is being fetched and loaded, or that has failed permanently."""
 
     section: AdapterSection
     task: asyncio.Task[None]
@@ -104,7 +104,7 @@ def find_adapter(section: AdapterSection, max_rank: int, digests: Digests) -> Ad
     """Find or download an adapter's files, and run the checks that do not need the model.
 
     Raises:
-        WeightsError: the files are missing or corrupt, or do not fit the slots.
+        WeightsError: the files are missing or corrupt, or are too large for the adapter slots.
     """
     folder = resolve_adapter(section.source)
     rank = _rank_of(folder / ADAPTER_CONFIG)
@@ -130,7 +130,7 @@ def _rank_of(path: Path) -> int:
 
 
 class AdapterSet:
-    """An engine's configured adapters, and the loaded adapters that requests may name."""
+    """The adapters configured for an engine, and those that are available to requests."""
 
     def __init__(
         self,
@@ -146,35 +146,35 @@ class AdapterSet:
         self._digests = Digests(Path(config.server.weights_dir))
         self._wanted: dict[str, AdapterSection] = {}
         self._attempts: dict[str, _Attempt] = {}
-        """Adapters that are being fetched and loaded or have failed for good, by name."""
+        """Adapters that are being fetched and loaded, or that have failed permanently, by name."""
         self._offered: dict[str, AdapterVersion] = {}
-        """Current versions, which new requests use, by adapter name."""
+        """Current version of each available adapter, by adapter name. New requests use it."""
         self._retired: list[AdapterVersion] = []
-        """Retired versions that open requests still use."""
+        """Replaced or removed versions that are still used by requests in progress."""
         self._errors: dict[str, str] = {}
         self._loading = asyncio.Lock()
         """Lock held while the worker loads an adapter.
 
-        If the worker dies while the lock is held, the adapter being loaded is blamed.
+        If the worker dies meanwhile, the adapter that was being loaded is blamed.
         """
 
     # requests ------------------------------------------------------------------------------------
 
     @property
     def keys(self) -> dict[str, str]:
-        """The available adapters' names in the worker, by their names in requests."""
+        """The worker's keys of the available adapters, by the names that requests use."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
     def sections(self) -> list[AdapterSection]:
-        """The configuration of each adapter that requests may name."""
+        """Configuration of each available adapter."""
         return [version.section for version in self._offered.values()]
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Keep the current version of an adapter loaded while the context is open.
+        """Keep an adapter's current version loaded while the context is open.
 
-        A name without an adapter has no effect.
+        Do nothing if no adapter has this name.
         """
         version = self._offered.get(name)
         if version is None:
@@ -190,7 +190,7 @@ class AdapterSet:
     # workers -------------------------------------------------------------------------------------
 
     def additions(self) -> list[AddAdapter]:
-        """Return the commands that load the adapter versions in use into a new worker."""
+        """Return the commands that load all adapter versions still in use into a new worker."""
         versions = [*self._offered.values(), *self._retired]
         return [AddAdapter(name=each.key, folder=each.folder, is_checked=True) for each in versions]
 
@@ -201,7 +201,7 @@ class AdapterSet:
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:
-        """Load the configured adapters, now and after every change, until the task is cancelled."""
+        """Load the configured adapters now and after each configuration change, until cancelled."""
         path = self._config.adapters_file
         folders = [Path(path).parent] if path else []
         seen = fingerprint(folders)
@@ -271,7 +271,7 @@ class AdapterSet:
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _try(self, section: AdapterSection) -> tuple[str, bool]:
-        """Try to make an adapter available. Return the error and whether a retry may help.
+        """Try to make an adapter available. Return the error and whether retrying may help.
 
         The error is empty on success.
         """
@@ -298,7 +298,7 @@ class AdapterSet:
         return "", False
 
     async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
-        """Load an adapter version into a worker. Return the error and whether a retry may help."""
+        """Load an adapter version into a worker. Return the error and whether retrying may help."""
         message = AddAdapter(name=version.key, folder=version.folder)
         async with self._loading:
             for _ in range(_MAX_WORKERS_LOST):

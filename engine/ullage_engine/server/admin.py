@@ -1,4 +1,4 @@
-"""The admin service: drains the engine, injects faults and profiles the worker."""
+"""The admin service, which drains the engine, injects faults and profiles the worker."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ class AdminService(admin_rpc.AdminServiceServicer):
     """Drains this engine, injects faults into it and profiles it.
 
     The service checks no permissions. It is therefore not served if `tickets.required` is set,
-    because clients can then reach the port.
+    because the port is then reachable by clients.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Startup and shutdown of the server process.
 
-The gRPC and metrics servers listen before the model is resolved, so that probes and operators can
-see that the engine is loading.
+The gRPC and metrics servers start listening before the model is resolved, so that probes and
+operators can see that the engine is loading.
 """
 
 import asyncio
@@ -73,14 +73,14 @@ _FOR_EVERYBODY = frozenset(
         reflection.SERVICE_NAME,
     }
 )
-"""Services that anyone may call. Probes and operators use these services with small requests."""
+"""Services that anyone may call. Probes and operators call them with small requests."""
 _LAST_MESSAGES_S = 1.0
-"""Seconds in which ended requests must send their last message."""
+"""Time that finished requests have to send their last message, in seconds."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
 """Function that returns how to start workers for a model's files.
 
-Raises AppError if no engine serves the model.
+It raises AppError if no engine can serve the model.
 """
 _Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
@@ -90,7 +90,7 @@ class AppError(Exception):
 
 
 class EngineApp:
-    """One engine: its services, supervisor and health. Each instance runs only once."""
+    """One engine: its services, supervisor and health. Each instance can run only once."""
 
     def __init__(
         self,
@@ -136,21 +136,21 @@ class EngineApp:
         self._certificates: Certificates | None = None
         self._kv = self._make_tiers()
         self.port = 0
-        """Port of the gRPC server, or 0 until `run` has bound a port."""
+        """Port of the gRPC server, or 0 until `run` has bound one."""
         self.probe_port = 0
         self.listening = asyncio.Event()
 
     def worker_pids(self) -> list[int]:
-        """Return the process ids of the ready worker and of its other ranks."""
+        """Return the process ids of the ready worker and its other ranks."""
         return self._supervisor.serving_pids()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain. Setting `hurry` ends the draining early.
+        """Serve until `stop` is set, then drain. Set `hurry` to cut draining short.
 
         Raises:
             AppError: the configuration or the model cannot be served.
             EndpointError: the socket of a worker cannot be created.
-            GaveUpError: workers die repeatedly, or cannot be started.
+            GaveUpError: workers keep dying, or cannot be started.
         """
         async with self._listening():
             loaded = await self._load(stop)
@@ -180,7 +180,7 @@ class EngineApp:
                         await asyncio.to_thread(kv.close)
 
     def _make_tiers(self) -> KvTiers | None:
-        """Create the KV tiers outside the device. Return None if none is configured."""
+        """Create the KV tiers outside the device. Return None if none are configured."""
         memory = self._config.memory
         if memory.tiers.host.size == 0 or not memory.prefix_cache:
             return None
@@ -249,7 +249,7 @@ class EngineApp:
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Wait until every open request has sent its last message, so that sockets may close."""
+        """Wait until open requests have sent their last messages, so that sockets can be closed."""
         try:
             await supervising
         except StartError as error:
@@ -270,7 +270,7 @@ class EngineApp:
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests, and wait for open requests up to the maximum request time."""
+        """Refuse new requests, and wait for open requests up to the request time limit."""
         await self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
@@ -328,8 +328,8 @@ class EngineApp:
     async def _probes(self) -> AsyncIterator[None]:
         """Serve the health and headroom services on a separate port, without TLS.
 
-        The kubelet's probes do not speak TLS. On this port the operator can observe engines but not
-        send requests.
+        Kubelet probes do not support TLS. On this port, the operator can observe the engine but
+        cannot send requests.
         """
         server = self._config.server
         if server.probe_port is None:
@@ -348,7 +348,9 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the owner of an RPC: "" for no owner, None for services that anyone may call.
+        """Admit an RPC by its metadata, and return the tenant to which it is counted.
+
+        The result is "" if the tenant is unknown, and None for services that anyone may call.
 
         Raises:
             ServiceError: a Generate RPC lacks a required ticket.
@@ -376,9 +378,9 @@ class EngineApp:
 
     @property
     def _has_admin(self) -> bool:
-        """Whether AdminService is served.
+        """Whether the admin service is served.
 
-        The service is not served if tickets are required, because clients can then reach the port.
+        It is not served if tickets are required, because the port is then reachable by clients.
         """
         tickets = self._config.tickets
         return tickets is None or not tickets.required
@@ -395,12 +397,13 @@ class EngineApp:
             ) from error
 
     async def _load(self, stop: asyncio.Event) -> _Loaded | None:
-        """Load the tokenizer and choose the worker command in a thread.
+        """Load the tokenizer and choose the worker command, in a separate thread.
 
-        Loading a large vocabulary takes seconds, and a download takes minutes.
+        Loading a large vocabulary takes seconds, and a download may take minutes.
 
         Returns:
-            None if the engine stops before loading is complete.
+            The tokenizer and the worker command, or None if the engine stops before loading is
+            complete.
         """
 
         def load() -> _Loaded:
@@ -427,9 +430,9 @@ class EngineApp:
             ) from error
 
     async def _follow_health(self) -> None:
-        """Publish readiness and liveness whenever the engine's status changes.
+        """Update readiness and liveness whenever the engine's status changes.
 
-        The engine is not ready without a worker, and not live if only a new pod can help.
+        The engine is not ready without a worker, and not live if only a new pod can fix it.
         """
         while True:
             await self._health.set_ready(
@@ -444,7 +447,7 @@ class EngineApp:
             await self._adapters.run()
 
     async def _watch_gpus(self) -> None:
-        """Watch the GPUs of this node, once a worker has reported that it computes on GPUs."""
+        """Monitor this node's GPUs once a worker has reported that it runs on GPUs."""
         if self._config.device == "cpu":
             return
         while (ready := self._engine_status.ready) is None:
@@ -529,7 +532,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Wait until one awaitable is done. Tasks keep running, but bare coroutines are cancelled."""
+    """Wait until the first awaitable is done. Tasks keep running, but coroutines are cancelled."""
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

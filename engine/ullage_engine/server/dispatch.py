@@ -1,9 +1,9 @@
-"""Dispatch of requests to the worker, and recovery of the requests when the worker dies.
+"""Dispatches requests to the worker, and recovers them when the worker dies.
 
 The journal holds every open request. The dispatcher sends requests to the ready worker and receives
-the answers. When a worker dies, the dispatcher finds the requests that may be the cause (suspects).
-The oldest suspect runs alone until a worker has survived a decode step of the suspect. Until then,
-all other requests wait.
+the answers. When a worker dies, the dispatcher determines which requests may have killed it (the
+suspects). The oldest suspect is retried alone until a worker has survived a decode step of it. All
+other requests wait until then.
 """
 
 import logging
@@ -30,13 +30,13 @@ from ullage_engine.server.worker_process import WorkerHandle
 log = logging.getLogger("ullage.engine.supervisor")
 
 _SHORT_RETRY_S = 10.0
-"""Seconds after which clients should retry when other processes hold the engine's memory."""
+"""Seconds after which clients should retry if other processes hold memory that the engine needs."""
 _SERVER_FAULT = 0.9
-"""Factor applied to the health score when the server itself fails while it handles one request."""
+"""Factor applied to the health score when a server error fails a single request."""
 
 
 class Dispatcher:
-    """Sends requests to workers, receives answers, and resumes requests on the next worker."""
+    """Sends requests to workers, delivers answers, and resumes requests on the next worker."""
 
     def __init__(
         self,
@@ -46,35 +46,35 @@ class Dispatcher:
         policy: RestartPolicy,
     ) -> None:
         self.kv: KvTiers | None = None
-        """KV tiers that all workers use, or None if there are none."""
+        """KV tiers shared by all workers, or None if there are none."""
         self._journal = journal
         self._engine_status = engine_status
         self._metrics = metrics
         self._policy = policy
         self._suspect: Submission | None = None
-        """The suspect that runs alone until a worker has decoded it. All other requests wait."""
+        """Suspect that is being retried alone, or None. All other requests wait."""
 
     @property
     def num_open(self) -> int:
-        """Number of unfinished samples."""
+        """Number of samples that are not finished yet."""
         return len(self._journal.unfinished())
 
     # to the worker -------------------------------------------------------------------------------
 
     def submit(self, worker: WorkerHandle | None, entries: list[JournalEntry]) -> None:
-        """Send a request's open journal entries, now or once the next worker is ready."""
+        """Send the unfinished samples of a request, now or once the next worker is ready."""
         if worker is not None and worker.ready_at is not None and self._suspect is None:
             for submission in submissions(entries):
                 self._send(worker, submission)
 
     def cancel(self, worker: WorkerHandle | None, entry: JournalEntry) -> None:
-        """Cancel an entry in the worker, because the client has disconnected or has its answer."""
+        """Cancel a sample in the worker, because the client has disconnected or has its answer."""
         if worker is not None and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
             worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
 
     def send_waiting(self, worker: WorkerHandle) -> None:
-        """Send the oldest suspect alone, or all unsent requests if none is suspect."""
+        """Send the oldest suspect alone, or all unsent requests if there is no suspect."""
         waiting = list(self._journal.submissions())
         suspects = [each for each in waiting if self._runs_alone(worker, each)]
         self._suspect = suspects[0] if suspects else None
@@ -82,7 +82,7 @@ class Dispatcher:
             self._send(worker, submission)
 
     def end_trial(self, worker: WorkerHandle) -> None:
-        """Send the waiting requests, once the worker has survived its trial with a suspect."""
+        """Send the waiting requests once the worker has survived a decode step of the suspect."""
         if self._suspect is not None and not self._runs_alone(worker, self._suspect):
             self.send_waiting(worker)
 
@@ -93,7 +93,7 @@ class Dispatcher:
         return self._policy.runs_alone(deaths, time.monotonic() - worker.ready_at)
 
     def _send(self, worker: WorkerHandle, submission: Submission) -> None:
-        """Send requests to the worker. Fail requests whose messages the server cannot build."""
+        """Send requests to the worker, and fail those whose messages the server cannot build."""
         for entry in submission.entries:
             entry.submitted = True
 
@@ -164,7 +164,7 @@ class Dispatcher:
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 
     def fail_internally(self, worker: WorkerHandle | None, request_id: str) -> None:
-        """Fail a request that this server could not handle, and cancel it in the worker."""
+        """Fail a request because of a server error, and cancel it in the worker."""
         entry = self._journal.get(request_id)
         if entry is not None:
             entry.fail(_internal())
@@ -176,9 +176,9 @@ class Dispatcher:
         """Prepare requests for the next worker, and fail requests that killed too many workers.
 
         Args:
-            worker: the worker that has ended.
-            is_short: whether the worker ended because other processes had taken its memory, in
-                which case no request is to blame.
+            worker: the worker that has exited.
+            is_short: whether the worker exited because other processes had taken its memory.
+                `lone_deaths` is then not increased.
         """
         self._suspect = None
         sent = [entry for entry in self._journal.unfinished() if entry.submitted]
@@ -202,12 +202,12 @@ class Dispatcher:
             entry.on_other_fingerprint()
 
     def fail_all(self, reason: str) -> None:
-        """Fail all open requests, because this engine no longer serves requests."""
+        """Fail all open requests, because this engine has stopped serving."""
         self._journal.end_all(lambda entry: entry.fail(_stays_out(reason)))
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:
-    """Return the error that the client of a rejected request gets."""
+    """Return the error that is sent to the client of a rejected request."""
     facts = {
         "needed_bytes": str(rejected.needed_bytes),
         "available_bytes": str(rejected.available_bytes),

@@ -1,7 +1,7 @@
-"""Converts a request's grammar to llguidance's form, and checks it before a worker receives it.
+"""Converts a request's grammar to llguidance's format, and checks it before it reaches a worker.
 
-Errors are ServiceErrors with INVALID_ARGUMENT that name the kind of grammar. For a JSON Schema, the
-errors also name the path of the invalid subschema.
+Errors are ServiceErrors with INVALID_ARGUMENT that name the kind of grammar. For a JSON Schema,
+they also include the path of the invalid subschema.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_VERDICTS = 64
-"""Maximum number of cached check results. Each cached grammar has at most 64 KiB."""
+"""Maximum number of cached check results. Each cached grammar takes at most 64 KiB."""
 _MAX_COMPILATIONS = 2
 _COMPILE_TIMEOUT_S = 20.0
-"""Wall-clock limit for compiling one grammar, in seconds. The limit on CPU time is lower."""
+"""Wall-clock limit for compiling one grammar, in seconds. The CPU time limit is lower."""
 _TOO_MUCH = "it takes too much time or memory to compile"
 _MAX_SUBSCHEMAS = 256
-"""Maximum number of subschemas that are compiled to find the invalid subschema."""
+"""Maximum number of subschemas to compile while searching for the invalid one."""
 
 _COMPACT: "JsonCompileOptions" = {
     # With flexible white space a model at a high temperature may write nothing else.
@@ -49,14 +49,15 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
-    """The compilation was killed from outside, so it is unknown whether the grammar is valid."""
+    """The compiler was killed from outside, so it is unknown whether the grammar is valid."""
 
 
 async def compile_apart(text: str) -> str:
-    """Compile a grammar in a separate process. Return the error, empty if there is none.
+    """Compile a grammar in a separate process. Return the error, or "" on success.
 
     Raises:
-        Interrupted: the machine lacked time or memory for the process.
+        Interrupted: the process timed out or was killed, because the machine was overloaded or out
+            of memory.
     """
     process = _compiler()
     try:
@@ -83,10 +84,10 @@ def _compiler() -> "subprocess.Popen[bytes]":
 
 
 def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
-    """Send a grammar to the compiler process and return the output of the process.
+    """Send a grammar to the compiler process and return the process's output.
 
     Raises:
-        Interrupted: the process took too long.
+        Interrupted: the process exceeded the time limit.
     """
     try:
         return process.communicate(text, _COMPILE_TIMEOUT_S)[0]
@@ -100,24 +101,24 @@ class GrammarCheck:
     """Checks grammars by compiling them in separate processes, because compilation may crash.
 
     Args:
-        compiled: compiles a grammar and returns the error, empty if there is none.
+        compiled: compiles a grammar and returns the error, or "" on success.
     """
 
     def __init__(self, compiled: Callable[[str], Awaitable[str]] = compile_apart) -> None:
         self._compiled = compiled
         self._turns = asyncio.Semaphore(_MAX_COMPILATIONS)
         self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """A lock for each grammar that is being compiled.
+        """One lock per grammar that is being compiled.
 
-        Requests with the same grammar wait for one compilation.
+        Concurrent requests with the same grammar share a single compilation.
         """
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
-        """Return a request's checked grammar in llguidance's form, or "" if there is none.
+        """Check a request's grammar. Return it in llguidance's format, or "" if there is none.
 
         Raises:
-            ServiceError: the grammar is malformed, not supported, or too large.
+            ServiceError: the grammar is malformed, unsupported or too large.
         """
         if not request.HasField("grammar"):
             return ""
@@ -149,9 +150,9 @@ class GrammarCheck:
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
-    """Return which grammar field is set, and the grammar in llguidance's form.
+    """Return the name of the grammar field that is set, and the grammar in llguidance's format.
 
-    The grammar is not compiled.
+    The grammar is not compiled here.
     """
     kind = grammar.WhichOneof("kind")
     field = f"grammar.{kind}"
@@ -207,7 +208,7 @@ def _parsed(field: str, text: str) -> object:
 
 
 def _depth(value: object) -> int:
-    """Count the levels of nested objects and arrays in a JSON value."""
+    """Return the nesting depth of the objects and arrays in a JSON value."""
     level: list[Any] = [value]
     depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
@@ -218,10 +219,10 @@ def _depth(value: object) -> int:
 
 
 async def _place(grammar: pb.Grammar, error: str) -> str:
-    """Return the path of the error in a JSON Schema, like `.properties.name`.
+    """Return the path to the error in a JSON Schema, like `.properties.name`.
 
-    The path leads to the deepest subschema that has the same error on its own. The path is empty if
-    the error concerns the whole schema, or if its location is unknown.
+    The path leads to the deepest subschema that fails with the same error on its own. It is empty
+    if the error concerns the whole schema or cannot be located.
     """
     if not grammar.HasField("json_schema"):
         return ""
@@ -241,7 +242,7 @@ def _place_in(schema: dict[str, object], error: str) -> str:
 
 
 def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield a schema and all its subschemas with their paths, innermost subschemas first."""
+    """Yield a schema and all its subschemas with their paths, innermost first."""
     if not isinstance(schema, dict):
         return
     for key in _MAPS:

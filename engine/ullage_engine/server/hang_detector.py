@@ -1,7 +1,7 @@
-"""Detects hung workers from their messages and from the kernel's statistics in /proc.
+"""Detects hung workers from their messages and from process statistics in /proc.
 
-`HangDetector` does no I/O and reads no clock, so that tests need not wait for its deadlines.
-`ProcStats` holds the kernel's statistics about a worker and its ranks.
+`HangDetector` does no I/O and reads no clock, so that tests do not have to wait for real deadlines.
+`ProcStats` holds the kernel's statistics for a worker and its ranks.
 """
 
 import os
@@ -13,42 +13,43 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Number of recent steps that are considered when judging how long the next step may take."""
+"""Number of recent steps that decide how long a worker may be idle in a step."""
 _REMEMBERED_STEPS = 1024
-"""Number of recent steps, of which the longest bounds the time of the next step.
+"""Number of recent steps whose longest duration limits the computation time of the next step.
 
-This many steps are likely to include steps with prompts, with long contexts, and with busy
-neighbours on the same cores.
+This window is likely to include steps with prompts, with long contexts, and with busy neighbours on
+the same cores.
 """
 
 MAX_TICK_S = 0.5
-"""Maximum number of seconds that are counted between two ticks.
+"""Maximum number of seconds to count between two checks of a worker.
 
-A longer gap means that the detector itself could not run, because the server was stopped or its
-container frozen. In that case the worker's messages are still unread."""
+A longer gap means that the detector itself was not running, because the server was stopped or its
+container was frozen. In that case the worker's messages have not been read yet.
+"""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcStats:
-    """The kernel's statistics of one process with all its threads, or of several processes."""
+    """Kernel statistics of one process with all its threads, or of several processes combined."""
 
     is_stopped: bool
     """Whether a signal has stopped the process, so that it waits for SIGCONT."""
     is_waiting: bool
-    """Whether all threads wait for events, so that none runs or waits for a core or a disk."""
+    """Whether every thread is waiting for events, so that none runs or waits for a core or disk."""
     cpu_ticks: int
-    """CPU time so far in kernel ticks of 10 ms, including the time of ended child processes."""
+    """CPU time so far in kernel ticks of 10 ms, including that of exited child processes."""
     thread_ticks: Mapping[int, int] = field(default_factory=dict)
-    """CPU time so far of each thread in kernel ticks, by thread id."""
+    """CPU time of each thread so far in kernel ticks, by thread id."""
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
-    """Return the combined stats of a process and its children, or None if the process has ended.
+    """Return the combined statistics of a process and its children, or None if it has exited.
 
-    A rank often waits for the other ranks, so the group counts as waiting only if all ranks wait.
-    One stopped rank stops the whole group.
+    A rank often waits for other ranks, so the group counts as waiting only if all ranks wait. One
+    stopped rank counts as a stopped group.
     """
     own = _read(pid)
     if own is None:
@@ -91,21 +92,21 @@ def _children(pid: int) -> list[int]:
 
 
 def _fields(path: Path) -> list[str]:
-    """Return the fields of a /proc stat file after the second field, which may contain spaces.
+    """Return the fields of a /proc stat file that follow the process name.
 
-    The first returned field is the process state.
+    The name may contain spaces. The first returned field is the process state.
     """
     return path.read_text().rpartition(")")[2].split()
 
 
 class HangDetector:
-    """Measures how long a worker has been silent, idle, busy and without progress, tick by tick.
+    """Tracks how long a worker has been silent, idle, busy and without progress.
 
-    The upper bound for the next step is the longest known step. This is the longer of the step that
-    the worker measured at its start and the longest of the last `_REMEMBERED_STEPS` steps. A worker
-    hangs if its busiest thread has computed for a multiple of that time. Time in which other
-    processes used the worker's cores does not count. For a worker without a measured step, only the
-    deadline applies.
+    The longest known step is the longer of two durations: the step that the worker measured at
+    startup, and the longest of the last `_REMEMBERED_STEPS` steps. A worker counts as hung if its
+    busiest thread has used a multiple of that time as CPU time without finishing a step. Time in
+    which other processes used the worker's cores does not count. If the worker measured no step,
+    only the fixed deadline applies.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -119,7 +120,7 @@ class HangDetector:
         self._waiting_s = 0.0
         self._cpu_ticks: int | None = None
         self._thread_ticks: Mapping[int, int] | None = None
-        """CPU time of each thread when the current silence was first checked, in kernel ticks."""
+        """CPU time of each thread at the first check of the current silence, in kernel ticks."""
         self._busy_s = 0.0
         """CPU time of the busiest thread since the first check of the current silence, in seconds.
         """
@@ -131,13 +132,13 @@ class HangDetector:
 
     @property
     def longest_step_s(self) -> float:
-        """Return the longest known step in seconds, or 0 if none was measured at the start."""
+        """Return the longest known step in seconds, or 0 if none was measured at startup."""
         if self._measured_step_s <= 0.0:
             return 0.0
         return max(self._measured_step_s, max(self._steps, default=0.0))
 
     def on_ready(self, longest_step_s: float) -> None:
-        """Record the longest step that the worker measured at its start, in seconds.
+        """Record the duration of the longest step that the worker measured at startup, in seconds.
 
         The value is 0 if the worker measured no step.
         """
@@ -155,20 +156,20 @@ class HangDetector:
         self._waiting_s = 0.0
 
     def on_step(self, seconds: float) -> None:
-        """Record a finished step that took `seconds`."""
+        """Record that a step finished and took `seconds`."""
         self._steps.append(seconds)
         self._num_steps += 1
         self.on_progress()
 
     def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
-        """Count the time since the last tick as silence, and as waiting if a step is due."""
+        """Count the time since the last check as silence, and also as waiting if a step is due."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         self._silent_s += elapsed_s
         # A worker without work owes no step. Its time counts from the next request.
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Use the kernel's statistics to count the time since the last tick as idle or stopped."""
+        """Count the time since the last check as idle or stopped, based on kernel statistics."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks

@@ -14,15 +14,15 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.health import EngineStatus
 
 HEARTBEAT_S = 1.0
-"""Maximum time between two messages of a stream, in seconds."""
+"""Maximum interval between two messages of a stream, in seconds."""
 DEFAULT_INTERVAL_S = 0.1
-"""Default minimum time between two messages of a stream, in seconds."""
+"""Default minimum interval between two messages of a stream, in seconds."""
 MAX_RELEASES = 32
-"""Maximum number of predicted memory releases per message. The soonest releases are kept."""
+"""Maximum number of predicted memory releases per message. The earliest ones are kept."""
 
 
 class HeadroomService(headroom_rpc.HeadroomServiceServicer):
-    """Streams the engine's free memory. Each stream numbers its messages from 1."""
+    """Streams the engine's free memory. Messages are numbered from 1 within each stream."""
 
     def __init__(self, config: EngineConfig, engine_status: EngineStatus) -> None:
         self._config = config

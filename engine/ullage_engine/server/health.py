@@ -1,4 +1,4 @@
-"""The engine's current status, and its health score, which faults lower."""
+"""The engine's current status and its health score, which drops after each fault."""
 
 import asyncio
 import bisect
@@ -14,13 +14,13 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_kv import TierStats
 
 _OOM_FACTOR = 0.8
-"""Factor applied to the health score when a step runs out of memory but its retry succeeds."""
+"""Factor applied to the health score when a step runs out of memory but succeeds on retry."""
 
 _NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
 
 
 class HealthScore:
-    """A score from 0 to 1 (healthy) that each fault multiplies by a factor. The loss decays."""
+    """Health score, 0 to 1 (healthy). Faults multiply it by a factor, and it recovers over time."""
 
     def __init__(self, recovery_s: float = 60.0) -> None:
         self._recovery_s = recovery_s
@@ -37,19 +37,19 @@ class HealthScore:
 
 
 class StepTolerances:
-    """The step times, in seconds, that open requests tolerate."""
+    """Limits on step time, in seconds, requested by open requests."""
 
     def __init__(self) -> None:
         self._ordered: list[float] = []
 
     @property
     def shortest_s(self) -> float:
-        """Return the shortest limit of any open request in seconds, or 0 if none has a limit."""
+        """Return the lowest step-time limit of any open request in seconds, or 0 without limits."""
         return self._ordered[0] if self._ordered else 0.0
 
     @contextlib.contextmanager
     def held(self, limit_s: float) -> Iterator[None]:
-        """Apply a step limit while the context is open. 0 means no limit."""
+        """Apply a step-time limit while the context is open. 0 means no limit."""
         if limit_s <= 0.0:
             yield
             return
@@ -71,7 +71,7 @@ class AdapterState:
     digest: str
     """Digest of the served files, or "" if none are served."""
     error: str
-    """Why the configured files cannot be served, or "" if they are served or being loaded."""
+    """Why the configured files cannot be served, or "" if they are served or still loading."""
 
 
 class EngineStatus:
@@ -80,20 +80,20 @@ class EngineStatus:
     def __init__(self) -> None:
         self.epoch = time.time_ns()
         self.ready: Ready | None = None
-        """Description of the loaded model, which is kept while a worker is being replaced."""
+        """Description of the loaded model. It is kept while a worker is being replaced."""
         self.state: WorkerState | None = None
         self.serving = False
         """Whether a worker is loaded and accepts requests."""
         self.is_preparing = False
-        """Whether adapters that are configured at the start are still loading."""
+        """Whether adapters configured at startup are still loading."""
         self.adapters: tuple[AdapterState, ...] = ()
         self.draining = False
         self.worker_restarts = 0
-        """Number of workers that ended unexpectedly."""
+        """Number of workers that exited unexpectedly."""
         self.live = True
         """Whether starting another worker may help. If not, only a new pod can help."""
         self.not_ready_reason = ""
-        """Why no worker serves and none will be started, or "" otherwise."""
+        """Why no worker is serving and none will be started, or "" if that is not the case."""
         self.created = int(time.time())
         self.step_limits = StepTolerances()
         self.throttle_reasons: frozenset[str] = frozenset()
@@ -143,7 +143,7 @@ class EngineStatus:
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:
-        """Record a worker's report. Newly reported out-of-memory steps lower the health score."""
+        """Record a worker's report. Newly reported out-of-memory errors lower the health score."""
         num_survived = state.num_oom_events - (self.state.num_oom_events if self.state else 0)
         self.state = state
         for _ in range(num_survived):
@@ -160,7 +160,7 @@ class EngineStatus:
         self.fault()
 
     def fault(self, factor: float = 0.5) -> None:
-        """Multiply the health score by a factor. The score recovers with time."""
+        """Multiply the health score by a factor. The score recovers over time."""
         self._health.fault(time.monotonic(), factor)
         self._wake()
 
@@ -171,12 +171,12 @@ class EngineStatus:
         self._wake()
 
     def drain(self) -> None:
-        """Refuse new requests permanently, and let open requests finish."""
+        """Refuse new requests permanently, but let open requests finish."""
         self.draining = True
         self._wake()
 
     async def changed(self, within_s: float) -> None:
-        """Wait at most `within_s` seconds for the next change of status."""
+        """Wait up to `within_s` seconds for the next status change."""
         try:
             async with asyncio.timeout(within_s):
                 await self._changed.wait()

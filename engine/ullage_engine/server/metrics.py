@@ -1,7 +1,7 @@
-"""Prometheus metrics of an engine: `ullage_*`, and the `vllm:` names that dashboards expect.
+"""Prometheus metrics of an engine: `ullage_*` and the `vllm:` names that dashboards expect.
 
-The `vllm:` aliases are made from the same samples at every scrape, so nothing is counted twice. A
-worker's counts begin at zero when it starts, but the exported counters continue across workers.
+The `vllm:` aliases are derived from the same samples on every scrape, so nothing is counted twice.
+A worker's counts start at zero, but the exported counters continue across workers.
 """
 
 import time
@@ -30,11 +30,11 @@ from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic
 
 _SUCCESS = ("stop", "length")
-"""Request outcomes for which latency is measured."""
+"""Request outcomes for which latencies are recorded."""
 
 
 class EngineMetrics:
-    """All Prometheus metrics of an engine, in a separate registry."""
+    """All Prometheus metrics of an engine, in their own registry."""
 
     def __init__(self, model: str) -> None:
         native = self._native = CollectorRegistry()
@@ -64,7 +64,7 @@ class EngineMetrics:
         self._e2e = names.E2E.tallies(native, *self._values)
 
     def watch_certificates(self, certificates: Certificates) -> None:
-        """Start exporting the state of the server's certificate."""
+        """Start exporting the status of the server's certificate."""
         problems = names.CERTIFICATE_PROBLEMS
         expiry = names.CERTIFICATE_EXPIRY
         self._gauge(problems).set_function(lambda: bool(certificates.problem))
@@ -96,11 +96,11 @@ class EngineMetrics:
         stats: Callable[[], list[TierStats]],
         not_loaded: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Export the statistics of tiers outside the device, which are read at each scrape.
+        """Export the statistics of tiers outside the device, which are read on each scrape.
 
         Args:
             stats: returns the statistics of each tier.
-            not_loaded: returns the number of blocks that were not loaded, by tier and reason.
+            not_loaded: returns the number of blocks that could not be loaded, by tier and reason.
         """
 
         def collect() -> Iterable[Metric]:
@@ -121,7 +121,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
-        """Export, at each scrape, counts of the blocks that other engines read or write here."""
+        """Export, on each scrape, counts of blocks that other engines read or write here."""
 
         def collect() -> Iterable[Metric]:
             return families(names.PEERS.items(), [(self._values, stats())])
@@ -129,7 +129,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_gpus(self, monitor: GpuMonitor) -> None:
-        """Export the GPU driver's latest statistics, which are read at each scrape."""
+        """Export the latest statistics from the GPU driver, which are read on each scrape."""
 
         def collect() -> Iterable[Metric]:
             gpus = [((*self._values, gpu.index, gpu.uuid), gpu) for gpu in monitor.samples]
@@ -153,7 +153,7 @@ class EngineMetrics:
         self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
-        """Count new tokens of a request that arrived together."""
+        """Count new tokens of one request that arrived together."""
         if not num_tokens:
             return
         now = time.monotonic()
@@ -180,7 +180,7 @@ class EngineMetrics:
         self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
 
     def ended(self, entry: JournalEntry, outcome: str) -> None:
-        """Count a request's end as stop, length, timeout, cancelled or an error's reason."""
+        """Count a finished request as stop, length, timeout, cancelled or an error reason."""
         self.refused(outcome)
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return

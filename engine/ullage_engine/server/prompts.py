@@ -17,28 +17,28 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Minimum length in characters of texts that are tokenised in a thread. 10 kB take about 1 ms."""
+"""Texts of at least this many characters are tokenised in a thread. 10 kB take about 1 ms."""
 
 
 @dataclass(frozen=True)
 class TokenizerBundle:
-    """The tokenizer and the chat template of the served model."""
+    """The served model's tokenizer and chat template."""
 
     tokenizer: ModelTokenizer
     token_bytes: TokenBytes
     chat: ChatTemplate | None
     """The model's chat template, or None if it has none."""
     guard: SpecialTokenGuard
-    """Prevents text from clients from being tokenised as special tokens."""
+    """Keeps special tokens in clients' text from being tokenised as special tokens."""
     guarded: GuardedTokenizer
-    """The tokenizer for texts that the guard has processed."""
+    """Tokenizer for text that the guard has processed."""
 
 
 async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:
     """Return the token ids of a request's prompt. Long texts are tokenised in a thread.
 
     Raises:
-        ServiceError: the text contains special tokens, or the messages do not fit the template.
+        ServiceError: the text contains special tokens, or the template cannot render the messages.
     """
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)
@@ -69,7 +69,7 @@ def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
 def _render(
     messages: pb.Messages, tokenizer_bundle: TokenizerBundle
 ) -> tuple[str, Callable[[], list[int]]]:
-    """Return the text of a conversation and a function that tokenises it."""
+    """Render a conversation as text. Return the text and a function that tokenises it."""
     chat = tokenizer_bundle.chat
     tokenizer = tokenizer_bundle.tokenizer
     if chat is None:

@@ -62,7 +62,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
 
 
 def sample_finished(update: Update) -> pb.GenerateResponse:
-    """Build the message that ends one of several samples."""
+    """Build the message that ends one sample of a request with several samples."""
     assert update.finish is not None, "a sample that goes on"
     message = pb.SampleFinished(
         sample=update.sample,
@@ -91,7 +91,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Record in a message which tiers had cached KV for the samples' common prompt."""
+    """Record in a message how much KV of the common prompt each tier had cached."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)
@@ -104,7 +104,7 @@ def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
 def model_response(
     config: EngineConfig, tokenizer: ModelTokenizer, engine_status: EngineStatus
 ) -> pb.GetModelResponse:
-    """Build the description of a loaded model."""
+    """Build the description of the loaded model."""
     ready = engine_status.ready
     assert ready is not None
     return pb.GetModelResponse(
@@ -148,7 +148,7 @@ def _logprobs(update: Update, token_bytes: TokenBytes) -> Iterator[pb.TokenLogpr
 
 
 def _is_ended_by_token(update: Update) -> bool:
-    """Return whether the last token ended the answer, rather than a stop string in its text."""
+    """Return whether the last token finished the answer, rather than a stop string in its text."""
     end = update.finish
     return end is not None and end.reason == "stop" and not end.stop_string
 

@@ -1,14 +1,14 @@
-"""The supervisor's limits for worker restarts, request retries and hangs."""
+"""Limits for worker restarts, request retries and hang detection."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Limits of the supervisor. All times are in seconds."""
+    """Limits that the supervisor applies. All times are in seconds."""
 
     first_backoff_s: float = 0.5
-    """Seconds before the second consecutive restart.
+    """Delay before the second consecutive restart, in seconds.
 
     The first restart is immediate, and each later restart doubles the delay.
     """
@@ -16,50 +16,50 @@ class RestartPolicy:
     max_failures: int = 8
     """Number of consecutive workers that may die before serving. Then the engine gives up."""
     stable_after_s: float = 30.0
-    """Age in seconds at which an idle worker counts as having served."""
+    """Uptime in seconds after which an idle worker counts as having served."""
     max_unproven: int = 3
-    """Number of consecutive unverified starts after which the engine stops serving requests.
+    """Number of consecutive unverified startups after which the engine stops serving requests.
 
-    A start is unverified if its results differ from those of a verified start.
+    A startup is unverified if its results differ from those of a verified startup.
     """
     max_deaths: int = 3
-    """Number of worker deaths since a request's last decode after which the request fails.
+    """A request fails after this many worker deaths since its last decode.
 
     In all but one of these deaths, no other request can have been the cause.
     """
     trial_s: float = 5.0
-    """Seconds after a worker's start during which suspects run alone.
+    """Seconds after a worker becomes ready during which suspects are retried alone.
 
-    A suspect is a request that may have killed the last worker. A suspect in two deaths always runs
-    alone.
+    A suspect is a request that may have killed the previous worker. A request suspected of two
+    deaths is always retried alone.
     """
     step_deadline_s: float = 30.0
-    """Seconds without a finished step after which a worker with work always counts as hung."""
+    """Seconds without a finished step after which a worker that has work always counts as hung."""
     load_silence_s: float = 600.0
-    """Seconds without progress after which a loading worker counts as hung."""
+    """Seconds without progress after which a worker that is still loading counts as hung."""
     standby_import_s: float = 120.0
     """Time limit in seconds for a standby worker to import its libraries."""
     slow_steps: float = 20.0
-    """A worker that uses no CPU time for this multiple of its slowest step counts as hung."""
+    """A worker counts as hung if it uses no CPU time for this multiple of its slowest step."""
     min_suspect_s: float = 2.0
-    """Minimum time without CPU use after which a worker counts as hung, in seconds."""
+    """Minimum time without CPU use, in seconds, before a worker counts as hung."""
     long_steps: float = 3.0
-    """A worker that computes for this multiple of its longest step counts as hung.
+    """A worker counts as hung if it computes for this multiple of its longest step.
 
     Only the CPU time of the worker's busiest thread counts, so that other processes on the same
     cores have no effect.
     """
     min_busy_s: float = 8.0
-    """Minimum CPU time in one step after which a worker counts as hung, in seconds."""
+    """Minimum CPU time in one step, in seconds, before a worker counts as hung."""
     slow_start_steps: int = 16
     """Number of steps until a worker runs at full speed. Earlier steps may take twice as long."""
     stopped_after_s: float = 1.0
-    """Seconds after which a worker stopped by a signal counts as hung, even without work."""
+    """Seconds after which a worker stopped by a signal counts as hung, even if it has no work."""
     stop_grace_s: float = 3.0
-    """Seconds between asking a worker to stop and killing it."""
+    """Seconds between asking a worker to exit and killing it."""
 
     def backoff(self, num_failures: int) -> float | None:
-        """Return the delay in seconds before the next start, or None if the engine gives up.
+        """Return the delay in seconds before the next restart, or None if the engine gives up.
 
         Args:
             num_failures: number of consecutive failures, at least 1.
@@ -71,7 +71,7 @@ class RestartPolicy:
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
 
     def runs_alone(self, deaths: int, serving_s: float) -> bool:
-        """Return whether a request runs alone until a worker has survived decoding the request.
+        """Return whether a request is retried alone until a worker survives a decode step of it.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
@@ -80,20 +80,20 @@ class RestartPolicy:
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
 
     def is_given_up(self, deaths: int, lone_deaths: int, *, is_short: bool = False) -> bool:
-        """Return whether the engine fails a request instead of running it again.
+        """Return whether to fail a request instead of retrying it.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
-            lone_deaths: number of those workers that ran no other request.
+            lone_deaths: number of those workers that had no other suspect.
             is_short: whether the last worker died because other processes had taken its memory. The
-                client may then send the request again.
+                client may then retry the request.
         """
         return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
-        """Return whether one more consecutive failure ends the engine.
+        """Return whether one more consecutive failure makes the engine give up.
 
-        The engine then reports that it is not live, because a new pod may help.
+        The engine then reports that it is not live, because a new pod may fix the problem.
         """
         return num_failures >= self.max_failures
 
@@ -103,7 +103,7 @@ class RestartPolicy:
         Args:
             longest_step_s: the worker's longest step, or 0 if unknown, in which case only the
                 deadline applies.
-            num_steps: number of steps that the worker has done.
+            num_steps: number of steps that the worker has completed.
         """
         if longest_step_s <= 0.0:
             return self.step_deadline_s
@@ -114,7 +114,7 @@ class RestartPolicy:
     def suspect_after_s(
         self, slowest_step_s: float | None, longest_step_s: float, num_steps: int
     ) -> float:
-        """Return the seconds without CPU time after which a worker with work counts as hung.
+        """Return the seconds without CPU use after which a worker that has work counts as hung.
 
         The value is clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s), or
         busy_after_s before the first step.

@@ -1,6 +1,6 @@
-"""The server's end of the connection to a worker: a Unix socket that carries msgpack messages.
+"""The server's end of the connection to a worker: msgpack messages on a Unix socket.
 
-`protocol/frames.py` describes the format of the stream.
+`protocol/frames.py` describes the framing of the messages.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from ullage_engine.protocol.frames import READ_BYTES, SEND_BUFFER_BYTES, Frames,
 from ullage_engine.protocol.messages import ToServer, ToWorker
 
 MAX_PATH_BYTES = 107
-"""Maximum length of a Unix socket path in bytes, without the terminating zero."""
+"""Maximum length of a Unix socket path in bytes, excluding the terminating null byte."""
 _PREFIX = "worker-"
 
 
@@ -23,15 +23,15 @@ class EndpointError(Exception):
 
 
 def endpoint(run_dir: Path, number: int) -> str:
-    """Return the socket path of the worker with this number.
+    """Return the socket path for the worker with this number.
 
-    The sockets of the worker's ranks have longer names.
+    The workers' ranks use sockets with longer names.
     """
     return f"{run_dir}/{_PREFIX}{number}.ipc"
 
 
 def clear_endpoints(run_dir: Path) -> None:
-    """Remove the sockets of killed workers. Call this only while no worker runs."""
+    """Remove the sockets of killed workers. Call this only while no worker is running."""
     for path in run_dir.glob(f"{_PREFIX}*"):
         if not path.is_dir():
             path.unlink(missing_ok=True)
@@ -40,9 +40,9 @@ def clear_endpoints(run_dir: Path) -> None:
 class ServerLink:
     """The connection to one worker.
 
-    Each worker has a separate link, so no messages from an old worker arrive. Sending to the worker
-    never blocks. Messages are queued without limit, because each open request has only a few
-    messages.
+    Each worker has its own link, so that no stale messages arrive from an earlier worker. Sending
+    never blocks. The queue of outgoing messages is unbounded, because each open request has only a
+    few messages.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,11 +58,11 @@ class ServerLink:
         self._messages: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        """Future that gets an exception when messages no longer reach a living worker."""
+        """Future that fails when messages can no longer be delivered to a worker that is alive."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def post(self, message: ToWorker) -> None:
-        """Send or queue a message, which is lost if the worker dies before reading it."""
+        """Send or queue a message. It is lost if the worker dies before reading it."""
         try:
             data = framed(self._encoder.encode(message))
         except Exception as error:
@@ -131,7 +131,7 @@ class ServerLink:
                 reader.set_result(None)
 
     def _write(self, connected: socket.socket) -> None:
-        """Send as much as fits into the socket's buffer, and the rest when the buffer has room."""
+        """Send as much as fits into the socket buffer, and the rest once the buffer has room."""
         try:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:

@@ -49,14 +49,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 DEADLINE_MARGIN_S = 0.1
 """Seconds before the client's deadline at which an answer ends, so that it arrives in time."""
 SLOW_CLIENT_GRACE_S = 5.0
-"""Seconds after the deadline during which a client may still read sent messages."""
+"""Seconds after the deadline during which a client may still read messages already sent."""
 RETRY_AFTER_LOADING_S = 2.0
 """Seconds after which a client should retry a refused request."""
 MAX_OPEN_REQUESTS = 1024
 
 
 class InferenceService(rpc.InferenceServiceServicer):
-    """Records accepted requests in the journal and streams the worker's answers."""
+    """Accepts requests into the journal and streams the worker's answers to clients."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         """Create the service.
 
         Args:
-            tracer: traces requests, or None if tracing is off.
+            tracer: creates trace spans for requests, or None if tracing is off.
             adapters: the engine's LoRA adapters, or None if it serves none.
         """
         self._tracer = tracer
@@ -282,9 +282,9 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
-        """Wait for updates of the samples, and end samples that take too long.
+        """Wait for updates of the samples, and finish samples that exceed a time limit.
 
-        Samples end at the deadline, or when a streamed answer has had no update for
+        Samples are finished at the deadline, or when a streamed answer has had no update for
         `limits.request_timeout`.
         """
         now = asyncio.get_running_loop().time()
@@ -330,12 +330,12 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return the send pace of a multiplexed RPC. Other RPCs send tokens at once."""
+    """Return how long a multiplexed RPC may hold back tokens. Other RPCs send tokens at once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Return log fields for the prompt's KV in each tier, empty if no tier had any."""
+    """Return log fields for the prompt tokens cached in each tier, or {} if no tier had any."""
     if not accepted.cached_by_tier:
         return {}
     return {
@@ -346,7 +346,7 @@ def _tiers(accepted: pb.Accepted) -> dict[str, object]:
 
 
 def _refusal_fields(error: ServiceError) -> dict[str, object]:
-    """Return the log fields of an error: its metadata and its retry time."""
+    """Return the log fields of an error: its metadata and, if set, the retry delay."""
     after_s = error.retry_after_s
     return {**error.metadata, "retry_after_s": after_s} if after_s else dict(error.metadata)
 

@@ -1,4 +1,4 @@
-"""The supervisor: restarts workers, and keeps accepted requests alive when workers die.
+"""Supervises the worker: restarts it when it dies, and keeps accepted requests alive meanwhile.
 
 SupervisorError
     StartError    the worker reports that it cannot serve: a configuration or model error
@@ -65,14 +65,14 @@ from ullage_kv import FileTierError
 log = logging.getLogger("ullage.engine.supervisor")
 
 RANK_MODULE = "ullage_engine.worker.rank_process"
-"""Module name by which native ranks are recognised in process command lines."""
+"""Module name that identifies native ranks in process command lines."""
 
 _CHECK_S = 0.25
 """Interval between checks of a worker, in seconds."""
 _LAST_WORDS_S = 0.05
-"""Seconds of silence after which a dead worker's socket is considered drained."""
+"""Seconds of silence after which a dead worker's socket is assumed to be drained."""
 _SERVER_FAULT = 0.9
-"""Factor applied to the health score when this server fails while it handles a message."""
+"""Factor applied to the health score when this server fails to handle a message."""
 
 WorkerCommand = Callable[[str], Sequence[str]]
 """Function that returns the command line of a worker that connects to the given endpoint."""
@@ -80,12 +80,12 @@ WorkerCommand = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """The command line and the environment of an engine's workers."""
+    """Command line and environment with which an engine's workers are started."""
 
     command: WorkerCommand
     environment: Mapping[str, str]
     uses_tiers: bool = False
-    """Whether these workers keep KV outside the device."""
+    """Whether these workers keep KV in tiers outside the device."""
 
 
 class SupervisorError(Exception):
@@ -93,15 +93,15 @@ class SupervisorError(Exception):
 
 
 class StartError(SupervisorError):
-    """The first worker cannot serve, and another start would not help."""
+    """The first worker cannot serve, and restarting it would not help."""
 
 
 class GaveUpError(SupervisorError):
-    """The restart budget is exhausted: workers keep dying without serving."""
+    """The restart limit is reached: workers keep dying without serving."""
 
 
 class WorkerSupervisor:
-    """Owns the worker process, its link and its restarts."""
+    """Owns the worker process, its connection and its restarts."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class WorkerSupervisor:
         has_standby: bool = False,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
-        """Create a supervisor, which starts no worker before `run` is called.
+        """Create a supervisor. No worker is started before `run` is called.
 
         Args:
-            run_dir: folder of the workers' sockets.
-            unservable: returns why the server cannot serve a worker's model, or "" if it can.
-            adapters: returns the LoRA adapters that every worker loads before it gets requests.
-            has_standby: whether a standby worker waits while another worker serves.
+            run_dir: directory for the workers' sockets.
+            unservable: returns why a worker's model cannot be served, or "" if it can.
+            adapters: returns the LoRA adapters that every worker loads before it receives requests.
+            has_standby: whether to keep a standby worker ready while another worker serves.
         """
         self._run_dir = run_dir
         self._engine_status = engine_status
@@ -140,9 +140,9 @@ class WorkerSupervisor:
         self._batch_limit = 1.0
         self._num_starts = 0
         self._num_failures = 0
-        """Number of consecutive workers that ended without having served."""
+        """Number of consecutive workers that exited without having served."""
         self._num_unproven = 0
-        """Number of consecutive starts whose results differ from those of a verified start."""
+        """Number of consecutive startups whose results differ from those of a verified startup."""
         self._stopping = asyncio.Event()
 
     @property
@@ -151,7 +151,7 @@ class WorkerSupervisor:
         return self._worker.process.pid if self._worker else None
 
     def serving_pids(self) -> list[int]:
-        """Return the process ids of the ready worker and of its other ranks."""
+        """Return the process ids of the ready worker and its other ranks."""
         worker = self._worker
         if worker is None or worker.ready_at is None:
             return []
@@ -162,11 +162,11 @@ class WorkerSupervisor:
         return [worker.process.pid]
 
     def submit(self, entries: list[JournalEntry]) -> None:
-        """Send a request's open journal entries, now or once the next worker is ready."""
+        """Send the unfinished samples of a request, now or once the next worker is ready."""
         self._dispatcher.submit(self._worker, entries)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Cancel an entry in the worker, because the client has disconnected or has its answer."""
+        """Cancel a sample in the worker, because the client has disconnected or has its answer."""
         self._dispatcher.cancel(self._worker, entry)
 
     def limit_batch(self, share: float) -> None:
@@ -176,16 +176,16 @@ class WorkerSupervisor:
             self._worker.link.post(LimitBatch(share=share))
 
     def inject_oom(self, after_steps: int) -> int | None:
-        """Inject an out-of-memory error into a coming step. Return the worker's process id."""
+        """Inject an out-of-memory error into an upcoming step. Return the worker's process id."""
         if self._worker is None or self._worker.ready_at is None:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
         return self._worker.process.pid
 
     def start_profile(self, start: StartProfile) -> "asyncio.Future[ProfileDone]":
-        """Make the worker profile its next steps. Return a future for the worker's reply.
+        """Tell the worker to profile its next steps. Return a future for its reply.
 
-        The future has a ServiceError if the worker ends before it replies.
+        The future fails with a ServiceError if the worker exits before it replies.
 
         Raises:
             ServiceError: no worker is ready, or a profile is already running.
@@ -193,14 +193,14 @@ class WorkerSupervisor:
         return self._profile.start(self._worker, start)
 
     def stop_profile(self) -> None:
-        """End the running profile early. The worker still sends the profile."""
+        """Stop the running profile early. The worker still sends what it has recorded."""
         self._profile.stop(self._worker)
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Load a LoRA adapter into the worker. Return the error, or "" on success.
+        """Load a LoRA adapter into the worker. Return the error message, or "" on success.
 
         Raises:
-            WorkerEndedError: the worker ended before it replied.
+            WorkerEndedError: the worker exited before it replied.
         """
         return await self._adapter_calls.add(self._worker, message)
 
@@ -210,18 +210,18 @@ class WorkerSupervisor:
             self._worker.link.post(RemoveAdapter(name=name))
 
     def kill_worker(self) -> int | None:
-        """Send SIGKILL to the worker. Return its process id, or None without a worker."""
+        """Send SIGKILL to the worker. Return its process id, or None if there is no worker."""
         if self._worker is None:
             return None
         self._worker.process.kill()
         return self._worker.process.pid
 
     async def run(self, launch: WorkerLaunch, kv: KvTiers | None = None) -> None:
-        """Run one worker after another until `stop` is called.
+        """Run workers, one after another, until `stop` is called.
 
         Args:
-            launch: how each worker is started.
-            kv: KV tiers that all workers use, or None.
+            launch: how to start each worker.
+            kv: KV tiers shared by all workers, or None.
 
         Raises:
             SupervisorError: no worker can serve.
@@ -252,7 +252,7 @@ class WorkerSupervisor:
         await asyncio.wait({worker.exited})
 
     async def _run_worker(self, launch: WorkerLaunch) -> WorkerHandle:
-        """Run one worker from its start to its last message."""
+        """Run one worker from startup to its last message."""
         self._num_starts += 1
         worker = await self._start(launch)
         receiving = asyncio.create_task(self._receive(worker))
@@ -302,7 +302,7 @@ class WorkerSupervisor:
         return command if self._kv is None else [*command, *self._kv.worker_options]
 
     async def _receive(self, worker: WorkerHandle) -> None:
-        """Handle a worker's messages until cancelled.
+        """Handle a worker's messages until the task is cancelled.
 
         Raises:
             msgspec.MsgspecError: the worker sent an invalid message.
@@ -321,7 +321,10 @@ class WorkerSupervisor:
                 self._on_own_failure(worker, message, error)
 
     def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
-        """Limit the effect of a server error to the request that the current message concerns."""
+        """Contain a server error, so that it affects only the request that the message is about.
+
+        If the error may have left the worker waiting or out of sync, kill the worker.
+        """
         self._engine_status.fault(_SERVER_FAULT)
         match message:
             case Admitted() | Rejected() | RequestFailed():
@@ -345,7 +348,7 @@ class WorkerSupervisor:
     def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> bool:
         """Kill a worker that hangs, sends invalid messages or cannot be reached.
 
-        Return whether the worker was killed.
+        Return whether it was killed.
         """
         if worker.exited.done():
             return False
@@ -420,7 +423,7 @@ class WorkerSupervisor:
         self._dispatcher.send_waiting(worker)
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
-        """Compare the last two workers' fingerprints, and record a difference in open requests."""
+        """Compare the last two workers' fingerprints, and mark open requests if they differ."""
         differing = differences({"before": before, "now": now})
         if not differing:
             return
@@ -429,7 +432,7 @@ class WorkerSupervisor:
         self._dispatcher.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
-        """Let a worker use the KV tiers. Kill it and return False if the tiers cannot be opened."""
+        """Let a worker use the KV tiers. If they cannot be opened, kill it and return False."""
         if self._kv is None:
             return True
         try:
@@ -442,11 +445,11 @@ class WorkerSupervisor:
         return True
 
     async def _recover(self, worker: WorkerHandle) -> None:
-        """Classify a worker's end, and wait before the next start as the restart policy requires.
+        """Classify why a worker exited, and apply the restart policy's delay before the next start.
 
         Raises:
             StartError: the first worker cannot serve.
-            GaveUpError: too many consecutive workers ended early.
+            GaveUpError: too many consecutive workers exited early.
         """
         status = worker.exited.result()
         extra = {"stage": f"worker ended with status {status}", "pid": worker.process.pid}
@@ -477,9 +480,9 @@ class WorkerSupervisor:
                 await self._stopping.wait()
 
     def _count_oom(self, worker: WorkerHandle, status: int) -> bool:
-        """Count a worker that ran out of memory and died before it could report this.
+        """Count a worker that ran out of memory and died before it could report it.
 
-        Return whether the kernel's OOM killer ended the worker.
+        Return whether the kernel's OOM killer killed the worker.
         """
         is_killed = status in (-signal.SIGKILL, GROUP_LOST) and worker.oom_kills.recent() > 0
         if is_killed:
@@ -489,13 +492,12 @@ class WorkerSupervisor:
         return is_killed
 
     async def _take_unproven(self, reason: str) -> bool:
-        """Count a start whose results differ from those of a verified start.
+        """Count a startup whose results differ from those of a verified startup.
 
-        After too many such consecutive starts, serve no requests until `stop` is called, and return
-        True.
+        If there are too many in a row, serve no requests until `stop` is called, and return True.
 
         Raises:
-            GaveUpError: too many starts failed before any worker served.
+            GaveUpError: too many startups failed before any worker served.
         """
         self._num_unproven += 1
         self._metrics.start_proof_failures.inc()
@@ -517,7 +519,7 @@ class WorkerSupervisor:
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
-    """Return whether the worker's exit status means that its group of ranks was lost."""
+    """Return whether the worker's exit status means that a rank of its group was lost."""
     has_ranks = ready is not None and len(ready.ranks) > 1
     # NCCL's watchdog aborts the process whose collective failed.
     lost_by = (OUT_OF_MEMORY, HOST_SHORT, -signal.SIGABRT)

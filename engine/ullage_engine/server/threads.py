@@ -1,4 +1,4 @@
-"""Work in daemon threads, which do not delay the exit of the process."""
+"""Runs work in daemon threads, which do not delay process exit."""
 
 import asyncio
 import concurrent.futures

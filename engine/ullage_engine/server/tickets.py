@@ -1,4 +1,4 @@
-"""Admission of requests by tickets that a router has signed."""
+"""Admits requests based on tickets signed by a router."""
 
 import time
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from ullage_common.tickets.tickets import (
 from ullage_common.wire.errors import ServiceError
 
 MAX_REMEMBERED = 200_000
-"""Maximum number of used tickets that are remembered until they expire."""
+"""Maximum number of used tickets to remember until they expire."""
 
 
 class TicketVerifier:
-    """Admits requests by their tickets. Each ticket is valid for the number of uses it grants.
+    """Admits requests based on their tickets. Each ticket can be used as often as it states.
 
     Args:
-        section: the configured keys. Without keys all requests are admitted, and tickets are
+        section: the configured keys. Without keys, all requests are admitted and tickets are
             ignored.
         engine_id: id of this engine, which a ticket must name.
         model: the served model, to which tenants' tickets are bound.
@@ -52,9 +52,9 @@ class TicketVerifier:
         self._model = model
         self._clock = clock
         self._uses = TicketUses(MAX_REMEMBERED)
-        """Number of uses of each ticket.
+        """Number of times each ticket has been used.
 
-        Checking and counting a use is atomic, because nothing is awaited in between.
+        Checking and counting a use is atomic, because there is no await in between.
         """
 
     def start(self) -> None:
@@ -67,11 +67,11 @@ class TicketVerifier:
 
     @property
     def num_remembered(self) -> int:
-        """Number of used tickets that are remembered."""
+        """Number of used tickets currently remembered."""
         return len(self._uses)
 
     def check(self, ticket: str | None) -> None:
-        """Check an RPC's ticket before the request arrives. `admit` later counts the use.
+        """Check an RPC's ticket before the request has been received. `admit` later counts the use.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -88,7 +88,7 @@ class TicketVerifier:
     def admit(
         self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
     ) -> None:
-        """Count a use of the request's ticket, if any, and enforce the ticket's claims.
+        """Count a use of the request's ticket, if it has one, and enforce the ticket's claims.
 
         Raises:
             ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
@@ -125,7 +125,7 @@ class TicketVerifier:
             raise _refused(error.reason, str(error)) from error
 
     def _count(self, claims: Claims) -> None:
-        """Count another use of a ticket, and refuse a ticket whose uses are exhausted."""
+        """Count one more use of a ticket, and refuse the ticket if its uses are exhausted."""
         if not self._uses.has_room_for(claims.id):
             raise _too_many()
         if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave uses out

@@ -1,4 +1,4 @@
-"""An engine's metrics under vLLM's names, which dashboards expect."""
+"""Exports an engine's metrics under vLLM's names, which dashboards expect."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ _FINISHED_REASONS = {"stop": "stop", "length": "length", "timeout": "abort", "ca
 
 
 class VllmAliases(Collector):
-    """Collects a registry's metric families, and exports some of them again under vLLM's names."""
+    """Collects a registry's metric families, and also exports some of them under vLLM's names."""
 
     def __init__(self, native: CollectorRegistry) -> None:
         self._native = native
@@ -41,7 +41,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _success(requests: Metric) -> Metric:
-    """Return vLLM's counter of finished requests by finish reason."""
+    """Return vLLM's counter of finished requests, by finish reason."""
     counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
     values: tuple[str, ...] = ()
     for sample in requests.samples:
@@ -57,7 +57,7 @@ def _success(requests: Metric) -> Metric:
 
 
 def _cache_config(families: dict[str, Metric]) -> Metric:
-    """Return vLLM's cache information gauge, whose labels hold the size of the KV pool."""
+    """Return vLLM's cache info gauge, whose labels state the size of the KV pool."""
 
     def value(name: GaugeName) -> str:
         samples = families[name.name].samples

@@ -1,6 +1,6 @@
-"""Commands to which the worker replies once: profile the steps, or load a LoRA adapter.
+"""Commands that the worker answers with one reply: profile steps, or load a LoRA adapter.
 
-If the worker ends before it replies, the command fails.
+A command fails if the worker exits before it replies.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ullage_engine.server.worker_process import WorkerHandle
 
 
 class ProfileCall:
-    """The running profile of the worker's steps, if any."""
+    """The running profile of the worker's steps, if there is one."""
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[ProfileDone] | None = None
@@ -28,9 +28,9 @@ class ProfileCall:
     def start(
         self, worker: WorkerHandle | None, message: StartProfile
     ) -> "asyncio.Future[ProfileDone]":
-        """Make the worker profile its next steps. Return a future for the worker's reply.
+        """Tell the worker to profile its next steps. Return a future for its reply.
 
-        The future has a ServiceError if the worker ends before it replies.
+        The future fails with a ServiceError if the worker exits before it replies.
 
         Raises:
             ServiceError: no worker is ready, or a profile is already running.
@@ -53,18 +53,18 @@ class ProfileCall:
         return self._answer
 
     def stop(self, worker: WorkerHandle | None) -> None:
-        """End the running profile early. The worker still sends the profile."""
+        """Stop the running profile early. The worker still sends what it has recorded."""
         if worker is not None and self._answer is not None:
             worker.link.post(StopProfile())
 
     def finish(self, done: ProfileDone) -> None:
-        """Pass the worker's reply to the caller that waits for the profile."""
+        """Pass the worker's reply to the caller that is waiting for the profile."""
         answer = self._pop()
         if answer is not None:
             answer.set_result(done)
 
     def fail(self) -> None:
-        """Fail the running profile, because the worker has ended."""
+        """Fail the running profile, because the worker has exited."""
         answer = self._pop()
         if answer is None:
             return
@@ -78,7 +78,7 @@ class ProfileCall:
         answer.exception()  # The caller may be gone, and asyncio would log the error.
 
     def _pop(self) -> "asyncio.Future[ProfileDone] | None":
-        """Remove the running profile and return its future if it still waits for an answer."""
+        """Remove the running profile. Return its future if a caller still waits for the reply."""
         answer = self._answer
         self._answer = None
         return None if answer is None or answer.done() else answer
@@ -89,13 +89,13 @@ class AdapterCalls:
 
     def __init__(self) -> None:
         self._answers: dict[str, asyncio.Future[str]] = {}
-        """Futures for the errors of pending loads, by the adapter's key in the worker."""
+        """Futures for the results of pending loads, by the adapter's key in the worker."""
 
     async def add(self, worker: WorkerHandle | None, message: AddAdapter) -> str:
-        """Load an adapter into the worker. Return the error, or "" on success.
+        """Load a LoRA adapter into the worker. Return the error message, or "" on success.
 
         Raises:
-            WorkerEndedError: the worker ended before it replied.
+            WorkerEndedError: the worker exited before it replied.
         """
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[message.name] = answer
@@ -108,13 +108,13 @@ class AdapterCalls:
             self._answers.pop(message.name, None)
 
     def finish(self, added: AdapterAdded) -> None:
-        """Pass the worker's reply to the caller that waits for the adapter."""
+        """Pass the worker's reply to the caller that is waiting for the adapter."""
         answer = self._answers.get(added.name)
         if answer is not None and not answer.done():
             answer.set_result(added.error)
 
     def fail_all(self) -> None:
-        """Fail all pending calls, because the worker has ended."""
+        """Fail all pending loads, because the worker has exited."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(WorkerEndedError())

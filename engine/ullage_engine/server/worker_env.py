@@ -1,4 +1,4 @@
-"""Environment variables of workers, for threads, allocators and transfers between ranks.
+"""Environment variables for workers: threads, allocators and communication between ranks.
 
 glibc and OpenMP read these variables before any Python code runs.
 """
@@ -29,7 +29,7 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         "THP_MEM_ALLOC_ENABLE": "1",
     }
 )
-"""Environment variables of every worker, in addition to those of the parent process."""
+"""Environment variables set for every worker, in addition to those of the parent process."""
 
 
 SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
@@ -42,7 +42,7 @@ SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
         "GOMP_SPINCOUNT": "1000",
     }
 )
-"""Environment variables of workers that share their cores with other engines or ranks."""
+"""Environment variables for workers that share their cores with other engines or ranks."""
 
 TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
     {
@@ -56,7 +56,7 @@ TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
         "GLOO_SOCKET_IFNAME": "lo",
     }
 )
-"""Environment variables for transfers between ranks. `parallelism.nccl` overrides them."""
+"""Environment variables for communication between ranks. `parallelism.nccl` overrides them."""
 _INTERFACES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
@@ -67,14 +67,14 @@ def worker_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a native worker, which all ranks inherit from rank 0.
+    """Return the environment of a native worker. All ranks inherit it from rank 0.
 
     Args:
         threads: number of compute threads per rank.
         num_ranks: number of ranks in the engine.
-        nccl: settings of NCCL, which override the defaults.
-        owns_cores: whether no other engine computes on this engine's cores. The ranks of one engine
-            always share cores with each other.
+        nccl: NCCL settings that override the defaults.
+        owns_cores: whether this engine shares its cores with no other engine. The ranks of one
+            engine always share cores with each other.
     """
     own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
     if num_ranks > 1:
@@ -104,7 +104,7 @@ def vllm_env(
 
 
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Return the environment of the workers that this configuration starts on this node."""
+    """Return the environment for the workers that this configuration starts on this node."""
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
     owns_cores = config.server.owns_cores
     nccl = config.parallelism.nccl

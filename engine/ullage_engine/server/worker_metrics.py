@@ -1,4 +1,4 @@
-"""Metrics from worker reports. Counters continue from one worker to the next."""
+"""Metrics derived from worker reports. Counters continue when a worker is replaced."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
@@ -22,11 +22,11 @@ def families(
     table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yield the metrics in a table, with one sample for each owner that has a value.
+    """Yield one metric family per table row, with a sample for each owner that has a value.
 
     Args:
-        table: pairs of a metric's name and a function that reads an owner's value.
-        owners: pairs of an owner's labels and the owner.
+        table: pairs of a metric's name and a function that reads its value from an owner.
+        owners: pairs of label values and the object (owner) to which they belong.
     """
     for name, read in table:
         family = name.family()
@@ -37,7 +37,7 @@ def families(
 
 
 class WorkerCollector(Collector):
-    """Collects metrics from worker reports. Counters continue across workers."""
+    """Collects metrics from worker reports. Counters continue when a worker is replaced."""
 
     def __init__(self, values: tuple[str, ...]) -> None:
         self._values = values
@@ -65,7 +65,7 @@ class WorkerCollector(Collector):
         self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 
     def replace(self) -> None:
-        """Keep the ended worker's counts, because the next worker counts from zero."""
+        """Keep the counts of the exited worker, because the next worker counts from zero."""
         self._seen = (None, *_sums(self._seen))
 
     def describe(self) -> Iterable[Metric]:
@@ -89,7 +89,7 @@ class WorkerCollector(Collector):
 
 
 def _sums(seen: _Seen) -> _Sums:
-    """Return the sum of each count over all workers so far."""
+    """Return each count summed over all workers so far."""
     state, counts, tallies, (grown, shrunk) = seen
     if state is None:
         return counts, tallies, (grown, shrunk)

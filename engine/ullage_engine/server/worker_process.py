@@ -1,4 +1,4 @@
-"""A worker process, from its start to its health checks, and the standby worker."""
+"""Worker processes: their startup, health checks and exit, and the standby worker."""
 
 import asyncio
 import contextlib
@@ -19,16 +19,16 @@ from ullage_engine.server.server_link import ServerLink
 log = logging.getLogger("ullage.engine.supervisor")
 
 _PROGRESS_S = 1.0
-"""Minimum interval in seconds between log lines of one startup stage."""
+"""Minimum interval between log lines of the same loading stage, in seconds."""
 
 
 class ChildProcess:
     """A child process that inherits the standard streams of its parent.
 
-    Start the process on the main thread. A worker asks the kernel to kill it when its parent ends,
-    and the kernel regards the *thread* that started the worker as the parent. subprocess.Popen is
-    used because it calls vfork. asyncio may fork, and gRPC's fork handlers cannot cope with running
-    threads.
+    Start the process from the main thread. A worker asks the kernel to kill it when its parent
+    exits, and the kernel regards the *thread* that started the worker as the parent.
+    subprocess.Popen is used because it calls vfork. asyncio may fork, and gRPC's fork handlers
+    cannot deal with running threads.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ChildProcess:
         Args:
             command: the command line.
             environment: environment variables in addition to those of the parent.
-            stdin: file descriptor of the standard input, or None to inherit the parent's.
+            stdin: file descriptor to use as standard input, or None to inherit the parent's.
         """
         own = {**os.environ, **environment}
         self._process = subprocess.Popen(command, stdin=stdin, env=own)
@@ -52,11 +52,11 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while the process runs."""
+        """Return the exit status, or None while the process is running."""
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Wait for the process to end. Return its exit status, negative if a signal killed it."""
+        """Wait for the process to exit. Return its exit status, negative if a signal killed it."""
         return await asyncio.to_thread(self._process.wait)
 
     def terminate(self) -> None:
@@ -71,10 +71,10 @@ class ChildProcess:
 
 
 class StandbyWorker:
-    """A worker that imports its libraries and waits to take over.
+    """A worker that has imported its libraries, or is doing so, and waits to take over.
 
-    The worker's standard input is a socket. The worker writes a byte to the socket after importing
-    its libraries, and continues when it reads a line.
+    The worker's standard input is a socket. After importing its libraries, the worker writes a byte
+    to the socket, and it continues when it reads a line.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StandbyWorker:
         """Start the process.
 
         Args:
-            command: the command line of a worker.
+            command: command line of the worker.
             environment: environment variables in addition to those of the parent.
             import_s: time limit for the imports, in seconds.
         """
@@ -101,7 +101,7 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Return why the worker cannot take over, or "" if it still can. Call this regularly."""
+        """Return why the worker cannot take over, or "" if it can. Call this regularly."""
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"
@@ -112,29 +112,29 @@ class StandbyWorker:
         return ""
 
     def begin(self) -> ChildProcess:
-        """Let the standby process continue as the worker."""
+        """Let the standby process take over as the worker."""
         with self._socket, contextlib.suppress(BrokenPipeError):
             self._socket.send(b"\n")
         return self._process
 
     async def close(self) -> None:
-        """Kill the process and wait for its exit. The kernel may need time to free its memory."""
+        """Kill the process and wait for it to exit. The kernel may need time to free its memory."""
         self._socket.close()
         self._process.kill()
         await self._process.wait()
 
 
 class Standby:
-    """Keeps a standby worker ready to replace the worker, and replaces lost standby workers."""
+    """Keeps a standby worker ready to take over, and restarts it if it is lost."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._worker: StandbyWorker | None = None
         self._start_at = 0.0
-        """Monotonic time from which the next standby worker may be started."""
+        """Earliest monotonic time at which the next standby worker may be started."""
 
     async def keep(self, command: Callable[[], Sequence[str]], env: Mapping[str, str]) -> None:
-        """Start a standby worker if there is none, and end a standby worker that cannot take over.
+        """Start a standby worker if there is none, and kill one that can no longer take over.
 
         Call this regularly.
 
@@ -154,7 +154,7 @@ class Standby:
             await self.close()
 
     async def take(self) -> ChildProcess | None:
-        """Return the standby worker, which continues as the worker, or None if there is none."""
+        """Return the standby worker, which takes over as the worker, or None if there is none."""
         worker = self._worker
         if worker is None:
             return None
@@ -173,7 +173,7 @@ class Standby:
 
 
 class WorkerHandle:
-    """One worker process and its link, from start to end."""
+    """One worker process and its connection, from startup to exit."""
 
     def __init__(self, process: ChildProcess, link: ServerLink, detector: HangDetector) -> None:
         self.process = process
@@ -183,31 +183,31 @@ class WorkerHandle:
         self.started_at = time.monotonic()
         self.ready_at: float | None = None
         self.last_message_at = self.started_at
-        """Monotonic time of the last message."""
+        """Monotonic time of the worker's latest message."""
         self.served = False
         """Whether the worker has completed a step."""
         self.start_error = ""
         self.may_retry = True
-        """Whether another start may succeed."""
+        """Whether restarting may help."""
         self.is_blameless = False
-        """Whether the server killed the worker for a server error that no request caused."""
+        """Whether the server killed the worker because of a server error that no request caused."""
         self.is_unproven = False
-        """Whether the start failed because its results differ from those of a verified start."""
+        """Whether startup failed because its results differ from those of a verified startup."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
         self._has_work = False
-        """Whether the worker had work at the last check, or has received a request since."""
+        """Whether the worker had work at the last check, or has received a request since then."""
         self._submitted_at = self.started_at
-        """Monotonic time at which the worker last received work after having none."""
+        """Monotonic time at which the worker last received work after being idle."""
         self._step_at = self.started_at
-        """Monotonic time of the last message about a step."""
+        """Monotonic time of the latest message about a step."""
         self._is_step_known = False
-        """Whether a step in the next report was already announced by a separate message."""
+        """Whether the next report repeats a step that a separate message has already announced."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
-        """Record that the worker is alive. Some messages also show that it makes progress."""
+        """Record that the worker is alive. Some messages also show that it is making progress."""
         now = time.monotonic()
         match message:
             case StepDone():
@@ -255,13 +255,13 @@ class WorkerHandle:
         return self._detector.reason(is_loading=is_loading)
 
     def has_served(self, policy: RestartPolicy) -> bool:
-        """Return whether the worker has served, so that its end counts as a first failure."""
+        """Return whether the worker has served. If so, its exit starts a new count of failures."""
         if self.ready_at is None:
             return False
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
 
     def on_progress(self, loading: Loading) -> None:
-        """Log a starting rank's progress: each stage's start and end, and every second between."""
+        """Log a rank's startup progress: each stage's start and end, and every second between."""
         stage, logged_at = self._logged
         loading_stage = loading.stage, loading.rank
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""A worker that computes with vLLM: `python -m ullage_engine.vllm_worker`.
+"""Worker that computes with vLLM: `python -m ullage_engine.vllm_worker`.
 
-The worker exchanges the messages of `ullage_engine.protocol.messages` with the server. The native
-worker does the same, so the server cannot tell the two apart. No other package imports this one.
+It exchanges the messages of `ullage_engine.protocol.messages` with the server, just like the native
+worker, so the server cannot tell the two apart. No other package imports this one.
 """
 
 import os

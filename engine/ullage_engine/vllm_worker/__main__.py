@@ -1,4 +1,4 @@
-"""Command line of the vLLM worker, which runs `ullage_engine.worker.loop`."""
+"""Command-line entry point of the vLLM worker, which runs `ullage_engine.worker.loop`."""
 
 import argparse
 import logging
@@ -17,7 +17,7 @@ from ullage_engine.worker import loop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker or a follower, and return the exit status of the process."""
+    """Run a worker or a follower, and return the process's exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--follow" in given:
         from ullage_engine.vllm_worker.group import follow
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compute(arguments: Sequence[str]) -> int:
-    """Run the vLLM ranks of this node, for the follower that started this process."""
+    """Run this node's vLLM ranks on behalf of the follower that started this process."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m ullage_engine.vllm_worker")
     parser.add_argument("--node", type=int, required=True, help="rank of this node")

@@ -1,7 +1,7 @@
-"""LoRA adapters: their memory, their number of slots, and which of them are loaded.
+"""LoRA adapters: their memory use, the number of slots, and which adapters are loaded.
 
-vLLM computes with adapters in slots. It allocates all slots at startup, and all have the same size.
-An adapter is loaded when one of its requests starts, into a free slot or into the slot of an unused
+vLLM keeps loaded adapters in slots, all of the same size, which it allocates at startup. An adapter
+is loaded when one of its requests starts, either into a free slot or into the slot of an unused
 adapter.
 """
 
@@ -25,7 +25,7 @@ from ullage_engine.vllm_worker.sequence import VllmSequence
 log = logging.getLogger("ullage.engine.vllm")
 
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
-"""Suffixes of tensors that are not weight matrices and get no LoRA matrices."""
+"""Suffixes of tensors that are not weight matrices and therefore get no LoRA matrices."""
 _LOOK_S = 5.0
 """Interval at which a follower rereads the list of adapters, in seconds."""
 _NUMBERS_OF = {"I32": 8}
@@ -33,9 +33,9 @@ _NUMBERS_OF = {"I32": 8}
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
-    """Predict the size of one adapter in bytes, on a device that holds all layers.
+    """Predict the bytes that one adapter takes on a device that holds all layers.
 
-    For each weight matrix of the model, an adapter has two matrices of rank `rank`.
+    An adapter has two matrices of rank `rank` for each weight matrix of the model.
 
     Args:
         folder: folder of the checkpoint.
@@ -63,9 +63,9 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Return the input size plus the output size of a matrix, or 0 for any other tensor.
+    """Return the input size plus the output size of a weight matrix, or 0 for any other tensor.
 
-    The sizes are summed over experts.
+    The result is summed over experts.
     """
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
@@ -76,14 +76,14 @@ def _sides(name: str, dtype: str, shape: list[int]) -> int:
 
 
 def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spare: int) -> int:
-    """Return how many adapters may be loaded at a time: at least one and at most `most`.
+    """Return how many adapters can be loaded at a time: at least one and at most `most`.
 
     Args:
         most: configured maximum.
         room_bytes: memory available for adapters.
         size: bytes per slot.
-        copy_bytes: bytes of the same memory that a loaded adapter takes in addition to its slot.
-        num_spare: number of slots that stay empty.
+        copy_bytes: additional bytes of the same memory that each loaded adapter takes.
+        num_spare: number of slots that must stay empty.
     """
     each = size + copy_bytes
     fitting = (room_bytes - num_spare * size) // each if each else most
@@ -91,9 +91,9 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
 
 
 def fetch_adapters(config: EngineConfig) -> None:
-    """Download a follower's adapters now and after each edit, until the process ends.
+    """Download a follower's adapters now and after each configuration change, until exit.
 
-    The follower's ranks load an adapter when the leader's ranks load it.
+    The follower's ranks load an adapter when the leader's ranks do.
     """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
@@ -112,10 +112,11 @@ def fetch_adapters(config: EngineConfig) -> None:
 
 
 class Turns:
-    """Assigns adapter slots to sequences, which request slots in order of importance.
+    """Assigns adapter slots to sequences, in the order in which the sequences request slots.
 
-    No sequence starves. A sequence that finds all slots in use claims the slot of the least
-    recently used adapter, and no later sequence may start with that adapter.
+    Sequences must request slots in order of importance, so that none starves: a sequence that finds
+    all slots in use claims the slot of the least recently used adapter, and no later sequence may
+    start with that adapter.
     """
 
     def __init__(
@@ -133,16 +134,16 @@ class Turns:
         self._in_use = in_use
         self._loaded = loaded
         self._others = list(loaded)
-        """Loaded adapters that no sequence has requested and no other adapter will replace."""
+        """Loaded adapters whose slots no sequence has requested or claimed yet."""
         self._free = free
         self._slots: dict[str, str | None] = {}
 
     def slot_for(self, adapter: str) -> str | None:
-        """Return the adapter to unload so that `adapter` gets its slot.
+        """Return the adapter to unload so that `adapter` can take its slot.
 
         Returns:
-            The adapter to unload, an empty string if no adapter must be unloaded, or None if
-            `adapter` has to wait for a slot.
+            The adapter to unload, an empty string if nothing needs to be unloaded, or None if
+            `adapter` must wait for a slot.
         """
         if adapter not in self._names:
             return ""
@@ -166,7 +167,7 @@ class Turns:
 
 
 class Adapters:
-    """An engine's adapters, which are added and removed while the engine serves requests."""
+    """An engine's adapters, which can be added and removed while it serves requests."""
 
     def __init__(self, core: Core, num_slots: int) -> None:
         self._core = core
@@ -182,13 +183,13 @@ class Adapters:
         holders: Iterable[VllmSequence],
         waiting: Iterable[VllmSequence],
     ) -> str | None:
-        """Return the adapter to unload so that the sequence's adapter gets its slot.
+        """Return the adapter to unload so that the sequence's adapter can take its slot.
 
-        More important sequences in the waiting queue claim their slots first.
+        More important waiting sequences claim their slots first.
 
         Returns:
-            The adapter to unload, an empty string if no adapter must be unloaded, or None if the
-            sequence has to wait for a slot.
+            The adapter to unload, an empty string if nothing needs to be unloaded, or None if the
+            sequence must wait for a slot.
         """
         if sequence.request.adapter not in self._names:
             return ""
@@ -201,7 +202,7 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
-        """Yield, in the given order, waiting sequences whose adapters have or can get a slot."""
+        """Yield, in order, the waiting sequences whose adapters have a slot or can get one."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
@@ -218,10 +219,10 @@ class Adapters:
 
         Args:
             adapter: the request's adapter.
-            slot: adapter to unload first, or an empty string if no adapter must be unloaded.
+            slot: adapter to unload first, or an empty string if nothing needs to be unloaded.
 
         Raises:
-            AdapterError: the adapter cannot be loaded. The slot is left free.
+            AdapterError: the adapter cannot be loaded. The slot stays free.
         """
         if adapter not in self._names:
             return
@@ -234,16 +235,16 @@ class Adapters:
         self._loaded.append(adapter)
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Start serving an adapter. Return an error message, or an empty string on success.
+        """Make an adapter available to requests. Return an error message, or "" on success.
 
-        The adapter is loaded at once if a slot is free. Otherwise its files are only read and
-        checked, so that the check takes no slot from a request.
+        The adapter is loaded immediately if a slot is free. Otherwise its files are only read and
+        checked, so that no request loses its slot to the check.
 
         Args:
             name: name of the adapter.
             folder: folder of its files.
-            is_checked: whether a previous worker has loaded the adapter, so that the check is
-                skipped.
+            is_checked: whether a previous worker has already loaded the adapter, so that the check
+                can be skipped.
         """
         self._core.add_adapter(name, folder)
         try:
@@ -261,7 +262,7 @@ class Adapters:
         return ""
 
     def remove(self, name: str) -> None:
-        """Remove an adapter that no request uses, and free its slot."""
+        """Remove an adapter that no request is using, and free its slot."""
         if name in self._loaded:
             self._unload(name)
         self._names.discard(name)

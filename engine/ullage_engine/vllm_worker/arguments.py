@@ -1,4 +1,4 @@
-"""The arguments of `vllm.EngineArgs`, from the configuration and the checkpoint's folder."""
+"""Builds the arguments of `vllm.EngineArgs` from the configuration and the checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.ranks import EXTENSION
 
 _CPU_CHUNK_TOKENS = 512
-"""Maximum prompt tokens per step on CPUs, where thousands would exceed the step deadline."""
+"""Maximum prompt tokens per step on CPUs, where larger chunks would exceed the step deadline."""
 
 
 def check(config: EngineConfig) -> None:
-    """Refuse settings that vLLM does not support or that Ullage does not support with vLLM.
+    """Reject settings that vLLM does not support, or that Ullage does not support with vLLM.
 
     Raises:
-        WorkerStartError: a setting is not supported. The message is one line that names the field
-            and the value to set.
+        WorkerStartError: a setting is unsupported. The message is one line that names the field and
+            the value to set.
     """
     ranks = config.parallelism
     if problem := refusal_by_vllm(config.model, config.memory):
@@ -32,7 +32,7 @@ def check(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One of several nodes that together run one engine."""
+    """One of the nodes of an engine that spans several nodes."""
 
     rank: int
     """Index of the node. The leader has index 0."""
@@ -48,15 +48,15 @@ def engine_args(
     node: Node | None = None,
     adapter_slots: int = 0,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM for a checked configuration.
+    """Return vLLM's arguments for a validated configuration.
 
     Args:
         config: the engine's configuration.
         folder: folder of the checkpoint.
-        dtype: type of weights and activations.
+        dtype: dtype of the weights and activations.
         device_share: fraction of a GPU's memory that vLLM may use, from 0 to 1. None on CPUs.
-        node: this node, for an engine that spans several nodes.
-        adapter_slots: maximum number of adapters loaded at a time.
+        node: this node, if the engine spans several nodes.
+        adapter_slots: maximum number of adapters that can be loaded at a time.
     """
     model = config.model
     batching = config.batching
@@ -102,7 +102,7 @@ def engine_args(
 
 
 def _format_args(folder: Path) -> dict[str, Any]:
-    """Return the arguments that make vLLM read the same files as the native engine.
+    """Return the arguments that make vLLM load the same files as the native engine.
 
     By default, vLLM prefers files in Mistral's own format to files in the transformers format.
     """
@@ -122,7 +122,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Return vLLM's arguments for chunked prefill, or no arguments to keep vLLM's defaults."""
+    """Return vLLM's arguments for chunked prefill, or none to keep vLLM's defaults."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:
@@ -131,15 +131,15 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Return the LoRA rank of all slots: vLLM's smallest rank that holds `memory.max_lora_rank`."""
+    """Return the rank of all LoRA slots: vLLM's smallest that fits `memory.max_lora_rank`."""
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
 def spare_slots(is_cpu: bool) -> int:
     """Return the number of adapter slots that must stay empty.
 
-    If a batch on CPUs mixes adapters and the base model, vLLM computes the base model's sequences
-    with the last slot, which must therefore be empty.
+    If a CPU batch mixes adapters and the base model, vLLM uses the last slot to compute the base
+    model's sequences, so that slot must be empty.
     """
     return 1 if is_cpu else 0
 

@@ -1,4 +1,4 @@
-"""Conversion of GGUF files to checkpoints, since vLLM reads GGUF on GPUs only."""
+"""Converts GGUF files to checkpoints, because vLLM reads GGUF only on GPUs."""
 
 import contextlib
 import errno
@@ -23,22 +23,22 @@ log = logging.getLogger("ullage.engine.vllm")
 
 _UNFINISHED = "vllm.unfinished"
 _JOINED = "joined.gguf"
-"""Name of the file that holds all parts of a split GGUF file during conversion."""
+"""Name of the temporary file that joins all parts of a split GGUF file for conversion."""
 _LOOK_S = 1.0
-"""Seconds between two attempts to lock the folder."""
+"""Seconds between attempts to lock the folder."""
 
 
 def checkpoint_folder(
     files: ModelFiles, dtype: str, folder: Path, on_wait: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of a model's checkpoint, and convert a GGUF file to a checkpoint first.
+    """Return the folder of a model's checkpoint, converting a GGUF file first if necessary.
 
-    A GGUF file is converted only once, to weights of type `dtype`.
+    A GGUF file is converted only once per `dtype`.
 
     Args:
         files: the files of the model.
-        dtype: type of the converted weights.
-        folder: parent folder of converted checkpoints.
+        dtype: dtype of the converted weights.
+        folder: parent folder for converted checkpoints.
         on_wait: called about every second while another engine on this host converts.
 
     Raises:
@@ -77,9 +77,9 @@ def written_bytes(folder: Path) -> int:
 
 
 def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
-    """Lock the folder, after waiting for any other engine on this host that holds the lock.
+    """Lock the folder, waiting while another engine on this host holds the lock.
 
-    The kernel releases a lock when the process that holds it ends.
+    The kernel releases the lock if the process that holds it exits.
     """
     is_waiting = False
     while True:
@@ -136,9 +136,9 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
 
 
 def _check_whole(path: Path, missing: Collection[str]) -> None:
-    """Refuse a file that lacks tensors of its model.
+    """Reject a file that lacks some of its model's tensors.
 
-    transformers would fill missing tensors with random values.
+    transformers would otherwise fill missing tensors with random values.
     """
     if missing:
         raise WeightsError(
@@ -148,7 +148,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Save a model without the references to its GGUF file, because transformers rejects these."""
+    """Save a model without references to its GGUF file, because transformers rejects those."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

@@ -1,4 +1,4 @@
-"""Maximum lengths and block counts of sequences, as pure functions of the memory profile."""
+"""Computes maximum lengths and block counts of sequences, as pure functions of a profile."""
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.requests import EngineRequest
@@ -7,14 +7,14 @@ from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence
 
 
 class BlockCosts:
-    """Computes lengths and block counts of sequences from a profile and an engine's limits."""
+    """Computes sequences' maximum lengths and block counts from a memory profile and limits."""
 
     def __init__(self, profile: MemoryProfile, limits: EngineLimits) -> None:
         self._profile = profile
         self._limits = limits
 
     def longest(self, request: EngineRequest, num_samples: int) -> int:
-        """Return the maximum number of tokens for each of a request's `num_samples` samples."""
+        """Return the maximum length in tokens of each of a request's `num_samples` samples."""
         profile = self._profile
         longest = self._limits.max_model_len
         if not profile.block_bytes:
@@ -31,7 +31,7 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return the number of KV blocks that hold the tokens charged to a sequence."""
+        """Return the number of KV blocks to reserve for a sequence's charged tokens."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:
@@ -40,8 +40,8 @@ class BlockCosts:
         Args:
             sequence: the sequence.
             num_tokens: length of the sequence in tokens.
-            resumed: whether the sequence resumes after a preemption, so that vLLM treats all
-                `num_tokens` as prompt.
+            resumed: whether the sequence resumes after a preemption, in which case vLLM treats all
+                `num_tokens` as its prompt.
         """
         shared = 0
         if sequence.parent is not None:

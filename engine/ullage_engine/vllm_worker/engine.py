@@ -1,8 +1,8 @@
-"""The vLLM engine: admits requests by free KV blocks, passes them to vLLM, and takes the outputs.
+"""The vLLM engine: admits requests while KV blocks are available, and collects vLLM's outputs.
 
 vLLM schedules and computes. The engine passes a request to vLLM only after reserving blocks for the
-prompt and the expected output. A request that outgrows its reservation preempts a less important
-request (`run_queue`). Therefore vLLM itself never preempts.
+prompt and the expected output. If a request outgrows its reservation, a less important request is
+preempted (see `run_queue`). vLLM itself therefore never preempts.
 """
 
 import time
@@ -32,11 +32,11 @@ from ullage_engine.vllm_worker.step_metrics import StepMetrics
 from ullage_engine.vllm_worker.tiers import ConnectorTransfers
 
 _QUEUE_BATCHES = 4
-"""Size of the waiting queue, in batches. The router queues further requests."""
+"""Capacity of the waiting queue, in batches. Further requests queue at the router."""
 
 
 class OutOfMemoryFault(Exception):
-    """An injected fault that simulates vLLM's out-of-memory error in a step."""
+    """Injected fault that simulates an out-of-memory error in a vLLM step."""
 
 
 class VllmEngine:
@@ -51,18 +51,18 @@ class VllmEngine:
         clock: Callable[[], float] = time.perf_counter,
         tiers: ConnectorTransfers | None = None,
     ) -> None:
-        """Create an engine without requests.
+        """Create an engine that has no requests yet.
 
         Args:
             core: vLLM's engine.
             profile: memory costs of the model's tokens.
             limits: limits of this engine.
-            reservations: reserved blocks of vLLM's pool.
+            reservations: block reservations in vLLM's pool.
             clock: returns the time in seconds.
             tiers: transfers KV to and from tiers outside the device. None without tiers.
         """
         self.on_failed_step: Callable[[Exception], object] = lambda _: None
-        """Callback that receives the error after a failed step has broken vLLM."""
+        """Called with the error after a failed step has broken vLLM."""
         self.tiers = tiers
         self.reservations = reservations
         self.adapters = Adapters(core, limits.adapter_slots)
@@ -92,7 +92,7 @@ class VllmEngine:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether the next step produces a token for a running sequence."""
+        """Whether the next step will produce a token for a running sequence."""
         return any(each.has_token for each in self._queue.by_id.values())
 
     @property
@@ -101,7 +101,7 @@ class VllmEngine:
         return self._metrics.num_steps
 
     def stats(self) -> SchedulerStats:
-        """Return statistics of the queue, the KV pool and the steps."""
+        """Return statistics on the queue, the KV pool and the steps."""
         size = self._profile.block_bytes
         metrics = self._metrics
         reservations = self.reservations
@@ -143,25 +143,26 @@ class VllmEngine:
         )
 
     def releases(self) -> list[ReleaseState]:
-        """Return the predicted releases of KV memory, soonest first."""
+        """Return the predicted releases of KV memory, earliest first."""
         return soonest_releases(self._expected_releases())
 
     # requests in and out -------------------------------------------------------------------------
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled. If not, start compiling the grammar."""
+        """Return whether a request's grammar is compiled. If not, start compiling it."""
         return self._core.is_compiled(request.grammar)
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit all samples of one prompt, or refuse all of them.
+        """Admit all samples of one prompt, or reject all of them.
 
-        A resumed request is refused only if it is invalid. A valid resumed request may have to wait
-        for memory.
+        A resumed request is rejected only if it is invalid. A valid one may have to wait for
+        memory.
 
         Returns:
-            The refusal, which names the first sample, or the outputs of samples that need no step.
+            The rejection, which names the first sample, or the outputs of samples that need no
+            step.
         """
         pool_bytes = self._profile.kv_pool_bytes
         if refusal := refuse_duplicates(requests, self._queue.by_id, pool_bytes):
@@ -180,12 +181,12 @@ class VllmEngine:
         ]
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request and free its memory. Ignore unknown ids.
+        """Drop a request and free its memory. Unknown ids are ignored.
 
         Args:
             request_id: the request.
-            is_answered: whether a stop string completed the answer, so that its length counts in
-                the estimate of output lengths.
+            is_answered: whether a stop string completed the answer, so that its length counts
+                towards the estimate of output lengths.
         """
         sequence = self._queue.by_id.get(request_id)
         if sequence is None:
@@ -196,7 +197,7 @@ class VllmEngine:
         self._queue.start_deferred()
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a fraction (0 to 1) of `max_sequences`, at least one request."""
+        """Limit the batch to a fraction (0 to 1) of `max_sequences`, but at least one request."""
         self._core.set_max_running(max(1, int(self._limits.max_sequences * min(1.0, share))))
 
     def withhold(self, num_bytes: int) -> None:
@@ -205,7 +206,7 @@ class VllmEngine:
         self.reservations.num_withheld = -(-num_bytes // size) if size else 0
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Inject an out-of-memory error into the step after the next `after_steps` steps."""
+        """Inject an out-of-memory error into the step that follows the next `after_steps` steps."""
         self._faults.append(self._metrics.num_steps + after_steps)
 
     def take_failed(self) -> list[RequestFailed]:
@@ -220,7 +221,7 @@ class VllmEngine:
         """Compute one step and return its outputs.
 
         Raises:
-            Exception: vLLM's engine is broken. Another worker resumes all requests.
+            Exception: vLLM's engine is broken. Another worker must resume all requests.
         """
         started = self._clock()
         try:
@@ -245,7 +246,7 @@ class VllmEngine:
         """Add a step's output to its sequence, and return the message for the client.
 
         Returns:
-            The message, or None if the sequence was cancelled in the meantime or has failed.
+            The message, or None if the sequence has been cancelled or has failed.
         """
         sequence = self._queue.by_id.get(output.request_id)
         if sequence is None or not sequence.is_running:
@@ -276,7 +277,7 @@ class VllmEngine:
         )
 
     def _fail(self, sequence: VllmSequence, output: CoreOutput) -> None:
-        """Fail a sequence for which vLLM has reported an error."""
+        """Fail a sequence for which vLLM reported an error."""
         self._queue.remove(sequence)
         self._core.forget(output.request_id)
         message = output.error or "vLLM gave it up; see the engine's log"
@@ -304,7 +305,7 @@ class VllmEngine:
     def _group(self, requests: list[EngineRequest]) -> list[VllmSequence]:
         """Create the sequences of requests that arrived together.
 
-        If vLLM caches their common prefix, the first sequence is the parent of all others.
+        If vLLM can cache their common prefix, the first sequence becomes the parent of the others.
         """
         self._num_submitted += 1
         if not self._limits.keeps_prompts:
@@ -349,10 +350,10 @@ class VllmEngine:
         return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
     def _start_group(self, group: list[VllmSequence]) -> Rejected | None:
-        """Reserve the blocks of all new samples, and pass the first sample to vLLM.
+        """Reserve blocks for all new samples, and pass the first sample to vLLM.
 
         Returns:
-            The refusal if the blocks do not fit. In that case no sample is kept.
+            The rejection if the blocks do not fit. In that case no sample is kept.
         """
         queue = self._queue
         needed = sum(self._costs.charged_blocks(each) for each in group)
@@ -401,7 +402,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield the seconds until each sequence is expected to end, and the bytes released then."""
+        """Yield, for each sequence, the seconds until it should finish and the bytes then freed."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

@@ -1,4 +1,4 @@
-"""Facts that determine the exact bits of a vLLM engine's answers.
+"""Collects everything that affects a vLLM engine's answers bit for bit.
 
 This module does not import vLLM.
 """
@@ -15,26 +15,26 @@ from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.worker.fingerprint import digest_of_json, yes_or_no
 
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
-"""Model files that hold the model's dimensions and the quantisation of its weights."""
+"""Model files that describe the model's dimensions and the quantisation of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The installed vLLM and its environment."""
+    """The installed vLLM and the environment in which it runs."""
 
     version: str
     device: str
     processor: str
     dtype: str
-    """Type of weights and activations."""
+    """Dtype of the weights and activations."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The vLLM environment variables that are set and may affect the choice of kernels."""
+    """vLLM environment variables that are set and may influence the choice of kernels."""
 
 
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return the facts that determine the bits of KV, and of answers without adapters.
+    """Return everything that determines the exact bits of KV, and of answers without adapters.
 
     Args:
         config: the engine's configuration.
@@ -71,9 +71,9 @@ def engine_facts(
 
 
 def _config_digest(files: ModelFiles) -> str:
-    """Return a digest of the files that hold a model's dimensions and quantisation.
+    """Return a digest of the files that describe a model's dimensions and quantisation.
 
-    A GGUF file itself holds both, so the digest of the weights covers them.
+    A GGUF file describes both itself, so the digest of its weights covers them.
     """
     paths = [files.path / name for name in _CONFIG_FILES] if files.format == "directory" else []
     return digest_of_json({path.name: read_json(path) for path in paths if path.is_file()})

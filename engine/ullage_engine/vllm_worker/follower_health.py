@@ -1,7 +1,8 @@
-"""Liveness and readiness of a follower, for the kubelet's probes.
+"""Reports a follower's liveness and readiness to kubelet probes.
 
 A separate thread answers over HTTP. The follower records a heartbeat whenever it polls its
-connection. A hung follower therefore fails its probe although the HTTP thread still runs.
+connection to the leader, so that a hung follower fails its probe even though the HTTP thread is
+still running.
 """
 
 import threading
@@ -18,7 +19,7 @@ _READ_TIMEOUT_S = 5.0
 
 
 class FollowerHealth:
-    """Liveness and readiness of a follower. Any thread may read both."""
+    """Liveness and readiness of a follower. They may be read from any thread."""
 
     def __init__(self) -> None:
         self.is_computing = False
@@ -31,18 +32,18 @@ class FollowerHealth:
 
     @property
     def is_live(self) -> bool:
-        """Whether the follower's last heartbeat is recent."""
+        """Whether the follower's latest heartbeat is recent enough."""
         return time.monotonic() - self._looked_at < HUNG_AFTER_S
 
     def status(self, path: str) -> int:
-        """Return the HTTP status code for a probe's path."""
+        """Return the HTTP status code for a probe of this path."""
         holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
         if path not in holds:
             return HTTPStatus.NOT_FOUND
         return HTTPStatus.OK if holds[path] else HTTPStatus.SERVICE_UNAVAILABLE
 
     def serve(self, listener: socket) -> None:
-        """Answer probes on a listening socket until this process ends."""
+        """Answer probes on a listening socket until this process exits."""
         health = self
 
         class Handler(BaseHTTPRequestHandler):

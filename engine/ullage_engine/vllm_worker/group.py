@@ -1,9 +1,9 @@
-"""Joining and shutdown of the nodes that run one engine together.
+"""Lets several nodes join to run one engine, and stops them together.
 
-Each follower keeps one connection to the leader while both compute. The follower sends its revision
-and its rank. Once all followers have joined, the leader sends Start, and every node starts vLLM. A
-node that loses a connection stops its vLLM processes. The leader's server then restarts the
-leader's worker, and the followers join again. TCP keep-alives detect a vanished node within 10 s.
+Each follower keeps one connection to the leader while both compute. On joining, it sends its
+revision and its rank. Once all followers have joined, the leader sends Start, and every node starts
+vLLM. A node that loses a connection stops its vLLM processes. The leader's server then restarts the
+leader's worker, and the followers rejoin. TCP keep-alives detect a vanished node within 10 s.
 """
 
 import argparse
@@ -41,9 +41,9 @@ from ullage_engine.worker.loop import Report
 log = logging.getLogger("ullage.engine.group")
 
 REVISION = "ULLAGE_GROUP_REVISION"
-"""Environment variable with the pod's revision. All pods of a group have the same revision."""
+"""Environment variable that holds the pod's revision, the same for all pods of a group."""
 LOADED_FD = "ULLAGE_LOADED_FD"
-"""Environment variable with the number of a file descriptor.
+"""Environment variable that holds the number of a file descriptor.
 
 A node's compute process writes a byte to this descriptor once its ranks have loaded the model.
 """
@@ -55,40 +55,40 @@ KEEPALIVE = {
 }
 """TCP keep-alive settings.
 
-The settings are the idle seconds, the seconds between probes, and the number of lost probes after
-which a connection ends.
+The settings are the seconds of idle time before the first probe, the seconds between probes, and
+the number of unanswered probes after which the connection is closed.
 """
 
 _LONGEST_MESSAGE = 4096
 """Maximum size of a message in bytes."""
 _SEND_TIMEOUT_S = 5.0
 _NEWS_S = 5.0
-"""Seconds between the heartbeats of a waiting follower."""
+"""Seconds between a follower's heartbeats while it waits."""
 _LOOK_S = 1.0
-"""Seconds between the progress reports of a waiting leader."""
+"""Seconds between a leader's progress reports while it waits for followers."""
 _RETRY_S = 1.0
 """Seconds between a follower's attempts to join."""
 
 
 class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
-    """The request to join a leader, which is the only message that a follower sends."""
+    """Request to join a leader. This is the only message that a follower sends."""
 
     revision: str
     rank: int
-    """Index of the follower among the nodes, from 1. The leader has index 0."""
+    """Index of the follower's node, from 1. The leader has index 0."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Message from the leader that tells all followers to start computing."""
+    """The leader's message that tells all followers to start computing."""
 
     rank_bytes: int
-    """Device memory per rank on the leader, in bytes. Every node uses it to plan adapter slots."""
+    """Device memory per rank on the leader, in bytes, from which every node plans adapter slots."""
     model_version: str = ""
-    """The version of the leader's model files in a bucket, or an empty string for other sources."""
+    """Version of the leader's model files in a bucket, or "" if the model is in no bucket."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Message from the leader to a follower that cannot join now and will retry."""
+    """The leader's message to a follower that cannot join now. The follower will retry."""
 
     reason: str
 
@@ -107,7 +107,7 @@ class NodeRoster:
         return [rank for rank in range(1, self._num_nodes) if rank not in self._joined]
 
     def refusal(self, message: NodeJoin) -> str:
-        """Return why a follower cannot join, or an empty string if it can."""
+        """Return why a follower cannot join, or "" if it can."""
         if message.revision != self._revision:
             return f"the leader is of revision {self._revision!r}, and you of {message.revision!r}"
         if not 0 < message.rank < self._num_nodes:
@@ -122,7 +122,7 @@ class NodeRoster:
 
 
 class NodeConnection:
-    """One end of a connection between follower and leader. Each message is a line of JSON."""
+    """One end of a connection between follower and leader. Each message is one line of JSON."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
@@ -137,19 +137,19 @@ class NodeConnection:
 
     @property
     def own_address(self) -> str:
-        """Local address of the connection."""
+        """Local address of this connection."""
         return _unmapped(self._socket.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
-        """Remote address of the connection."""
+        """Remote address of this connection."""
         return _unmapped(self._socket.getpeername()[0])
 
     def send(self, message: NodeJoin | Start | Refused) -> None:
         self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> bytes | None:
-        """Read the available data, and return a message once it is complete.
+        """Read the available data, and return a message if it is now complete.
 
         Returns:
             A message, or None while the message is incomplete.
@@ -168,7 +168,7 @@ class NodeConnection:
 
 
 def _unmapped(address: str) -> str:
-    """Return an IPv4-mapped IPv6 address as plain IPv4, and any other address unchanged."""
+    """Convert an IPv4-mapped IPv6 address to plain IPv4. Return other addresses unchanged."""
     return address.removeprefix("::ffff:")
 
 
@@ -176,12 +176,12 @@ def _unmapped(address: str) -> str:
 
 
 class Leader:
-    """The leader of a group, which waits until all followers join and then until one is lost."""
+    """Leader of a group. It waits until all followers join, and then watches for lost followers."""
 
     def __init__(
         self, listener: socket.socket, revision: str, num_nodes: int, start: Start
     ) -> None:
-        """Create a leader that sends `start` to all followers once all have joined."""
+        """Create a leader that sends `start` to all followers once they have joined."""
         self._listener = listener
         self._start = start
         self._roster = NodeRoster(revision, num_nodes)
@@ -191,7 +191,7 @@ class Leader:
         """Wait until all followers have joined, then send them Start.
 
         Args:
-            on_wait: called about every second with the ranks that have not joined yet.
+            on_wait: called about once per second with the ranks that have not joined yet.
 
         Returns:
             The address at which followers reach this node.
@@ -216,7 +216,7 @@ class Leader:
         return next(iter(self._ranks.values())).own_address
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Start a thread that calls `on_lost` with the rank of the first follower that is lost."""
+        """Start a thread that calls `on_lost` with the rank of the first follower to be lost."""
 
         def wait() -> None:
             with selectors.DefaultSelector() as selector:
@@ -229,7 +229,7 @@ class Leader:
         threading.Thread(target=wait, name="followers", daemon=True).start()
 
     def close(self) -> None:
-        """Close all connections, which makes the followers stop their vLLM processes."""
+        """Close all connections, so that the followers stop their vLLM processes."""
         for connection in self._ranks.values():
             connection.close()
 
@@ -281,7 +281,7 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """End this process and its node's ranks, because the group cannot compute without `rank`."""
+    """Exit, with all ranks of this node, because the group cannot compute without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
     # worker.
@@ -289,14 +289,13 @@ def end_worker(rank: int) -> NoReturn:
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: str = "") -> Node:
-    """Wait for all followers to join. From then on, losing a follower ends this process.
+    """Wait for all followers to join. From then on, this process exits if a follower is lost.
 
     Args:
         group: size and port of the group.
         report: called with the number of followers that have joined.
-        rank_bytes: memory of a rank's device on this node, in bytes.
-        model_version: version of the model's files in a bucket, or empty if the model is in no
-            bucket.
+        rank_bytes: device memory per rank on this node, in bytes.
+        model_version: version of the model's files in a bucket, or "" if the model is in no bucket.
 
     Returns:
         This node's place in the group.
@@ -331,9 +330,9 @@ def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: st
 
 
 class Follower:
-    """A follower, which repeatedly joins its leader and computes, until SIGTERM or SIGINT.
+    """A follower that repeatedly joins its leader and computes, until SIGTERM or SIGINT.
 
-    If the signal arrives while the leader computes, the follower continues until the leader ends.
+    If the signal arrives during computation, the follower continues until the leader exits.
     """
 
     def __init__(
@@ -349,9 +348,10 @@ class Follower:
 
         Args:
             leader: host name and join port of the leader.
-            join: message to the leader.
-            command: returns the worker's command line, given the leader's address and message.
-            environment: environment variables of the worker, in addition to this process's.
+            join: join request to send to the leader.
+            command: returns the worker's command line, given the leader's address and Start
+                message.
+            environment: environment variables for the worker, in addition to those of this process.
             health: answers the kubelet's probes.
             fetch: downloads a model from a bucket and returns its version. None if the model is in
                 no bucket.
@@ -367,10 +367,10 @@ class Follower:
         self._refusal = ""
 
     def run(self) -> None:
-        """Join and compute until a signal arrives.
+        """Join the leader and compute, repeatedly, until a signal arrives.
 
         Raises:
-            WeightsError: the model cannot be downloaded, or the leader has another version of it.
+            WeightsError: the model cannot be downloaded, or the leader uses another version of it.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -386,7 +386,7 @@ class Follower:
                 time.sleep(_RETRY_S)
 
     def _fetched(self, fetch: Callable[[], str]) -> str:
-        """Download the model in a thread, so that probes are answered during the download."""
+        """Download the model in a thread, so that probes are answered in the meantime."""
         version: Future[str] = Future()
 
         def run() -> None:
@@ -407,7 +407,7 @@ class Follower:
         self._is_ending = True
 
     def _join(self) -> tuple[NodeConnection, Start]:
-        """Join the leader, and return the connection and the leader's Start message."""
+        """Join the leader. Return the connection and the leader's Start message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
             try:
@@ -436,7 +436,7 @@ class Follower:
             time.sleep(_RETRY_S)
 
     def _compute(self, connection: NodeConnection, start: Start) -> None:
-        """Run vLLM until vLLM or the leader ends."""
+        """Run vLLM until it exits or the connection to the leader is lost."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
         command = self._command(connection.peer_address, start)
@@ -462,7 +462,7 @@ class Follower:
             self._is_computing = False
 
     def _watch(self, connection: int, ended: int, loaded: int) -> bool:
-        """Wait until vLLM or the leader ends. Return whether the leader ended."""
+        """Wait until vLLM exits or the leader is lost. Return whether the leader was lost."""
         watched = [connection, ended, loaded]
         while True:
             self._health.on_look()
@@ -475,7 +475,7 @@ class Follower:
 
 
 def _check_version(own: str, leaders: str) -> None:
-    """Check that this node loads the same version of the model as its leader.
+    """Check that this node loads the same model version as its leader.
 
     Raises:
         WeightsError: the versions differ.
@@ -489,17 +489,17 @@ def _check_version(own: str, leaders: str) -> None:
 
 
 def announce_loaded() -> None:
-    """Report to the follower that started this process that the model is loaded."""
+    """Tell the follower that started this process that the model is loaded."""
     if LOADED_FD in os.environ:
         os.write(int(os.environ[LOADED_FD]), b"1")
 
 
 def _wait_for_answer(connection: NodeConnection, health: FollowerHealth) -> Start | Refused:
-    """Wait for the leader's answer while the connection lasts.
+    """Wait for the leader's reply while the connection lasts.
 
     Raises:
         OSError: the connection is lost.
-        msgspec.MsgspecError: the message is not an answer.
+        msgspec.MsgspecError: the message is not a valid reply.
     """
     while True:
         health.on_look()

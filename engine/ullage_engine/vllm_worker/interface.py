@@ -1,4 +1,4 @@
-"""Interfaces through which the rest of this package uses vLLM.
+"""Interfaces through which the other modules of this package use vLLM.
 
 `bindings.VllmCore` implements these interfaces.
 """
@@ -15,7 +15,7 @@ class InvalidRequestError(Exception):
     """vLLM rejects a request's parameters. The message is one line for the client."""
 
     def __init__(self, message: str, field: str) -> None:
-        """Create an error about the request's field `field`."""
+        """Create an error about the request field `field`."""
         super().__init__(message)
         self.field = field
 
@@ -36,32 +36,32 @@ class AdapterError(Exception):
 
 
 class CoreOutput(msgspec.Struct, frozen=True):
-    """Output of one request in one step."""
+    """Output of one step for one request."""
 
     request_id: str
     token_ids: list[int]
     finish: Literal["", "stop", "length", "error"] = ""
-    """Why the request ended, or an empty string if more output follows."""
+    """Why the request finished, or "" if more output follows."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
-    """Number of tokens whose KV was in the prefix cache when the request started."""
+    """Number of tokens found in the prefix cache when the request started."""
     num_loaded_tokens: int = 0
-    """Number of further tokens whose KV was loaded from tiers outside the device."""
+    """Number of additional tokens whose KV was loaded from tiers outside the device."""
     error: str = ""
-    """One-line message for the client about a failure of the request in vLLM or in its grammar."""
+    """One-line message for the client if the request failed in vLLM or in its grammar."""
     field: str = ""
-    """Request field that caused the failure, or an empty string if the engine caused it."""
+    """Request field that caused the failure, or "" if the engine caused it."""
     embedding: bytes = b""
-    """Embedding of the prompt, as little-endian float32 bytes. The embedding ends the request."""
+    """Embedding of the prompt as little-endian float32 bytes. It completes the request."""
 
     @property
     def num_reused_tokens(self) -> int:
-        """Number of prompt tokens whose KV was not computed."""
+        """Number of prompt tokens whose KV did not have to be computed."""
         return self.num_cached_tokens + self.num_loaded_tokens
 
 
 class Prefix(Protocol):
-    """Cached blocks of a prompt, pinned against eviction."""
+    """Cached blocks of a prompt's beginning, pinned so that they are not evicted."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -72,42 +72,42 @@ class Prefix(Protocol):
 
 
 class Blocks(Protocol):
-    """Interface to the KV blocks of vLLM's pool."""
+    """Interface to the KV blocks in vLLM's pool."""
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that requests may use."""
+        """Number of blocks available to requests."""
 
     @property
     def num_free(self) -> int:
         """Number of blocks that no request holds. Blocks in the prefix cache count as free."""
 
     def num_held(self, request_id: str) -> float:
-        """Return the number of blocks that a request already holds, or 0 before the request starts.
+        """Return the number of blocks that a request already holds, or 0 if it has not started.
 
-        A shared block counts in full for each request that holds it, because each keeps the block
-        until the request ends. A shared block of a sliding window is divided equally among the
-        requests that hold it. When one request's window moves past the block, that request
-        allocates another block while the other requests still use the shared block.
+        A shared block usually counts in full for each request that holds it, because each keeps the
+        block until it finishes. A shared sliding-window block is divided equally among its holders
+        instead. When one request's window moves past the block, that request allocates another
+        block while the others still use the shared one.
         """
 
     def num_in_tables(self, request_id: str) -> int:
-        """Return the number of blocks in a request's block tables, shared blocks included."""
+        """Return the number of blocks in a request's block tables, including shared blocks."""
 
     def num_computed(self, request_id: str) -> int:
         """Return the number of tokens whose KV is stored or being computed."""
 
     def hold_prefix(self, request_id: str) -> Prefix:
-        """Pin the cached blocks of a request, even if the request ended in the last step."""
+        """Pin the cached blocks of a request, even if it finished in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        """Return the number of blocks that become free when all these prefixes are released.
+        """Return the number of blocks that would become free if all these prefixes were released.
 
-        If requests also hold a sliding-window block, only the prefixes' share of the block counts.
+        If requests also hold a sliding-window block, only the prefixes' fraction of it counts.
         """
 
     def release(self, prefix: Prefix) -> None:
-        """Unpin the blocks of a prefix. The blocks stay cached until the pool needs them."""
+        """Unpin the blocks of a prefix. They stay cached until the pool needs them."""
 
 
 class Core(Protocol):
@@ -117,16 +117,16 @@ class Core(Protocol):
     def blocks(self) -> Blocks: ...
 
     def is_compiled(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled. If not, start compiling the grammar."""
+        """Return whether a grammar is compiled. If not, start compiling it."""
 
     def add_adapter(self, name: str, folder: str) -> None:
-        """Register the folder of a LoRA adapter under a name that has never been used before."""
+        """Register a LoRA adapter's folder under a name that has never been used before."""
 
     def remove_adapter(self, name: str) -> None:
-        """Unregister an adapter that is in no slot."""
+        """Unregister an adapter that occupies no slot."""
 
     def check_adapter(self, name: str) -> None:
-        """Read an adapter like `load_adapter`, but do not keep the adapter loaded.
+        """Read an adapter like `load_adapter`, but do not keep it loaded.
 
         Raises:
             AdapterError: the adapter cannot be read or does not fit the model.
@@ -143,31 +143,31 @@ class Core(Protocol):
         """Free the slot of an adapter that no request uses."""
 
     def add(self, request: EngineRequest, max_tokens: int) -> None:
-        """Pass a request to vLLM, which produces at most `max_tokens` more tokens.
+        """Pass a request to vLLM, which generates at most `max_tokens` more tokens.
 
-        The grammar of the request must be compiled, and its adapter must be loaded.
+        The request's grammar must already be compiled, and its adapter loaded.
 
         Raises:
             InvalidRequestError: vLLM rejects the parameters and keeps nothing of the request.
         """
 
     def abort(self, request_id: str) -> None:
-        """Abort a request. Ignore requests that have ended.
+        """Abort a request. Requests that have finished are ignored.
 
-        The request's blocks become free at once, or within the next steps if several steps are in
+        The request's blocks are freed immediately, or within the next steps if several steps are in
         flight.
         """
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request that has ended."""
+        """Drop the state of a finished request."""
 
     def set_max_running(self, num_requests: int) -> None:
-        """Limit the number of requests per batch. Requests that already run are not stopped."""
+        """Limit the number of requests per batch. Running requests are not stopped."""
 
     def step(self) -> list[CoreOutput]:
         """Compute one step and return the outputs of its requests.
 
         Raises:
-            GroupLostError: a rank's process has ended.
-            Exception: the engine is broken and needs a new process.
+            GroupLostError: a rank's process has exited.
+            Exception: the engine is broken and must be restarted in a new process.
         """

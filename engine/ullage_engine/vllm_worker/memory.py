@@ -1,4 +1,4 @@
-"""The memory ledger of a vLLM worker, and measurement of the worker's memory use."""
+"""Memory ledger of a vLLM worker, and measurement of its memory use."""
 
 import logging
 import math
@@ -30,11 +30,11 @@ from ullage_engine.worker.device import (
 log = logging.getLogger("ullage.engine.vllm")
 
 _STAGING_BYTES = 64 << 20
-"""Bytes of host memory for messages, token lists, grammars and queues, which vary with the load."""
+"""Host memory in bytes for messages, token lists, grammars and queues, which vary with load."""
 
 
 class StartMemory:
-    """The memory ledger of a starting vLLM worker, on CPUs and GPUs."""
+    """Memory ledger of a vLLM worker during startup, on CPUs and GPUs."""
 
     def __init__(
         self,
@@ -47,25 +47,24 @@ class StartMemory:
         Args:
             config: the engine's configuration.
             host_tier: memory for KV outside the device. None without a host tier.
-            limits: limits of the KV pool and of a step that follow from earlier out-of-memory
-                errors.
+            limits: limits on the KV pool and on a step, derived from earlier out-of-memory errors.
         """
         self._config = config
         self._limits = limits
         self.host_tier = host_tier
         self._shared_bytes = 0
-        """Bytes of the host tier that count as resident memory of this node's ranks."""
+        """Bytes of the host tier that are included in the resident memory of this node's ranks."""
         self._num_ranks = config.gpus
         self._num_nodes = config.group.nodes
         self._num_here = config.num_local_ranks
         self.is_cpu = vllm_core.is_cpu()
         self._process = psutil.Process()
         self._gpus: list[GpuAtStart] = []
-        """This node's GPUs, one for each rank. Empty on CPUs."""
+        """This node's GPUs, one per rank. Empty on CPUs."""
         self._meter: MemoryMeter | None = None
         """Memory meter of the GPU, if this process is the only rank.
 
-        The meter is None on CPUs, and if ranks are separate processes.
+        None on CPUs, or if the ranks are separate processes.
         """
         memory = config.memory
         if self.is_cpu:
@@ -86,25 +85,24 @@ class StartMemory:
             # The standby worker has already imported this process's libraries.
             self.ledger.reserve("standby", self._context // self._num_nodes)
         self.adapter_slots = 0
-        """Maximum number of adapters loaded at a time."""
+        """Maximum number of adapters that can be loaded at a time."""
         self._copy_bytes = 0
-        """Maximum bytes of CPU memory that ranks take for an adapter in addition to its slot."""
+        """Maximum bytes of CPU memory that ranks need for an adapter in addition to its slot."""
 
     @property
     def rank_bytes(self) -> int:
-        """Memory of a rank's device in bytes."""
+        """Device memory per rank in bytes."""
         return self.ledger.total_bytes // self._num_ranks
 
     def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
-        """Decide how many adapters are loaded at a time.
+        """Decide how many adapters can be loaded at a time.
 
-        All nodes load the same number of adapters, which is the number that fits on one device of
-        the leader.
+        The number is the same on all nodes. It is the number that fits on one device of the leader.
 
         Args:
             folder: folder of the checkpoint.
-            dtype: type of the adapters' weights.
-            rank_bytes: memory of a rank's device on the leader, in bytes.
+            dtype: dtype of the adapters' weights.
+            rank_bytes: device memory per rank on the leader, in bytes.
 
         Raises:
             WeightsError: the checkpoint is incomplete.
@@ -133,7 +131,7 @@ class StartMemory:
     def device_share(self) -> float | None:
         """Fraction of each GPU's memory that vLLM may use. None on CPUs.
 
-        On CPUs, vLLM does not see the device's memory.
+        On CPUs, vLLM does not see how much memory the device has.
         """
         if self.is_cpu:
             return None
@@ -144,10 +142,10 @@ class StartMemory:
         return share
 
     def _reserve_for_others(self) -> None:
-        """Set aside the part of the budget that other processes hold.
+        """Exclude memory held by other processes from the budget.
 
-        vLLM uses the same fraction of every GPU's memory and refuses to start if less is free. The
-        fullest GPU therefore decides for all GPUs.
+        vLLM uses the same fraction of every GPU's memory, and refuses to start if less is free. The
+        GPU with the least free memory therefore determines the fraction for all GPUs.
         """
         memory = [(gpu.free_bytes, gpu.total_bytes) for gpu in self._gpus]
         share, fullest = largest_share_of_others(memory, self.ledger.threshold)
@@ -161,15 +159,14 @@ class StartMemory:
     def size_pool(
         self, vllm_bytes: list[int], adapter_bytes: int, free_first: list[int]
     ) -> list[int]:
-        """Return the KV bytes of each rank.
+        """Decide how many bytes of KV each rank gets.
 
         Args:
-            vllm_bytes: bytes that vLLM leaves for KV on each rank. vLLM counts memory from the
-                moment when a rank has created its device context, so its figures do not include
-                the context.
-            adapter_bytes: bytes of the adapter slots of all ranks.
-            free_first: free bytes of each rank's GPU when the rank had created its context. Empty
-                on CPUs.
+            vllm_bytes: bytes that vLLM leaves for KV on each rank. vLLM starts to count memory
+                after a rank has created its device context, so the context is not included.
+            adapter_bytes: total bytes of all ranks' adapter slots.
+            free_first: free bytes of each rank's GPU right after the rank created its context.
+                Empty on CPUs.
         """
         config = self._config
         ledger = self.ledger
@@ -205,8 +202,8 @@ class StartMemory:
     def _contexts(self, free_first: list[int]) -> list[int]:
         """Return the bytes of each rank's device context, libraries and transfer buffers.
 
-        GPUs of other nodes are assumed to have had as much free memory as the same GPUs of this
-        node.
+        Other nodes' GPUs are assumed to have had as much free memory as the corresponding GPUs of
+        this node.
         """
         before = [gpu.free_bytes for gpu in self._gpus] * self._num_nodes
         return [
@@ -215,7 +212,7 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Record in the ledger the memory in use after startup."""
+        """Record the memory in use after startup in the ledger."""
         if "model" not in {each.name for each in self.ledger.states()}:
             # vLLM does not ask for a pool size if the model has no KV.
             adapter_bytes = core.blank_slots()
@@ -228,7 +225,7 @@ class StartMemory:
             self._meter = MemoryMeter(torch.device("cuda", 0), self._gpus[0])
 
     def attached(self) -> None:
-        """Record the host tier in the ledger, once all ranks have attached the tier's memory."""
+        """Record the host tier in the ledger, once all ranks have mapped its memory."""
         assert self.host_tier is not None
         self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
         self._shared_bytes = self.host_tier.num_bytes * self._num_here
@@ -249,7 +246,7 @@ class StartMemory:
     def used_bytes(self) -> int:
         """Return the bytes in use: resident memory of all ranks on CPUs, device memory on GPUs.
 
-        Other nodes are assumed to use as much as this node.
+        Other nodes are assumed to use as much memory as this one.
         """
         return self._used_here() * self._num_nodes
 
@@ -270,7 +267,7 @@ class StartMemory:
         return used - self._shared_bytes
 
     def allocator_bytes(self) -> int:
-        """Return the bytes that torch's GPU allocator holds, or 0 if this process is not a rank."""
+        """Return the bytes held by torch's GPU allocator, or 0 if this process is not a rank."""
         return 0 if self._meter is None else self._meter.reserved_bytes()
 
     def free_bytes(self) -> int:
@@ -279,10 +276,10 @@ class StartMemory:
 
 
 def _local_gpus(num_ranks: int) -> list[GpuAtStart]:
-    """Wait until ended processes have freed their GPU memory, and return the ranks' GPUs.
+    """Wait until exited processes have freed their GPU memory, and return the ranks' GPUs.
 
     Raises:
-        WorkerStartError: the driver shows fewer GPUs than ranks.
+        WorkerStartError: the driver reports fewer GPUs than there are ranks.
     """
     gpus = [shown for gpu in visible_gpus(num_ranks) if (shown := at_start(gpu))]
     if len(gpus) < num_ranks:

@@ -1,9 +1,9 @@
-"""Lower memory limits for the worker that starts after an out-of-memory error.
+"""Lowers the memory limits of the worker that starts after an out-of-memory error.
 
-vLLM cannot continue after a step that ran out of memory, so its worker ends. A new worker that took
-the same memory would fail in the same way. A file in the engine's run_dir records the memory that a
-worker took and the out-of-memory errors so far. The workers of one server share the file. A new
-server ignores the old server's file.
+vLLM cannot continue after a step that ran out of memory, so its worker exits. A new worker that
+took the same amount of memory would fail in the same way. Workers therefore record, in a file in
+the engine's run_dir, how much memory they took and which out-of-memory errors occurred. All workers
+of one server share this file. A new server ignores the file of the old server.
 """
 
 import contextlib
@@ -24,29 +24,29 @@ log = logging.getLogger("ullage.engine.vllm")
 FILE = "vllm-memory.json"
 
 _POOL_SHARE = 7 / 8
-"""Size of the next worker's KV pool, as a fraction of the previous worker's pool."""
+"""Size of the next worker's KV pool, as a fraction of the failed worker's pool."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
-"""Seconds after an out-of-memory error until a new worker takes all available memory again."""
+"""Seconds after the last out-of-memory error until a new worker may take all memory again."""
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """The memory that a worker took."""
+    """The memory that one worker took."""
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool that holds one longest sequence, but at most the bytes of this pool."""
+    """Bytes of a KV pool that holds one sequence of maximum length, capped at `kv_bytes`."""
     chunk_tokens: int = 0
     """Maximum prompt tokens per step, or 0 if prompts are not chunked."""
     least_chunk_tokens: int = 0
-    """Maximum number of tokens per block, over all kinds of KV.
+    """Lower bound on `chunk_tokens`: the largest number of tokens per block of any kind of KV.
 
     Models with recurrent states compute whole blocks.
     """
 
 
 class MemoryLimits(msgspec.Struct, frozen=True):
-    """Upper limits of the memory that the next worker takes."""
+    """Upper limits on the memory that the next worker takes."""
 
     kv_bytes: int | None = None
     reserve_bytes: int = 0
@@ -55,7 +55,7 @@ class MemoryLimits(msgspec.Struct, frozen=True):
 
 
 def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
-    """Return the limits for the next worker, after a worker that took `taken` ran out of memory."""
+    """Return the next worker's limits, after a worker that took `taken` ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
@@ -69,24 +69,24 @@ def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
 
 
 class _History(msgspec.Struct):
-    """Content of the file that the workers of one server share."""
+    """Contents of the file that the workers of one server share."""
 
     server: str = ""
     limits: MemoryLimits = MemoryLimits()
     taken: Taken | None = None
-    """Memory that the latest worker took. None if the worker ended before the amount was known."""
+    """Memory that the latest worker took, or None if it exited before that was known."""
     ran_out_at: float = 0.0
     """Time of the latest out-of-memory error, in seconds since the epoch."""
     num_unreported: int = 0
     """Number of out-of-memory errors that no worker has reported in its state yet."""
     is_running: bool = False
-    """Whether the latest worker has started and has not recorded why it ended."""
+    """Whether the latest worker has started and has not recorded why it exited."""
     num_kills: int = 0
     """Number of processes that the OOM killer had killed when the latest worker started."""
 
 
 class OomBackoff:
-    """The history of out-of-memory errors in the workers of one server."""
+    """History of out-of-memory errors in the workers of one server."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class OomBackoff:
         kills: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the history of earlier workers, and record the start of this one.
+        """Read the history of earlier workers, and record that this one has started.
 
         Args:
             run_dir: folder of the file.
-            server: name of the server, unique among the servers that use the folder. If the name is
-                empty, the parent process identifies the server.
+            server: name of the server, unique among the servers that use the folder. If empty, the
+                parent process identifies the server.
             kills: returns how many processes the kernel's OOM killer has killed. None to read the
                 number from the kernel.
             clock: returns the time in seconds since the epoch.
@@ -123,18 +123,18 @@ class OomBackoff:
 
     @property
     def limits(self) -> MemoryLimits:
-        """Upper limits of the memory that this worker may take."""
+        """Upper limits on the memory that this worker may take."""
         return self._history.limits
 
     def took(self, taken: Taken) -> None:
-        """Record the memory that this worker took."""
+        """Record how much memory this worker took."""
         self._history.taken = taken
         self._write()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Record an error in a step, which ends this worker.
+        """Record a failed step, which makes this worker exit.
 
-        The server recognises an out-of-memory error by the worker's exit status and counts it.
+        The server detects out-of-memory errors from the worker's exit status and counts them.
         """
         self._on_error(error)
         self._write()
@@ -142,13 +142,13 @@ class OomBackoff:
     def on_failed_start(self, error: Exception) -> None:
         """Record an error during startup.
 
-        If the error is an out-of-memory error, the next worker reports it.
+        The next worker reports it if it is an out-of-memory error.
         """
         self._history.num_unreported += self._on_error(error)
         self._write()
 
     def take_unreported(self) -> int:
-        """Return the number of unreported out-of-memory errors, and reset this number to 0."""
+        """Return the number of unreported out-of-memory errors, and reset it to 0."""
         num_events = self._history.num_unreported
         self._history.num_unreported = 0
         if num_events:
@@ -191,6 +191,6 @@ class OomBackoff:
 
 
 def _parent() -> str:
-    """Return an id of the parent process that no earlier process has had."""
+    """Return an id of the parent process that differs from those of all earlier processes."""
     parent = psutil.Process(os.getppid())
     return f"{parent.pid} {parent.create_time()}"

@@ -1,4 +1,4 @@
-"""Progress of a worker's start, measured by the bytes that the worker uses or writes."""
+"""Startup progress of a worker, measured by the bytes that it has allocated or written."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.worker.loop import Report
 
 _PROGRESS_S = 1.0
-"""Seconds between two progress reports of a stage."""
+"""Seconds between two progress reports of the same stage."""
 
 
 class StartProgress:
-    """Reports the progress of a start to the server, because vLLM reports no loading progress."""
+    """Reports startup progress to the server, because vLLM reports none while loading."""
 
     def __init__(self, report: Report, used_bytes: Callable[[], int]) -> None:
         self._report = report
@@ -20,14 +20,14 @@ class StartProgress:
         self._lock = threading.Lock()
         self._stage = ""
         self._total = 0
-        """Bytes that the stage is expected to take, or 0 if unknown."""
+        """Number of bytes that the stage is expected to allocate or write, or 0 if unknown."""
         self._first = 0
-        """Bytes in use when the stage began."""
+        """Number of bytes in use when the stage began."""
         self._most = 0
-        """Maximum bytes in use since the stage began."""
+        """Maximum number of bytes in use since the stage began."""
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """End the current stage, and begin one that takes `total_bytes` bytes (0 if unknown)."""
+        """End the current stage, and begin one that needs `total_bytes` bytes (0 if unknown)."""
         with self._lock:
             self._end()
             self._stage = stage
@@ -37,13 +37,13 @@ class StartProgress:
             self._send(0, total_bytes or 1)
 
     def repeat(self) -> None:
-        """Report the current stage again, while this process waits for another process."""
+        """Report the current stage again, while this process is waiting for another process."""
         with self._lock:
             self._send(0, self._total or 1)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Report the bytes in use or written every second, while the number grows."""
+        """Report the bytes in use or written once per second, as long as the number is growing."""
         ended = threading.Event()
 
         def look() -> None:

@@ -1,14 +1,15 @@
-"""Proof that vLLM computes the same results as in a verified start.
+"""Verifies that vLLM computes the same results as at an earlier, verified startup.
 
-This module does not import vLLM. A start computes a probe of two ordinary requests. The steps of
-the probe compute a prompt, a prompt together with a decode, and two decodes. Every output token is
-fixed beforehand, so ties between equally likely tokens cannot make two starts differ. The proof
-compares the log-probabilities of the output token and of the most likely tokens in sorted order.
-Two equally likely tokens may swap places, but their probabilities may not change.
+This module does not import vLLM. At startup, the worker computes a probe, which consists of two
+ordinary requests. The steps of the probe compute a prompt, a prompt together with a decode, and two
+decodes. Every output token is fixed beforehand, so that ties between equally likely tokens cannot
+make two startups diverge. The log-probabilities of the output token and of the most likely tokens
+are compared in sorted order. Two equally likely tokens may swap places, but their probabilities may
+not change.
 
 Each rank also computes digests of its rotary tables and its weights. Weights are compared only for
-unquantised checkpoints, because vLLM checks that every weight of such a checkpoint was loaded.
-Tensors of quantised formats may contain memory that is never written.
+unquantised checkpoints, because only then does vLLM check that every weight was loaded. Tensors of
+quantised formats may contain memory that is never written.
 """
 
 import inspect
@@ -34,34 +35,36 @@ from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.interface import CoreOutput
 
 _PROMPTS = (32, 16)
-"""Lengths of the probe's prompts. The second request starts while the first request decodes."""
+"""Lengths of the probe's prompts in tokens.
+
+The second request starts while the first request is decoding.
+"""
 _OUTPUTS = (3, 2)
 """Number of output tokens of each of the probe's requests."""
 _TOP = 20
-"""Number of most likely tokens whose log-probabilities are compared.
+"""Number of the most likely tokens whose log-probabilities are compared.
 
-The error bound is a fraction of the spread of the compared values. Too few values may have no
+The tolerance is a fraction of the spread of the compared values, and too few values might have no
 spread.
 """
 _BIAS = 100.0
-"""Logit bias that fixes the output token. It is the largest bias that vLLM accepts."""
+"""Logit bias that forces the output token. It is the largest bias that vLLM accepts."""
 _STEP = 7919
 """Difference between consecutive prompt token ids, modulo the vocabulary size.
 
-The difference is prime, so token ids repeat only if the vocabulary size is a multiple of this
-prime.
+It is prime, so token ids repeat only if the vocabulary size is a multiple of it.
 """
 _TABLE_WORDS = ("cos", "sin", "inv_freq")
-"""Substrings by which the names of rotary tables are recognised."""
+"""Substrings that identify rotary tables by their tensor names."""
 
 _NO_PART = {
     *("model", "served_model_name", "master_addr", "master_port"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes"),
 }
-"""Arguments of vLLM that do not affect results.
+"""vLLM arguments that do not affect results.
 
-These are paths, node addresses, and the size of the KV pool. That size depends on the memory that
-other processes hold.
+These are paths, node addresses, and the size of the KV pool, which depends on the memory held by
+other processes.
 """
 
 _FOLDER = Path(__file__).parent
@@ -76,13 +79,13 @@ class Probe:
     """Maximum number of tokens per sequence."""
     is_embedding: bool = False
     may_draft: bool = False
-    """Whether vLLM uses speculative decoding. If so, vLLM accepts no logit biases."""
+    """Whether vLLM uses speculative decoding, in which case it accepts no logit biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return the probe's two requests. The second starts once the first has an output token.
+        """Return the probe's two requests. The second starts after the first token of the first.
 
         Args:
-            run: index of the run in this process. Different runs share no KV.
+            run: index of the probe's run in this process. Different runs share no KV.
         """
         return [self._request(number, run) for number in range(1 if self._is_single else 2)]
 
@@ -92,12 +95,12 @@ class Probe:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities per step, not counting the output token's."""
+        """Number of log-probabilities per step, not counting that of the output token."""
         return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
     def sizes(self) -> str:
-        """Lengths of the probe's prompts and outputs, as text."""
+        """Text that lists the lengths of the probe's prompts and outputs."""
         return str([(len(each.token_ids), each.max_tokens) for each in self.requests(0)])
 
     def _request(self, number: int, run: int) -> EngineRequest:
@@ -125,17 +128,17 @@ class Probe:
 
 
 class ProvenCore(Protocol):
-    """The engine whose results are to be proven."""
+    """The engine whose results are verified."""
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Run the probe's requests and keep none of their state.
+        """Run the probe's requests without keeping any of their state.
 
         Returns:
             The outputs, ordered by request and token.
         """
 
     def digests(self) -> list[dict[str, str]]:
-        """Return, for each rank, digests of its tensors in memory by tensor name."""
+        """Return, for each rank, digests of the tensors in its memory, by tensor name."""
 
     def changed_table(self) -> str:
         """Recompute all ranks' rotary tables. Return the name of a table that differs, or ""."""
@@ -148,14 +151,14 @@ def proof_file(
     probe: Probe,
     arguments: Mapping[str, Any],
 ) -> ProofFile:
-    """Return the path of the file that holds the proofs of all ranks.
+    """Return the path of the file that stores the verified results (proofs) of all ranks.
 
     Args:
-        folder: folder of proofs.
+        folder: folder that contains all proofs.
         weights: digest of the weight files.
-        facts: facts of the engine's fingerprint.
+        facts: the facts that make up the engine's fingerprint.
         probe: size of the probe.
-        arguments: arguments of `vllm.EngineArgs`. Any argument may affect which modules exist, and
+        arguments: arguments of `vllm.EngineArgs`. Any of them may affect which modules exist, and
             how their tensors are named and laid out in memory. With adapters, for example, vLLM
             wraps the modules of the base model, whose answers do not change.
     """
@@ -176,15 +179,15 @@ def take_proofs(
     *,
     verifies: bool,
 ) -> list[Proof]:
-    """Return the proof of each rank.
+    """Return the proof of each rank: the probe's results and the tensors' digests.
 
     Args:
         core: the engine.
         probe: the probe.
         outputs: outputs of the probe's first run.
-        tolerance: accepted difference between two values.
-        verifies: whether to compute everything a second time and compare, because no earlier start
-            was verified.
+        tolerance: maximum difference between two values that is accepted.
+        verifies: whether to compute everything twice and compare, because there is no verified
+            startup yet.
 
     Raises:
         ProofError: the two computations differ.
@@ -224,9 +227,9 @@ def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
 
 
 def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
-    """Return digests of a model's rotary tables and of the weights that are parameters.
+    """Return digests of a model's rotary tables and of those weights that are parameters.
 
-    Libraries may have packed other weights into their own memory.
+    Other weights may have been packed into memory of libraries.
     """
     tensors = {name: each for name, each in model.named_buffers() if _is_table(name, each)}
     if with_weights:
@@ -241,14 +244,14 @@ def _is_table(name: str, buffer: torch.Tensor) -> bool:
 
 
 def changed_table(model: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Recompute a model's rotary tables as vLLM does at startup, and compare their bits.
+    """Recompute a model's rotary tables as vLLM does at startup, and compare them bit for bit.
 
     Args:
         model: the loaded model.
-        dtype: type of the activations.
+        dtype: dtype of the activations.
 
     Returns:
-        The name of a table that differs, or an empty string.
+        The name of a table that differs, or "" if none differs.
     """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

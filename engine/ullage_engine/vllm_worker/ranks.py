@@ -1,12 +1,12 @@
 """Ullage's extension of vLLM's rank processes.
 
-A resumed request continues where a previous worker's output ended. vLLM's scheduler receives that
-output like the output of a preempted request. The CPU model runner receives only the prompt of a
-new request, so the extension adds the output. Penalties then count the output, and sampling
-continues the sequence of random numbers instead of restarting it. The GPU model runner receives
-all tokens, and its random numbers are a function of seed and position.
+A resumed request continues where a previous worker's output ended. vLLM's scheduler treats that
+output like the output of a preempted request. The CPU model runner, however, receives only the
+prompt of a new request, so the extension adds the output. Penalties then account for it, and
+sampling continues the sequence of random numbers instead of restarting it. The GPU model runner
+receives all tokens, and its random numbers are a function of seed and position.
 
-Each rank ends when the process that started it ends.
+Each rank exits when the process that started it exits.
 """
 
 import multiprocessing
@@ -16,10 +16,10 @@ from typing import Any, Self
 from ullage_engine.worker.loop import die_with_parent
 
 RESUMED = "ullage_resumed"
-"""Key in `extra_args` for a request's output so far, which is a list of token ids."""
+"""Key in `extra_args` under which a request's output so far is passed, as a list of token ids."""
 
 EXTENSION = f"{__name__}.WorkerExtension"
-"""Value of vLLM's argument `worker_extension_cls`, which names the extension class."""
+"""Name of the extension class, for vLLM's argument `worker_extension_cls`."""
 
 _LARGEST_DRAW = 1 << 31
 """Upper bound on the random number that the CPU sampler draws per token of a seeded request."""
@@ -29,9 +29,9 @@ class WorkerExtension:
     """Methods that vLLM adds to each of its rank workers."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Make this rank's process end when the process that started it ends.
+        """Make this rank's process exit when the process that started it exits.
 
-        Without this, vLLM's ranks notice the end of the parent process only between two steps.
+        Without this, vLLM's ranks notice only between two steps that the parent process has exited.
         """
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
@@ -58,9 +58,9 @@ class WorkerExtension:
         return changed_table(runner.get_model(), runner.model_config.dtype)
 
     def ullage_warm_up(self) -> float:
-        """Compute the largest step, which allocates the memory of libraries and activations.
+        """Compute the largest possible step, so that libraries and activations allocate memory.
 
-        On CPUs, vLLM skips this step if the size of the KV pool is given.
+        On CPUs, vLLM skips this step if the size of the KV pool is specified.
 
         Returns:
             CPU time of the step in seconds.
@@ -74,10 +74,10 @@ class WorkerExtension:
         return time.thread_time() - began
 
     def ullage_free_first(self) -> int:
-        """Return the bytes free on this rank's GPU before the weights were loaded.
+        """Return how many bytes were free on this rank's GPU before the weights were loaded.
 
-        At that moment the rank had its device context and transfer buffers. vLLM counts only the
-        memory that it takes afterwards.
+        By then, the rank had already created its device context and transfer buffers. vLLM counts
+        only memory that is allocated afterwards.
         """
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
@@ -95,10 +95,10 @@ class WorkerExtension:
         return sum(num_bytes.values())
 
     def ullage_load_adapter(self, adapter: Any) -> str:
-        """Load an adapter. Return an error message, or an empty string on success.
+        """Load an adapter. Return an error message, or "" on success.
 
-        vLLM's own RPC raises at the first rank that fails, and then mistakes the replies of the
-        other ranks for replies to the next RPC.
+        vLLM's own RPC raises an error at the first rank that fails, and then mistakes the other
+        ranks' replies for replies to the next RPC.
         """
         try:
             is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ class WorkerExtension:
         return "" if is_loaded else "vLLM does not take it"
 
     def ullage_check_adapter(self, adapter: Any) -> str:
-        """Read an adapter's files into host memory, as a load does.
+        """Read an adapter's files into host memory, as loading it would.
 
         Returns:
             An error message, or an empty string on success.
@@ -120,7 +120,7 @@ class WorkerExtension:
         return ""
 
     def ullage_follow_resumed(self) -> None:
-        """Make the model runner treat a resumed request's earlier output as its own output."""
+        """Make the model runner treat a resumed request's earlier output as output of its own."""
         # Slow to import. A follower's first process manages vLLM's processes and does not compute.
         import torch
 
@@ -143,9 +143,9 @@ class WorkerExtension:
         batch.add_request = add
 
     def ullage_receive_stages(self) -> None:
-        """Give the CPU model runner its buffers for the output of the previous pipeline stage.
+        """Give the CPU model runner buffers for the output of the previous pipeline stage.
 
-        Otherwise the runner allocates these buffers only in the warm-up of compiled models.
+        Otherwise the runner allocates them only in the warm-up of compiled models.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1

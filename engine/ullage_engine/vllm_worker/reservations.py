@@ -1,12 +1,12 @@
-"""Reservations of blocks in vLLM's KV pool, so that vLLM never has to preempt.
+"""Block reservations in vLLM's KV pool, so that vLLM never has to preempt.
 
-Every request in vLLM has reserved blocks for its prompt and expected output. vLLM allocates the
-blocks while it computes. At every moment, in blocks,
+Every request in vLLM has reserved blocks for its prompt and expected output. vLLM allocates these
+blocks as it computes. At all times, in blocks,
 
     sum over requests of (reserved - held) <= free
 
-so a request within its reservation always finds a free block. Idle sessions release their blocks as
-soon as a request reserves them.
+so a request that stays within its reservation always finds a free block. Idle sessions release
+their blocks as soon as a request needs to reserve them.
 """
 
 import math
@@ -27,7 +27,7 @@ class _Session:
 
 
 class Reservations:
-    """The reservations of all requests in vLLM, and the blocks that sessions keep."""
+    """Block reservations of all requests in vLLM, and the blocks kept by sessions."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class Reservations:
 
         Args:
             blocks: vLLM's KV blocks.
-            session_blocks: maximum blocks that one session keeps. 0 if sessions keep none.
+            session_blocks: maximum number of blocks that one session keeps. 0 if sessions keep
+                none.
             session_idle_s: seconds after which an idle session ends.
             clock: returns the time in seconds.
         """
@@ -50,32 +51,32 @@ class Reservations:
         self._session_idle_s = session_idle_s
         self._clock = clock
         self._reserved: dict[str, int] = {}
-        """Number of reserved blocks of each request."""
+        """Number of blocks reserved for each request."""
         self._prefixes: dict[str, Prefix] = {}
-        """Cached blocks that are pinned for requests that vLLM has not started."""
+        """Cached blocks pinned for requests that vLLM has not started yet."""
         self._known_committed: float | None = None
         self._known_reclaimable: float | None = None
         """Cached sums over all reservations and sessions, or None if the sums are out of date."""
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Sessions by key, least recently used first."""
         self.num_withheld = 0
-        """Number of blocks withheld from new requests, because other processes took the memory."""
+        """Number of blocks withheld from new requests because other processes took the memory."""
 
     # what there is -------------------------------------------------------------------------------
 
     @property
     def num_committed(self) -> int:
-        """Number of blocks that are reserved but not held yet."""
+        """Number of blocks that are reserved but not yet held."""
         return math.ceil(self._committed - _ROUNDING)
 
     @property
     def num_reclaimable(self) -> int:
-        """Number of blocks that only idle sessions hold."""
+        """Number of blocks that are held only by idle sessions."""
         return math.floor(self._reclaimable + _ROUNDING)
 
     @property
     def num_unreserved(self) -> int:
-        """Number of blocks that can be reserved. Negative until vLLM has freed missing blocks."""
+        """Number of blocks that can be reserved. Negative until vLLM frees the missing blocks."""
         # Shares of blocks add up to whole blocks, so only their sum is rounded.
         unreserved = self._blocks.num_free + self._reclaimable - self._committed
         return math.floor(unreserved + _ROUNDING)
@@ -102,16 +103,16 @@ class Reservations:
         return sum(each.prefix.num_blocks for each in self._sessions.values())
 
     def reserved(self, request_id: str) -> int:
-        """Return the number of blocks reserved for a request, held blocks included."""
+        """Return the number of blocks reserved for a request, including those it already holds."""
         return self._reserved[request_id]
 
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request if at least `spared` blocks then stay unreserved.
+        """Reserve blocks for a request, provided that `spared` blocks stay unreserved.
 
         Returns:
-            True, or False if the blocks do not fit and nothing is reserved.
+            True, or False if the blocks do not fit, in which case nothing is reserved.
         """
         assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
@@ -123,7 +124,7 @@ class Reservations:
     def reserve_with_prefix(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
         """Reserve blocks for a request in vLLM, and pin its cached prefix.
 
-        The blocks of the prefix count as part of the reservation.
+        The prefix's blocks count towards the reservation.
 
         Returns:
             False if the blocks do not fit with at least `spared` blocks left unreserved.
@@ -138,7 +139,7 @@ class Reservations:
         return True
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
-        """Raise a reservation to at least `num_blocks`. Return False if the blocks do not fit."""
+        """Grow a reservation to at least `num_blocks`. Return False if the blocks do not fit."""
         missing = num_blocks - self._reserved[request_id]
         if missing > 0:
             if missing > self.num_unreserved:
@@ -148,7 +149,7 @@ class Reservations:
         return True
 
     def shrink(self, request_id: str, num_blocks: int) -> bool:
-        """Lower a reservation to `num_blocks`. Return False while the request uses more blocks."""
+        """Shrink a reservation to `num_blocks`. Return False while the request uses more blocks."""
         # A shared block counts in full: the request owns it alone once all other windows have left
         # it.
         if self._blocks.num_in_tables(request_id) > num_blocks:
@@ -157,14 +158,14 @@ class Reservations:
         return True
 
     def release(self, request_id: str) -> None:
-        """End a request's reservation, if there is one. vLLM frees the held blocks."""
+        """End a request's reservation, if it has one. vLLM frees the blocks that it holds."""
         # The request may just have ended, which gave blocks back.
         self._forget_sums()
         self._reserved.pop(request_id, None)
         self._let_go(request_id)
 
     def on_step(self) -> None:
-        """Unpin the prefixes of requests that have started and now hold their blocks themselves."""
+        """Unpin the prefixes of requests that have started and now hold those blocks themselves."""
         self._forget_sums()
         for request_id in [each for each in self._prefixes if self._blocks.num_held(each)]:
             self._let_go(request_id)
@@ -174,7 +175,7 @@ class Reservations:
     # sessions ------------------------------------------------------------------------------------
 
     def keep_session(self, key: str, request_id: str) -> None:
-        """Pin the cached blocks of an ended request, for the next request of its session."""
+        """Pin a finished request's cached blocks for the next request of its session."""
         if not self._session_blocks:
             return
         prefix = self._hold_prefix(request_id)
@@ -187,7 +188,7 @@ class Reservations:
         self._make_free()
 
     def use_session(self, key: str) -> bool:
-        """Mark a session as used, and return whether any blocks are kept for the session."""
+        """Mark a session as recently used. Return whether it keeps any blocks."""
         session = self._sessions.get(key)
         if session is None:
             return False
@@ -196,7 +197,7 @@ class Reservations:
         return True
 
     def end_idle_sessions(self) -> None:
-        """End all sessions that have been idle for longer than the limit."""
+        """End all sessions that have been idle for longer than the idle limit."""
         oldest = self._clock() - self._session_idle_s
         for key in [key for key, each in self._sessions.items() if each.used_at <= oldest]:
             self._drop_session(key)
@@ -207,7 +208,7 @@ class Reservations:
             self._drop_session(key)
 
     def check_integrity(self) -> None:
-        """Assert that every reserved block is available, and that the cached sums are right."""
+        """Assert that every reserved block is available and that the cached sums are correct."""
         cached = self._committed, self._reclaimable
         self._forget_sums()
         sums = self._committed, self._reclaimable
@@ -223,12 +224,13 @@ class Reservations:
     def _forget_sums(self) -> None:
         """Invalidate the cached sums.
 
-        The sums change in a step, at the end of a request, and when a prefix is pinned or released.
+        The sums change after each step, when a request ends, and when a prefix is pinned or
+        released.
         """
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many reserved blocks a request does not hold yet."""
+        """Return how many of its reserved blocks a request does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held
@@ -246,7 +248,7 @@ class Reservations:
         return self._blocks.hold_prefix(request_id)
 
     def _let_go(self, request_id: str) -> None:
-        """Unpin the prefix of a request, if it has one."""
+        """Unpin a request's prefix, if it has one."""
         if prefix := self._prefixes.pop(request_id, None):
             self._release(prefix)
 
@@ -255,7 +257,7 @@ class Reservations:
         self._blocks.release(prefix)
 
     def _make_free(self) -> None:
-        """End the least recently used sessions until all reserved blocks are actually free."""
+        """End the least recently used sessions until all reserved blocks are free."""
         while self._sessions and self._blocks.num_free < self.num_committed:
             self._drop_session(next(iter(self._sessions)))
 

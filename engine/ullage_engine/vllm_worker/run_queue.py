@@ -1,8 +1,8 @@
-"""The queue of admitted sequences, which run or wait for KV blocks or an adapter.
+"""Queue of admitted sequences, which are running or waiting for KV blocks or an adapter.
 
-Blocks are reserved for a sequence before vLLM gets the sequence, and again before the sequence
-outgrows its reservation. If no blocks are left, the least important sequence is preempted: vLLM
-aborts the sequence, which later resumes with its prompt and all tokens so far.
+Blocks are reserved for a sequence before it is passed to vLLM, and again before it outgrows its
+reservation. If no blocks are left, the least important sequence is preempted: vLLM aborts it, and
+it later resumes with its prompt and all tokens so far.
 """
 
 import bisect
@@ -20,11 +20,11 @@ from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, rank_of
 
 _MARGIN_TOKENS = 2
-"""Number of unused reserved tokens at which a sequence's reservation is extended."""
+"""A sequence's reservation is extended once it has this number of unused tokens or fewer."""
 
 
 class RunQueue:
-    """Starts, extends, preempts and removes sequences, the most important first."""
+    """Starts, extends, preempts and removes sequences in order of importance."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class RunQueue:
     ) -> None:
         self.by_id: dict[str, VllmSequence] = {}
         self.deferred: list[VllmSequence] = []
-        """Sequences that wait for blocks or for an adapter's slot, the most important first."""
+        """Sequences that are waiting for blocks or for an adapter slot, most important first."""
         self.failed: list[RequestFailed] = []
-        """Failed requests, which are still to be reported to the server."""
+        """Failed requests that have not been reported to the server yet."""
         self.num_preemptions = 0
 
         self._core = core
@@ -54,7 +54,7 @@ class RunQueue:
         self._growing: dict[str, VllmSequence] = {}
         """Running sequences that may outgrow the length for which blocks are reserved."""
         self._shrinking: dict[str, VllmSequence] = {}
-        """Running sequences with reserved blocks that only their prompts needed."""
+        """Running sequences that still reserve blocks that only their prompts needed."""
 
     @property
     def num_waiting(self) -> int:
@@ -66,25 +66,29 @@ class RunQueue:
 
     @property
     def num_spared(self) -> int:
-        """Number of blocks that new requests may not take.
+        """Number of blocks that new requests must leave unreserved.
 
-        These are the withheld blocks and the blocks of all sequences that wait only for blocks.
+        These are the withheld blocks, and the blocks for all waiting sequences that need nothing
+        but blocks to start.
         """
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
     def num_spared_for(self, waiting: Iterable[VllmSequence]) -> int:
-        """Return how many blocks new requests may not take while the given sequences wait."""
+        """Return how many blocks new requests must leave unreserved while these sequences wait."""
         num_blocks = sum(self._costs.charged_blocks(each) for each in waiting)
         return self._reservations.num_withheld + num_blocks
 
     def slot_for(self, sequence: VllmSequence) -> str | None:
-        """Return the adapter to unload for this sequence's adapter. See `Adapters.slot_for`."""
+        """Return the adapter to unload to make room for this sequence's adapter.
+
+        See `Adapters.slot_for`.
+        """
         return self._adapters.slot_for(sequence, self.by_id.values(), self.deferred)
 
     # start and end -------------------------------------------------------------------------------
 
     def reserve_new(self, sequence: VllmSequence, spared: int) -> bool:
-        """Start a new sequence, or reserve the blocks of a sequence that waits for its parent.
+        """Start a new sequence, or reserve blocks for a sequence that waits for its parent.
 
         Returns:
             False if the blocks do not fit with at least `spared` blocks left unreserved.
@@ -97,16 +101,16 @@ class RunQueue:
         return self._reservations.reserve(sequence.request_id, num_blocks, spared)
 
     def defer(self, sequence: VllmSequence) -> None:
-        """Detach a sequence from parent and children, and queue it until blocks are available."""
+        """Detach a sequence from its parent and children, and queue it until it can start."""
         sequence.parent = None
         sequence.children = []
         bisect.insort(self.deferred, sequence, key=rank_of)
 
     def start_deferred(self) -> None:
-        """Start waiting sequences, the most important first.
+        """Start waiting sequences, most important first.
 
-        No sequence overtakes a sequence that waits for blocks. Otherwise small sequences would
-        starve a large one. Sequences that wait for an adapter's slot are skipped.
+        No sequence overtakes one that is waiting for blocks, because small sequences would then
+        starve a large one. Sequences waiting for an adapter slot are skipped.
         """
         while first := next(self._adapters.with_slots(self.by_id.values(), self.deferred), None):
             self.deferred.remove(first)
@@ -115,7 +119,7 @@ class RunQueue:
                 return
 
     def start_children(self, parent: VllmSequence) -> None:
-        """Start the samples that waited for vLLM to compute the KV of their common prompt."""
+        """Start the samples that were waiting for vLLM to compute their common prompt."""
         children = parent.children
         parent.children = []
         for child in children:
@@ -125,7 +129,7 @@ class RunQueue:
                 self.defer(child)
 
     def abort(self, sequence: VllmSequence) -> None:
-        """Abort a sequence in vLLM and remove it, but keep its session's blocks."""
+        """Abort a sequence in vLLM and remove it, but keep the blocks of its session."""
         if sequence.is_running:
             # Keep the blocks first: the sequence holds them only until it is removed.
             self._keep_session(sequence)
@@ -153,7 +157,7 @@ class RunQueue:
             sequence: the sequence.
             spared: number of blocks that must stay unreserved.
             is_cached: whether the prefix cache is likely to hold much of the sequence. If not, the
-                cache is looked up only if the sequence does not fit otherwise.
+                cache is consulted only if the sequence would not fit otherwise.
         """
         request_id = sequence.request_id
         reservations = self._reservations
@@ -178,7 +182,7 @@ class RunQueue:
     def _give(self, sequence: VllmSequence) -> bool:
         """Pass a sequence to vLLM, and return True.
 
-        If vLLM rejects the sequence, the sequence fails and does not run.
+        If vLLM rejects it, the sequence fails and does not run.
         """
         request = sequence.request
         if len(sequence.token_ids) > len(request.token_ids):
@@ -204,9 +208,9 @@ class RunQueue:
         return True
 
     def _stop(self, sequence: VllmSequence) -> None:
-        """Abort a sequence in vLLM, if it runs, and end its reservation.
+        """Abort a sequence in vLLM if it is running, and end its reservation.
 
-        Samples that waited for this sequence now wait for blocks instead.
+        Samples that were waiting for this sequence now wait for blocks instead.
         """
         if sequence.is_running:
             self._core.abort(sequence.request_id)
@@ -235,26 +239,26 @@ class RunQueue:
     # blocks of running sequences -----------------------------------------------------------------
 
     def on_token(self, sequence: VllmSequence) -> None:
-        """Record that vLLM has produced tokens for a sequence."""
+        """Record that vLLM has generated tokens for a sequence."""
         if not sequence.has_token:
             sequence.has_token = True
             if self._has_windows:
                 self._shrinking[sequence.request_id] = sequence
 
     def adjust_reservations(self) -> None:
-        """Shrink reservations of decoding sequences, and extend nearly exhausted reservations."""
+        """Shrink reservations of decoding sequences, and extend those that are nearly exhausted."""
         self._shrink_reservations()
         self._extend_reservations()
 
     def _shrink_reservations(self) -> None:
-        """Shrink reservations to what decodes need, once windows have moved past the prompts."""
+        """Shrink reservations to what decoding needs, once windows have moved past the prompts."""
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._costs.charged_blocks(sequence)
             if self._reservations.shrink(request_id, num_blocks):
                 del self._shrinking[request_id]
 
     def _extend_reservations(self) -> None:
-        """Reserve one more block for each sequence that is close to the end of its reservation."""
+        """Add one block to the reservation of each sequence that has nearly exhausted it."""
         for sequence in list(self._growing.values()):
             if not sequence.is_running or sequence.num_left > _MARGIN_TOKENS:
                 continue
@@ -265,9 +269,9 @@ class RunQueue:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: VllmSequence) -> None:
-        """Reserve the blocks charged to a sequence, and preempt sequences if necessary.
+        """Reserve the blocks for a sequence's charged tokens, and preempt sequences if necessary.
 
-        The least important sequences are preempted, possibly including the sequence itself.
+        The least important sequences are preempted first, possibly including this one.
         """
         num_blocks = self._costs.charged_blocks(sequence)
         while not self._reservations.extend(sequence.request_id, num_blocks):
@@ -278,7 +282,7 @@ class RunQueue:
                 return
 
     def _preempt(self, sequence: VllmSequence) -> None:
-        """Release a sequence's blocks, and queue the sequence until its blocks fit again."""
+        """Release a sequence's blocks, and queue it until its blocks fit again."""
         if sequence.is_running:
             sequence.num_preemptions += 1
             self._events.on_preempted(sequence.request, sequence.num_preemptions, False)

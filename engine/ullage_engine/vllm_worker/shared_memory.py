@@ -1,9 +1,10 @@
-"""Removal of shared-memory files that killed ranks of vLLM have left behind.
+"""Removes shared-memory files that killed vLLM ranks have left behind.
 
-Each ring buffer between ranks takes 240 MiB once it is used, and counts as memory of the pod until
-the pod ends. The file names (`psm_1a2b3c4d`) do not show their owner. An engine with several ranks
-therefore writes a record of the files that its own processes map, into the same folder. The next
-start of the same engine removes the recorded files that no process maps any more, and nothing else.
+Each ring buffer between ranks takes 240 MiB once it is used, and counts towards the pod's memory
+until the pod ends. The file names (`psm_1a2b3c4d`) do not reveal their owner. An engine with
+several ranks therefore records, in the same folder, which files its own processes have mapped. The
+next startup of the same engine removes those recorded files that no process maps any more, and
+nothing else.
 """
 
 import contextlib
@@ -26,25 +27,25 @@ FOLDER = Path("/dev/shm")
 PROCESSES = Path("/proc")
 
 _NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
-"""Patterns of the file names that Python, vLLM's CPU ranks and NCCL use in shared memory."""
+"""Patterns of the shared-memory files that Python, vLLM's CPU ranks and NCCL create."""
 
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _PAUSE_SHARE = 1 / 8
-"""Pause between two updates of the record, as a fraction of the engine's age.
+"""Pause between two updates of the record, as a fraction of the engine's uptime.
 
-Most files are created during startup.
+The pause grows, because most files are created during startup.
 """
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
     name: str
     inode: int
-    """Inode, which distinguishes the file from a later file of the same name."""
+    """Inode, which distinguishes the file from a later file with the same name."""
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """The shared-memory files that the processes of one start have mapped."""
+    """Shared-memory files that the processes of one engine run have mapped."""
 
     pid: int
     created: float
@@ -53,15 +54,15 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class SharedMemory:
-    """The shared-memory files of one engine's processes on this node."""
+    """Tracks the shared-memory files that one engine's processes on this node have mapped."""
 
     def __init__(self, engine: str, folder: Path = FOLDER, processes: Path = PROCESSES) -> None:
-        """Create the record of an engine.
+        """Create the tracker of one engine.
 
         Args:
             engine: name of the engine, unique among the engines that use the folder.
             folder: folder of shared-memory files, such as /dev/shm.
-            processes: folder like /proc.
+            processes: folder with the kernel's process information, such as /proc.
         """
         self._prefix = f"ullage-ranks-{hashlib.sha256(engine.encode()).hexdigest()[:16]}-"
         self._folder = folder
@@ -73,7 +74,7 @@ class SharedMemory:
         self._watcher = threading.Thread(target=self._watch, name="shared-memory", daemon=True)
 
     def sweep(self) -> list[str]:
-        """Remove files that ended processes of this engine left behind, and return their names."""
+        """Remove files left behind by exited processes of this engine, and return their names."""
         records = dict(self._records())
         recorded = {file for record in records.values() for file in record.files}
         present = {file for file in recorded if self._inode(self._folder / file.name) == file.inode}
@@ -90,7 +91,7 @@ class SharedMemory:
         return removed
 
     def note(self) -> None:
-        """Record the files that this process and its children map now."""
+        """Record the files that this process and its children currently map."""
         pids = [self._process.pid, *(each.pid for each in self._process.children(recursive=True))]
         used = _mapped((self._processes / str(pid) for pid in pids), self._folder)
         paths = {path for name in _NAMES for path in self._folder.glob(name)} if used else set()
@@ -106,14 +107,14 @@ class SharedMemory:
         part.replace(self._path)
 
     def watch(self) -> None:
-        """Keep the record up to date in a thread until `close`."""
+        """Keep the record up to date in a background thread until `close` is called."""
         self._watcher.start()
 
     def close(self) -> None:
-        """Delete the record of shared-memory files.
+        """Stop the background thread, and delete the record.
 
-        The record is kept if some of these files still exist, so that the next start can remove the
-        files.
+        If some of the recorded files still exist, the record is kept, so that the next startup can
+        remove them.
         """
         self._is_closed.set()
         if self._watcher.is_alive():
@@ -133,7 +134,7 @@ class SharedMemory:
             pause = min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, age * _PAUSE_SHARE))
 
     def _records(self) -> Iterator[tuple[Path, _Record]]:
-        """Yield the path and content of each record of this engine whose process has ended."""
+        """Yield the path and content of each record of this engine whose process has exited."""
         for path in self._folder.glob(f"{self._prefix}*"):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 if path.is_symlink() or path.stat().st_uid != os.geteuid():
@@ -144,7 +145,7 @@ class SharedMemory:
                     yield path, record
 
     def _inode(self, path: Path) -> int | None:
-        """Return the inode of a file that belongs to this user, or None for any other file."""
+        """Return the inode of a file that is owned by this user, or None for any other file."""
         try:
             stat = path.lstat()
         except FileNotFoundError:
@@ -153,7 +154,7 @@ class SharedMemory:
 
 
 def shared_memory_of(server: ServerSection, node: int = 0) -> SharedMemory:
-    """Return the record of an engine's shared-memory files on the node with index `node`."""
+    """Return the tracker of an engine's shared-memory files on the node with index `node`."""
     return SharedMemory(f"{server.run_dir}\0{server.engine_id}\0{node}")
 
 
@@ -165,9 +166,9 @@ def _is_running(record: _Record) -> bool:
 
 
 def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
-    """Return the inodes in the folder's file system that this user's processes have mapped.
+    """Return the inodes on the folder's file system that are mapped by this user's processes.
 
-    Paths would not identify the files, because a semaphore is created and mapped under a temporary
+    Paths cannot identify the files, because a semaphore is created and mapped under a temporary
     name.
     """
     device = folder.stat().st_dev

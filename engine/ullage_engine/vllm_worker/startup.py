@@ -1,4 +1,4 @@
-"""Startup of a worker: builds vLLM's engine and its memory ledger from a configuration."""
+"""Starts a worker: builds vLLM's engine and its memory ledger from a configuration."""
 
 import logging
 import threading
@@ -60,22 +60,22 @@ log = logging.getLogger("ullage.engine.vllm")
 
 @dataclass(frozen=True, slots=True)
 class StartedVllm:
-    """A started vLLM engine with its memory ledger, memory profile and ranks."""
+    """A started vLLM engine, with its memory ledger, memory profile and ranks."""
 
     engine: VllmEngine
     core: vllm_core.VllmCore
     ledger: Ledger
-    """Memory reservations of all ranks together."""
+    """Memory reservations, summed over all ranks."""
     used_bytes: Callable[[], int]
     free_memory: FreeMemoryMonitor
-    """Monitor of the memory that other processes take on rank 0's device."""
+    """Monitors how much memory other processes take on rank 0's device."""
     profile: MemoryProfile
     max_model_len: int
     name: str
-    """Name that clients use to request the model."""
+    """Name under which clients request the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """Fingerprint of everything on which the exact bits of the answers depend."""
+    """Fingerprint of everything that affects the answers bit for bit."""
     shared_memory: SharedMemory
     backoff: OomBackoff
     kv_space: bytes = b""
@@ -83,17 +83,17 @@ class StartedVllm:
     num_oom_events: int = 0
     """Number of earlier out-of-memory errors that no worker has reported.
 
-    An out-of-memory error in this worker ends the worker, and the server counts the error by the
-    exit status.
+    If this worker runs out of memory, it exits, and the server counts the error from the exit
+    status.
     """
 
     def state(self) -> WorkerState:
-        """Return the worker's state, with memory and load measured now.
+        """Return the worker's state, with current measurements of memory and load.
 
-        The method also ends idle sessions, and withholds KV memory that other processes have taken.
+        This also ends idle sessions, and withholds KV memory that other processes have taken.
 
         Raises:
-            GroupLostError: a rank's process has ended.
+            GroupLostError: a rank's process has exited.
         """
         self.core.check_ranks()
         engine = self.engine
@@ -115,7 +115,7 @@ class StartedVllm:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the served model and the worker's first state."""
+        """Return the message that describes the served model and the worker's initial state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -143,7 +143,7 @@ class StartedVllm:
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
 
     def on_failed_step(self, error: Exception) -> None:
-        """Record for the next worker why this worker ends.
+        """Record why this worker exits, for the next worker.
 
         Raises:
             MemoryShortError: memory ran out while other processes held part of the device's memory.
@@ -153,7 +153,7 @@ class StartedVllm:
             raise MemoryShortError(f"others took {mib(missing)} of the device") from error
 
     def stop(self) -> None:
-        """Stop the processes of the other ranks."""
+        """Stop the other ranks' processes."""
         self.core.close()
         self.shared_memory.close()
 
@@ -163,17 +163,17 @@ def start(
     report: Report,
     host_tier: HostTier | None = None,
 ) -> StartedVllm:
-    """Load the model, size the KV pool and return an engine that is ready to step.
+    """Load the model, size the KV pool and return an engine that is ready to run steps.
 
     Args:
         config: the engine's configuration.
-        report: called with the progress of the start.
+        report: called with startup progress.
         host_tier: memory for KV outside the device. None without a host tier.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: the start failed. The message is one line with
-            the remedy.
-        ProofError: this start computes different results from a verified start.
+        WorkerStartError, LedgerError, WeightsError: startup failed. The message is one line that
+            says how to fix it.
+        ProofError: this startup computes different results from a verified one.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -261,10 +261,10 @@ def _start(
 def _prove(
     core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
 ) -> None:
-    """Compare this start's results with a verified start's, or store them as verified results.
+    """Compare this startup's results with verified ones. If there are none, store these.
 
     Raises:
-        ProofError: this start computes different results from the verified start.
+        ProofError: this startup computes different results from the verified one.
     """
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
@@ -277,7 +277,7 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return the memory that this start took. If memory runs out, the next start takes less."""
+    """Return the memory that this worker took. If memory runs out, the next worker takes less."""
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
@@ -301,16 +301,16 @@ def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: StartMemory)
 
 
 def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
-    """Run a follower's ranks until one of them ends.
+    """Run a follower's ranks until one of them exits.
 
     Args:
         config: the engine's configuration.
         node: this node's place in the group.
-        rank_bytes: memory of a rank's device on the leader, in bytes.
+        rank_bytes: device memory per rank on the leader, in bytes.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: the start failed. The message is one line with
-            the remedy.
+        WorkerStartError, LedgerError, WeightsError: startup failed. The message is one line that
+            says how to fix it.
     """
     _prepare(config, node.rank)
     if config.max_loras:
@@ -329,7 +329,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
 
 
 def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
-    """Check the configuration before loading, and remove shared-memory files of killed ranks.
+    """Check the configuration before loading, and remove killed ranks' shared-memory files.
 
     Args:
         config: the engine's configuration.
@@ -350,7 +350,7 @@ def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """vLLM's engine, its arguments and its weights."""
+    """vLLM's engine, and the arguments and weights with which it was loaded."""
 
     core: vllm_core.VllmCore
     arguments: dict[str, Any]
@@ -358,7 +358,7 @@ class _Loaded:
     max_model_len: int
     """Maximum sequence length of the model as configured, in tokens."""
     weights_digest: digest.Wait
-    """Function that waits for the digest of the weight files and returns the digest."""
+    """Function that waits until the digest of the weight files is known, and returns it."""
 
 
 def _load(
@@ -367,7 +367,7 @@ def _load(
     progress: StartProgress,
     node: Node | None,
 ) -> _Loaded:
-    """Load the model, and return vLLM's engine with its arguments and weights."""
+    """Load the model. Return vLLM's engine with its arguments and weights."""
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
@@ -434,7 +434,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return the facts on which the exact bits of answers without adapters depend.
+    """Return everything that determines the exact bits of answers without adapters.
 
     Args:
         core: vLLM's engine.
@@ -454,12 +454,12 @@ def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict
 def _kv_space(
     core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
-    """Return the namespace of the engine's KV outside the device.
+    """Return the namespace of the engine's KV in tiers outside the device.
 
     A block's bytes depend only on its tokens and on what the namespace covers.
 
     Returns:
-        The namespace, or an empty string if no KV is kept outside the device.
+        The namespace, or empty bytes if no KV is kept outside the device.
     """
     try:
         block_bytes, block_format = core.tier_format()

@@ -1,4 +1,4 @@
-"""Upper bound on the duration of a vLLM step, by which the server detects hangs."""
+"""Upper bound on the duration of a vLLM step, from which the server detects hangs."""
 
 _ATTENTION_COST = 4.0
 """Duration of attention, relative to matmuls with the same number of operations.
@@ -11,7 +11,7 @@ _MATRIX_SHARE = 3.0
 This is a lower bound.
 """
 _KV_BYTES_PER_S = 2e9
-"""Lower bound on the KV bytes that decodes read per second."""
+"""Lower bound on the KV bytes per second that decodes can read."""
 
 
 def longest_step_s(
@@ -20,13 +20,13 @@ def longest_step_s(
     """Return an upper bound on a step's duration in seconds.
 
     The warm-up computes the maximum number of tokens per step, but not their attention. The cost of
-    attention grows with the context. Attention costs as much as the query and output projections
-    when the context has as many tokens as the hidden state has elements. Decodes read the KV pool
-    once. The bound is loose on purpose, because a healthy step that took several times as long as
-    the bound would count as a hang.
+    attention grows with the context. It equals the cost of the query and output projections when
+    the context has as many tokens as the hidden state has elements. Decodes read the KV pool once.
+    The bound is deliberately loose: a healthy step that took several times as long would be
+    mistaken for a hang.
 
     Args:
-        warm_up_s: seconds of computation per thread in the largest step of a stage. 0 if not
+        warm_up_s: seconds that each thread computes in the largest step of a stage. 0 if not
             measured.
         num_stages: number of pipeline stages, which compute a step one after the other.
         max_model_len: maximum context length in tokens.

@@ -1,4 +1,4 @@
-"""Metrics of vLLM's steps: times, computed tokens, and hits of the prefix cache."""
+"""Metrics of vLLM's steps: durations, computed tokens and prefix cache hits."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from ullage_engine.vllm_worker.sequence import VllmSequence
 
 
 class StepMetrics:
-    """Counts steps and the tokens that they computed."""
+    """Counts steps and the tokens computed in them."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.throughput = ThroughputEstimator()
@@ -28,7 +28,7 @@ class StepMetrics:
         """Count a step. Call this before the step's outputs are added to their sequences.
 
         Args:
-            seconds: duration of the step.
+            seconds: duration of the step in seconds.
             outputs: the step's outputs.
             sequences: all admitted sequences, by request id.
         """
@@ -67,7 +67,7 @@ class StepMetrics:
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
-        """Count a prompt's cached tokens, once per sequence, and return the number counted now."""
+        """Count a prompt's cached tokens once per sequence, and return their number."""
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, num_cached_tokens)
@@ -76,7 +76,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """Record that a sequence has started, and the duration of its first step in seconds."""
+        """Record that a sequence has started with a step that took `seconds` seconds."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

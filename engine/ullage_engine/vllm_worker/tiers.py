@@ -1,14 +1,14 @@
-"""Transfers of KV between vLLM's blocks and tiers outside the device.
+"""Transfers KV between vLLM's blocks and tiers outside the device.
 
-When vLLM caches a block, this module immediately offers the block to the host tier, so that a later
-eviction costs nothing. The server grants slots for offered blocks. Granted blocks that are still
-cached are copied at the end of a step. When vLLM is about to start a request, this module queries
-the tiers for blocks of the request beyond those on the device. vLLM skips the request until the
-answer arrives, and starts the request with the step that copies the blocks to the device.
+As soon as vLLM caches a block, this module offers it to the host tier, so that evicting it later
+costs nothing. The server grants slots for offered blocks. Granted blocks that are still cached are
+copied at the end of a step. When vLLM is about to start a request, this module asks the tiers for
+further blocks of the request that are not on the device. vLLM skips the request until the reply
+arrives, and starts it in the step that copies the blocks to the device.
 
-The tiers belong to the server. `scheduler/kv_exchange.py` handles the messages to and from the
-server. This module plans the copies. vLLM calls this module through `bindings.connector`, which
-copies.
+The server owns the tiers. `scheduler/kv_exchange.py` handles the messages to and from the server,
+and this module plans the copies. vLLM calls this module through `bindings.connector`, which makes
+the copies.
 """
 
 import itertools
@@ -35,10 +35,10 @@ class TiersRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The copies that every rank makes in one step."""
+    """Copies to be made by every rank in one step."""
 
     number: int
-    """Number under which the copies are reported as done, or 0 if there are no copies."""
+    """Number under which the ranks report the copies as done, or 0 if there are none."""
     loads: tuple[tuple[int, int], ...] = ()
     """Pairs of slot and block. Slots are copied to blocks before the step computes."""
     stores: tuple[tuple[int, int], ...] = ()
@@ -46,11 +46,11 @@ class Copies:
 
 
 class _Place(NamedTuple):
-    """The block that holds content offered to the tiers."""
+    """A block that was offered to the tiers, and what it contained at that time."""
 
     block: int
     content: object
-    """vLLM's name for the block's content. If the content changes, the offer becomes void."""
+    """vLLM's identifier of the block's content. If the content has changed, the offer is void."""
 
 
 @dataclass(slots=True)
@@ -58,23 +58,23 @@ class _Request:
     request: EngineRequest
     keys: list[bytes] = field(default_factory=list)
     num_offered: int = 0
-    """Number of the request's leading blocks that were considered for offers."""
+    """Number of the request's leading blocks that have been considered for an offer."""
     num_loaded: int = 0
     query: KvQuery | None = None
     asked_at: float = 0.0
-    """Time at which the tiers were queried for the request."""
+    """Time at which the tiers were last asked for blocks of the request."""
     may_ask: bool = True
 
 
 class _Reported(NamedTuple):
-    """The reports on a step's copies, which are sent once all ranks have made the copies."""
+    """Messages about a step's copies, to be sent once all ranks have made them."""
 
     stored: list[KvSlot]
     read: list[KvRead]
 
 
 class ConnectorTransfers:
-    """Queries and offers of KV outside the device, and the resulting copies."""
+    """Asks for and offers KV in tiers outside the device, and plans the resulting copies."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class ConnectorTransfers:
         content_of: Callable[[int], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create transfers without requests.
+        """Create the transfers. No requests are tracked yet.
 
         Args:
-            space: namespace of the keys.
+            space: namespace of the blocks' keys.
             block_tokens: tokens per block.
-            content_of: returns vLLM's name for a block's cached content, or None if the block is
-                not cached.
+            content_of: returns vLLM's identifier of a block's cached content, or None if the block
+                is not cached.
             clock: returns the time in seconds.
         """
         self._space = space
@@ -104,61 +104,61 @@ class ConnectorTransfers:
         self._read: list[KvRead] = []
         self._step_numbers = itertools.count(1)
         self._steps: dict[int, _Reported] = {}
-        """Reports on steps whose copies are not done yet, by step number."""
+        """Messages about steps whose copies are still pending, by step number."""
 
     @property
     def has_granted(self) -> bool:
-        """Whether blocks are waiting to be copied to slots."""
+        """Whether any blocks are waiting to be copied to slots."""
         return self._exchange.has_granted
 
     @property
     def has_moves(self) -> bool:
-        """Whether there are copies to make or to report, even if no request needs a step."""
+        """Whether copies must be made or reported, even if no request needs a step."""
         return self._exchange.has_granted or bool(self._steps)
 
     # requests ------------------------------------------------------------------------------------
 
     def add(self, name: str, request: EngineRequest) -> None:
-        """Start tracking a request whose name in vLLM is `name`."""
+        """Start tracking a request, which vLLM identifies by `name`."""
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
-        """Drop a request that has ended, and its query. Ignore unknown requests."""
+        """Drop a request that has ended, and its query. Unknown requests are ignored."""
         state = self._requests.pop(name, None)
         if state is not None:
             self._drop_query(state)
 
     def num_loaded_tokens(self, name: str) -> int:
-        """Return how many of a request's tokens were loaded from tiers when the request started."""
+        """Return how many of a request's tokens were loaded from tiers when it started."""
         state = self._requests.get(name)
         return state.num_loaded * self._block_tokens if state else 0
 
     # messages ------------------------------------------------------------------------------------
 
     def take_messages(self) -> list[FromKv]:
-        """Return the messages for the server since the last call."""
+        """Return the messages to send to the server since the last call."""
         return self._exchange.take_messages()
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the server's answer to the oldest offer."""
+        """Handle the server's reply to the oldest offer."""
         self._exchange.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the answer to a query. If the query was dropped, release its slots."""
+        """Handle the reply to a query. If the query was dropped, release its slots."""
         self._exchange.on_found(answer)
 
     # what vLLM asks ------------------------------------------------------------------------------
 
     def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
-        """Return how many blocks a request can load from tiers beyond its cached blocks.
+        """Return how many blocks a request can load from tiers in addition to its cached blocks.
 
         Args:
-            name: vLLM's name for the request.
+            name: vLLM's identifier of the request.
             token_ids: tokens of the request.
             num_cached: number of the request's blocks that are cached on the device.
 
         Returns:
-            The number of blocks, or None if the answer to the query has not arrived yet.
+            The number of blocks, or None if the reply to the query has not arrived yet.
         """
         state = self._requests.get(name)
         if state is None:
@@ -179,11 +179,11 @@ class ConnectorTransfers:
         return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
-        """Plan to load the blocks that `num_matched` has counted.
+        """Plan to load the blocks that `num_matched` counted.
 
         Args:
-            name: vLLM's name for the request.
-            block_ids: the request's blocks on the device, beginning with its first block.
+            name: vLLM's identifier of the request.
+            block_ids: the request's blocks on the device, starting with its first block.
             num_blocks: number of blocks to load.
         """
         state = self._requests[name]
@@ -202,9 +202,9 @@ class ConnectorTransfers:
         state.num_loaded = num_blocks
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Offer a request's leading blocks, which vLLM caches, to the tiers.
+        """Offer a request's leading blocks, which vLLM has cached, to the tiers.
 
-        The blocks are computed by the end of the planned step.
+        The blocks are complete at the end of the planned step.
         """
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
@@ -223,7 +223,7 @@ class ConnectorTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Return the copies of the planned step. Each copy is returned only once."""
+        """Return the copies for the planned step. Each copy is returned only once."""
         stored = self._exchange.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -238,7 +238,7 @@ class ConnectorTransfers:
         return copies
 
     def on_copied(self, number: int) -> None:
-        """Report the copies of a step as done, once all ranks have made these copies."""
+        """Report a step's copies as done, once all ranks have made them."""
         reported = self._steps.pop(number)
         self._exchange.report(reported.stored, reported.read)
 

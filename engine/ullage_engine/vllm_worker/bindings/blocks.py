@@ -1,4 +1,4 @@
-"""The KV blocks of vLLM's pool, and the kinds of vLLM's KV cache groups."""
+"""The KV blocks in vLLM's pool, and the kinds of its KV cache groups."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from ullage_engine.vllm_worker.interface import Prefix
 
 class _Prefix:
     def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
-        """Create a prefix. `slides` marks the cache groups that have a sliding window."""
+        """Create a prefix. `slides` states which cache groups have a sliding window."""
         pairs = list(zip(groups, slides, strict=True))
         self.lasting = [each for group, has_window in pairs if not has_window for each in group]
         self.windows = [
@@ -43,12 +43,12 @@ class _Prefix:
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Count blocks, where a block that n requests hold counts as 1/n."""
+    """Count blocks fractionally: a block that n requests share counts as 1/n."""
     return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
 
 
 class VllmBlocks:
-    """The KV blocks of vLLM's pool. See `interface.Blocks`."""
+    """The KV blocks in vLLM's pool. See `interface.Blocks`."""
 
     def __init__(self, scheduler: Scheduler, requests: Mapping[str, Request]) -> None:
         self._manager = scheduler.kv_cache_manager
@@ -121,11 +121,11 @@ class VllmBlocks:
 
 
 class GroupKind:
-    """The kind of KV that a cache group stores for a sequence."""
+    """The kind of KV that a cache group keeps for each sequence."""
 
     def __init__(self, block_tokens: int, window_tokens: int = 0, state_blocks: int = 0) -> None:
         self.block_tokens = block_tokens
-        """Tokens per block. Meaningless for a group of recurrent states."""
+        """Tokens per block. Not meaningful for groups of recurrent states."""
         self.window_tokens = window_tokens
         self.state_blocks = state_blocks
 
@@ -134,7 +134,7 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
     """Return the kind of a cache group.
 
     Raises:
-        WorkerStartError: the memory needs of this kind of KV cannot be predicted.
+        WorkerStartError: the memory use of this kind of KV cannot be predicted.
     """
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
@@ -154,5 +154,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Return the KV bytes of a block on one rank, which are equal for all cache groups."""
+    """Return the KV bytes of a block on one rank, which are the same for all cache groups."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

@@ -1,9 +1,9 @@
-"""vLLM's KV connector to the KV tiers outside the device.
+"""vLLM KV connector that keeps KV in tiers outside the device.
 
-vLLM creates one connector for its scheduler, in the worker's process, and one in the process of
-each rank. The scheduler's connector delegates to `ConnectorTransfers`, once `use` has set it. The
-connectors of ranks copy between the blocks of their device and the shared memory of the host tier.
-Each slot holds the parts of all tensor-parallel ranks, one after the other.
+vLLM creates one connector for its scheduler, in the worker's process, and one in each rank's
+process. The scheduler's connector delegates to `ConnectorTransfers` once `use` has been called.
+Each rank's connector copies between KV blocks on its device and the shared memory of the host tier.
+A slot contains the data of all tensor-parallel ranks, one after the other.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from ullage_kv import Arena
 
 
 def transfer_config(host_tier: HostTier) -> KVTransferConfig:
-    """Return the configuration that makes vLLM use this connector."""
+    """Return the vLLM configuration that selects this connector."""
     return KVTransferConfig(
         kv_connector=TierConnector.__name__,
         kv_connector_module_path=__name__,
@@ -60,7 +60,7 @@ class _StepCopied(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's KV connector to the tiers. The connector does nothing until `use` is called."""
+    """vLLM's KV connector to the tiers. It does nothing until `use` is called."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -69,7 +69,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tiers: ConnectorTransfers | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
-        """Requests that have not ended, by vLLM's request ids."""
+        """Active requests by vLLM's request ids."""
         self.part: RankPart | None = None
 
     @property
@@ -120,7 +120,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _StepCopies(self._tiers.plan())
 
     def _cached_blocks(self, name: str) -> Sequence[int]:
-        """Return a request's leading blocks, up to the first block that vLLM does not cache."""
+        """Return a request's leading blocks, up to the first that is not in the prefix cache."""
         assert self._manager is not None
         [blocks] = self._manager.get_blocks(name).blocks
         num_cached = 0
@@ -169,7 +169,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing, because all layers are loaded before the first layer is computed."""
 
     def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
-        """Do nothing, because blocks are copied after all layers are computed."""
+        """Do nothing, because blocks are copied once all layers have been computed."""
 
     def wait_for_save(self) -> None:
         if self.part is not None:
@@ -181,7 +181,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class RankPart:
-    """One rank's part of every block, on the rank's device and in shared memory."""
+    """One rank's share of each block: its bytes on the device and in each slot of shared memory."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class RankPart:
         """Attach to the shared memory of the host tier.
 
         Raises:
-            ArenaError: the owner of the shared memory has ended.
+            ArenaError: the process that owns the shared memory has exited.
             ValueError: the bytes of a block are not contiguous in a layer's tensor.
         """
         self._pools = [_by_block(each, num_blocks) for each in _apart(kv_caches)]
@@ -208,13 +208,13 @@ class RankPart:
         self._is_async = device.type == "cuda"
 
     def load(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to blocks, before the device's next computation."""
+        """Copy slots to blocks. The copies are complete before the device's next computation."""
         for slot, block in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 pool[block].copy_(part, non_blocking=self._is_async)
 
     def store(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to slots, and wait for the copies."""
+        """Copy blocks to slots, and wait until the copies are complete."""
         for block, slot in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 part.copy_(pool[block], non_blocking=self._is_async)
@@ -228,12 +228,12 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each distinct KV tensor once, because several layers may share a tensor."""
+    """Return the KV tensors without duplicates, because several layers may share one tensor."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
 def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """View a layer's KV [block, ...] as bytes [vLLM block, byte].
+    """View a layer's KV tensor [block, ...] as bytes [vLLM block, byte].
 
     Raises:
         ValueError: the bytes of a block are not contiguous.
@@ -255,7 +255,7 @@ def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
-    """Return why a model's blocks cannot be copied to tiers, or an empty string if they can."""
+    """Return why a model's blocks cannot be copied to tiers, or "" if they can."""
     groups = kv_cache_config.kv_cache_groups
     kinds = [group_kind(group, vllm_config) for group in groups]
     if len(groups) != 1 or kinds[0].window_tokens or kinds[0].state_blocks:
@@ -266,15 +266,16 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Return the size of a rank's part of a block, and the facts that determine its layout.
+    """Return the bytes per block that one rank copies, and what determines their layout.
 
-    The facts do not include the model.
+    The model itself is not part of the description.
 
     Args:
         worker: vLLM's worker for the rank. The function runs in the worker's process.
 
     Returns:
-        The size in bytes, or 0 if the rank cannot copy its blocks, and the facts.
+        The size in bytes, or 0 if the rank cannot copy its blocks, and a list of strings that
+        describe the layout.
     """
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
@@ -291,7 +292,7 @@ def part_format(worker: Any) -> tuple[int, list[str]]:
 
 
 def cut_slots(_worker: Any, block_bytes: int) -> None:
-    """Divide a rank's shared memory into slots of `block_bytes`, the block size over all ranks."""
+    """Divide a rank's shared memory into slots of `block_bytes`, a block's size over all ranks."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
     assert connector.part is not None, "nothing is copied"

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process."""
+"""Runs vLLM's engine in this process."""
 
 import logging
 import os
@@ -72,20 +72,20 @@ from ullage_engine.worker.grammar import Grammars
 log = logging.getLogger("ullage.engine.vllm")
 
 VERSION = "0.32.0"
-"""The version of vLLM with which this file was tested."""
+"""The version of vLLM that this module supports and was tested with."""
 
 _PROBE_STEPS = 100
 _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Environment variables that place threads or that Ullage and vLLM set themselves."""
+"""Variables that `environment` skips: thread placement, and those set by Ullage and vLLM."""
 _NOTICED_WITHIN_S = 2.0
-"""Seconds to wait after a failed step for vLLM to notice that a rank has ended."""
+"""Seconds that vLLM gets after a failed step to notice that a rank has exited."""
 
 
 def check_version() -> None:
-    """Check the version of vLLM.
+    """Check that the tested version of vLLM is installed.
 
     Raises:
         WorkerStartError: the installed version is not the tested version.
@@ -105,7 +105,7 @@ def make_config(
 
     Args:
         arguments: arguments of `EngineArgs`.
-        host_tier: memory for KV outside the device. Embedding models do not use a host tier.
+        host_tier: memory for KV outside the device. Embedding models use no host tier.
         headless: whether this node is a follower.
 
     Raises:
@@ -126,7 +126,7 @@ def make_config(
 
 
 def is_cpu() -> bool:
-    """Return whether vLLM computes on CPUs here."""
+    """Return whether the installed vLLM computes on CPUs."""
     return bool(current_platform.is_cpu())
 
 
@@ -145,7 +145,7 @@ def check_device(asked: str) -> None:
 
 
 def processor() -> str:
-    """Return the kind of processor that vLLM uses, without creating a context on a GPU."""
+    """Return the kind of processor that vLLM uses, without creating a GPU context."""
     return cpu_kind() if is_cpu() else str(current_platform.get_device_name())
 
 
@@ -161,7 +161,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def resolve_dtype(name: str) -> str:
-    """Return the dtype of weights. "auto" means bfloat16 if the device supports it."""
+    """Return the dtype of the weights. "auto" means bfloat16 if the device supports it."""
     if name != "auto":
         return name
     fast = not is_cpu() or cpu_computes_bfloat16()
@@ -169,14 +169,14 @@ def resolve_dtype(name: str) -> str:
 
 
 def cpu_budget(config: EngineConfig, host_tier: int) -> int:
-    """Return the memory budget of all ranks on CPUs in bytes, excluding the host tier."""
+    """Return the memory budget of all CPU ranks together in bytes, excluding the host tier."""
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
 SizePool = Callable[[list[int], int, list[int]], list[int]]
-"""Function that returns the KV bytes of each rank.
+"""Function that decides how many bytes of KV each rank gets.
 
-Its arguments are the KV bytes that vLLM leaves for each rank, the bytes of all ranks' adapter
+Its arguments are the KV bytes that vLLM leaves for each rank, the total size of all ranks' adapter
 slots, and the bytes that were free on each rank's GPU before the weights were loaded.
 """
 
@@ -184,9 +184,9 @@ slots, and the bytes that were free on each rank's GPU before the weights were l
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Return a vLLM executor class that gets the size of the KV pool from the ledger.
+    """Return a vLLM executor class that takes the size of the KV pool from the ledger.
 
-    The executor kills its ranks on shutdown.
+    On shutdown, the executor kills its ranks.
     """
 
     class SizedExecutor(base):  # type: ignore[misc]
@@ -223,7 +223,7 @@ def _blank_slots(executor: Executor) -> int:
 
 
 def compute(config: VllmConfig, on_loaded: Callable[[], None]) -> None:
-    """Run the ranks of a follower until one of them ends.
+    """Run a follower's ranks until one of them exits.
 
     Args:
         config: vLLM's configuration.
@@ -248,13 +248,13 @@ class VllmCore:
 
         Args:
             config: vLLM's configuration.
-            size_pool: decides the size of the KV pool.
+            size_pool: decides how many bytes of KV each rank gets.
             load_vocabulary: returns the tokenizer for grammars, given the size of the vocabulary.
-                Called when the first grammar arrives.
-            on_stage: called at the start of the stages warm_up and kv_pool.
+                It is called when the first grammar arrives.
+            on_stage: called when the stages warm_up and kv_pool start.
 
         Raises:
-            WorkerStartError: the model or its memory cannot be served as configured.
+            WorkerStartError: the model cannot be served as configured, or does not fit in memory.
         """
         executor = _sized_executor(Executor.get_class(config), size_pool, on_stage)
         try:
@@ -271,14 +271,14 @@ class VllmCore:
         self._scheduler: Scheduler = core.scheduler
         self._kv_configs: list[KVCacheConfig] = getattr(core.model_executor, "kv_configs", [])
         self._requests: dict[str, Request] = {}
-        """vLLM's requests by Ullage's request ids."""
+        """vLLM's request objects by Ullage's request ids."""
         self._num_probes = 0
         self._warm_up_s: float = getattr(core.model_executor, "warm_up_s", 0.0)
         self._broken: dict[str, str] = {}
-        """Reasons why a request's grammar can no longer be followed, by vLLM's request ids."""
+        """Why requests' grammars can no longer be applied, by vLLM's request ids."""
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
-        """Number of adapters added so far, from which the next adapter gets its id in vLLM."""
+        """Number of adapters added so far, from which the next adapter's id in vLLM is derived."""
         self.blocks = VllmBlocks(self._scheduler, self._requests)
         self._tiers: ConnectorTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
@@ -301,7 +301,7 @@ class VllmCore:
 
     @property
     def task(self) -> Literal["generate", "embed"]:
-        """The model's task, such as generation or embedding."""
+        """The model's task: "generate" or "embed"."""
         return "embed" if self._config.model_config.runner_type == "pooling" else "generate"
 
     @property
@@ -341,7 +341,7 @@ class VllmCore:
 
     @property
     def max_decode_tokens(self) -> int:
-        """Maximum number of tokens that are scheduled at a time for a decoding sequence."""
+        """Maximum number of tokens that can be in flight for one decoding sequence."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
     @property
@@ -353,7 +353,7 @@ class VllmCore:
         return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
 
     def limit_chunk(self, num_tokens: int) -> None:
-        """Lower the maximum prompt tokens per step. Buffers and the warm-up keep their size."""
+        """Lower the maximum prompt tokens per step. Buffers and warm-up are unaffected."""
         most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
         if self.chunk_tokens:
             self._scheduler.max_num_scheduled_tokens = min(
@@ -361,17 +361,17 @@ class VllmCore:
             )
 
     def blank_slots(self) -> int:
-        """Return the size of all ranks' adapter slots in bytes, while no adapter is loaded."""
+        """Return the total bytes of all ranks' adapter slots, while no adapter is loaded."""
         return _blank_slots(self._engine.engine_core.engine_core.model_executor)
 
     @property
     def pool_bytes(self) -> int:
-        """KV bytes of all ranks, including vLLM's null block."""
+        """KV bytes on all ranks together, including vLLM's null block."""
         return self.block_bytes * (self.blocks.num_blocks + 1) if self._kv_configs else 0
 
     @property
     def block_bytes(self) -> int:
-        """KV bytes of a block, summed over all ranks."""
+        """KV bytes of one block, summed over all ranks."""
         return sum(
             pool_block_bytes(rank, self._config)
             for rank in self._kv_configs
@@ -380,13 +380,13 @@ class VllmCore:
 
     @property
     def groups(self) -> list[GroupKind]:
-        """The kind of each KV cache group."""
+        """The kind of KV of each cache group."""
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         return [group_kind(group, self._config) for group in groups]
 
     @property
     def ranks(self) -> list[RankPlace]:
-        """The device map, which shows the device and the layers of each rank."""
+        """The device map: the device and the layers of each rank."""
         model = self._config.model_config
         parallel = self._config.parallel_config
         layers = model.get_total_num_hidden_layers()
@@ -414,7 +414,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return the bytes per block that ranks copy, and the facts that determine their layout.
+        """Return the bytes per block that ranks copy, and what determines their layout.
 
         Raises:
             TiersRefusedError: blocks cannot be copied to tiers.
@@ -433,7 +433,7 @@ class VllmCore:
         return sum(num_bytes for num_bytes, _ in parts), facts
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
-        """Start keeping KV blocks in tiers outside the device as well.
+        """Keep KV blocks in tiers outside the device as well, from now on.
 
         Args:
             space: namespace of the blocks' keys.
@@ -471,7 +471,7 @@ class VllmCore:
             raise
 
     def _on_all_ranks(self, method: str, name: str) -> None:
-        """Call a method with an adapter on every rank.
+        """Call a method with an adapter as argument on every rank.
 
         Raises:
             AdapterError: the call failed on a rank.
@@ -516,7 +516,7 @@ class VllmCore:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Check a request for errors that would otherwise break vLLM in a later step.
+        """Reject requests that would otherwise break vLLM in a later step.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -576,7 +576,10 @@ class VllmCore:
             raise
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
-        """Fail the requests whose grammars failed in this step, and return the other outputs."""
+        """Fail requests whose grammar failed in this step, and return the outputs of the others.
+
+        The result also contains the failures.
+        """
         broken = self._broken
         self._broken = {}
         failed = [
@@ -593,7 +596,7 @@ class VllmCore:
 
     @property
     def probe_size(self) -> Probe:
-        """Size of the probe that every start computes."""
+        """Size of the probe, a small computation that every startup runs to verify its results."""
         groups = self.groups
         kinds = [each for each in groups if not each.state_blocks]
         num_blocks = self.blocks.num_blocks - sum(each.state_blocks for each in groups)
@@ -617,17 +620,17 @@ class VllmCore:
         return self._config.model_config.quantization is None
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute a few tokens, so that a fault that affects every step fails the start.
+        """Compute a few tokens, so that a fault that affects every step is detected at startup.
 
-        No state of the probe is kept.
+        No state of the computation is kept.
 
         Returns:
             The outputs, ordered by request and token.
 
         Raises:
             WorkerStartError: a step fails for a reason other than lack of memory. After an
-                out-of-memory error, another start may succeed.
-            RuntimeError: a rank's process has ended.
+                out-of-memory error, restarting may help.
+            RuntimeError: a rank's process has exited.
         """
         self._num_probes += 1
         requests = probe.requests(self._num_probes)
@@ -648,9 +651,9 @@ class VllmCore:
 
     @contextmanager
     def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
-        """Allow requests within the `with` block to request `num_logprobs` log-probabilities.
+        """Allow requests inside the `with` block to ask for `num_logprobs` log-probabilities.
 
-        vLLM's argument `max_logprobs` may otherwise allow fewer log-probabilities.
+        vLLM's `max_logprobs` argument might otherwise allow fewer.
         """
         model = self._config.model_config
         most = model.max_logprobs
@@ -662,7 +665,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Run requests to completion, each starting after the previous request's first token."""
+        """Run requests to completion. Each one starts after the previous one's first token."""
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -677,7 +680,7 @@ class VllmCore:
     def _step_until(
         self, outputs: dict[str, list[CoreOutput]], is_done: Callable[[], bool]
     ) -> None:
-        """Compute steps until `is_done` returns true, and add their outputs to `outputs`."""
+        """Compute steps until `is_done` returns true, and append their outputs to `outputs`."""
         for _ in range(_PROBE_STEPS):
             if is_done():
                 return
@@ -688,7 +691,7 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Empty the prefix cache, once no request holds blocks any more."""
+        """Clear the prefix cache, once no request holds blocks any more."""
         if not self.has_prefix_cache:
             return
         for _ in range(_PROBE_STEPS):
@@ -699,7 +702,7 @@ class VllmCore:
             raise RuntimeError("the probe's blocks are not given back")
 
     def digests(self) -> list[dict[str, str]]:
-        """Return digests of the rotary tables and weights in each rank's memory, by name."""
+        """Return, for each rank, digests of its rotary tables and weights in memory, by name."""
         args = (self.has_plain_weights,)
         by_rank: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
         return by_rank
@@ -709,10 +712,10 @@ class VllmCore:
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
-        """Check that the processes of all ranks on this node are alive.
+        """Check that all rank processes on this node are alive.
 
         Raises:
-            GroupLostError: a rank's process has ended.
+            GroupLostError: a rank's process has exited.
         """
         if self._has_lost_rank:
             raise GroupLostError("the process of a rank has ended")
@@ -723,11 +726,11 @@ class VllmCore:
         return getattr(self._executor, "is_failed", False)
 
     def close(self) -> None:
-        """Stop the processes of the other ranks."""
+        """Stop the other ranks' processes."""
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Return the matcher for a request's grammar. Replaces vLLM's own function."""
+        """Return the matcher for a request's grammar, as a replacement for vLLM's own function."""
         params = request.sampling_params
         assert params is not None
         assert params.extra_args is not None
@@ -742,14 +745,14 @@ class VllmCore:
 def _has_tokens(
     outputs: Mapping[str, Sequence[CoreOutput]], request: EngineRequest, num_tokens: int
 ) -> bool:
-    """Return whether a request has produced `num_tokens` tokens or its embedding."""
+    """Return whether a request has produced `num_tokens` tokens, or its embedding."""
     own = outputs[request.request_id]
     num_found = sum(len(each.token_ids) for each in own)
     return bool(own) and (request.embed or num_found >= num_tokens)
 
 
 def _field_of(error: Exception) -> str:
-    """Return the request field that caused vLLM's error."""
+    """Return the name of the request field that caused vLLM's error."""
     return str(getattr(error, "parameter", None) or "request")
 
 

@@ -1,4 +1,4 @@
-"""Conversion of requests to vLLM's arguments, and of vLLM's outputs to Ullage's outputs."""
+"""Converts requests to vLLM's arguments, and vLLM's outputs to Ullage's outputs."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,14 +15,14 @@ from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.ranks import RESUMED
 
 GRAMMAR = "ullage_grammar"
-"""Key in `extra_args` for a request's grammar, in llguidance's format."""
+"""Key in `extra_args` under which a request's grammar is passed, in llguidance's format."""
 _SEEDS = 1 << 63
 _ANY = r"start: /(.|\n)*/"
-"""A placeholder grammar that passes vLLM's own checks, used instead of the real grammar."""
+"""Placeholder grammar that passes vLLM's own checks. The real grammar takes its place."""
 
 
 class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """The grammar matcher of one answer, behind vLLM's interface."""
+    """Grammar matcher for one answer, which implements vLLM's interface."""
 
     def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
         self._matcher = matcher
@@ -63,7 +63,7 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Return arguments for vLLM's `SamplingParams`, whose `max_tokens` includes earlier output."""
+    """Return arguments for vLLM's `SamplingParams`. Their `max_tokens` includes earlier output."""
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -96,12 +96,12 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
 def converted_output(
     output: RequestOutput, params: SamplingParams | None, num_loaded: int
 ) -> CoreOutput:
-    """Convert vLLM's output for a request in one step.
+    """Convert vLLM's output of one step for one request.
 
     Args:
         output: vLLM's output.
         params: the request's sampling parameters in vLLM.
-        num_loaded: number of tokens that tiers supplied when the request started.
+        num_loaded: number of tokens whose KV was loaded from tiers when the request started.
     """
     [sample] = output.outputs
     finish: Literal["", "stop", "length", "error"] = ""
@@ -151,6 +151,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Return the error message for a client whose request's grammar failed because of `reason`."""
+    """Return the client's error message for a request whose grammar failed because of `reason`."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"
