@@ -1,10 +1,10 @@
-"""Reader of checkpoints whose `weight` is stored as int8 or float8, with a `weight_scale`.
+"""Reads checkpoints that store `weight` as int8 or float8 together with a `weight_scale`.
 
-compressed-tensors stores int-quantized and float-quantized models in this form, with one scale per
-tensor or per row. FP8 models from other tools have one scale per block of weights. These tools name
-the scale weight_scale_inv, although weights are multiplied by the scale. Unsupported settings of
-quantization_config raise an error that names the setting, because they change the meaning of the
-stored values.
+compressed-tensors uses this form for int-quantized and float-quantized models, with one scale per
+tensor or per row. FP8 models from other tools use one scale per block of weights. These tools call
+the scale weight_scale_inv, even though weights are multiplied by it. An unsupported setting in
+quantization_config raises an error that names the setting, because ignoring the setting would
+misinterpret the stored values.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,15 @@ class Scheme:
     """How a checkpoint stores quantised matrices: element type, scales and zero points."""
 
     types: frozenset[str]
-    """Element types that the weights may have: `int` or `float`."""
+    """Allowed element types of the weights: `int` or `float`."""
     block: tuple[int, int] = (128, 128)
-    """Rows and columns per scale block, for models whose scales are neither per row nor per
-    tensor."""
+    """Rows and columns per scale block, for models with one scale per block of weights."""
     is_symmetric: bool = True
-    """Whether quantisation is symmetric, so that the matrices have no zero points."""
+    """Whether quantisation is symmetric, that is, without zero points."""
     rounds_activations: bool = False
     """Whether activations are rounded to int8, row by row.
 
-    FP8 activations are not rounded. They keep the computing dtype, which is more precise than the
+    FP8 activations are not rounded but kept in the computing dtype, which is more precise than the
     model expects.
     """
 
@@ -94,7 +93,7 @@ def _group(groups: HFConfig, name: str) -> Scheme:
 
 
 def _rounds(group: HFConfig, where: str, type: object) -> bool:
-    """Return whether activations are rounded for int8 matmuls."""
+    """Return whether activations are rounded to int8 before matmuls."""
     activations = group.section("input_activations")
     inside = f"{where}input_activations."
     if not activations.values:
@@ -136,8 +135,8 @@ _STORED = {"I8": "int", "F8_E4M3": "float"}
 """Maps safetensors dtype names to the type names in quantisation configurations."""
 
 _KNOWN = frozenset({"weight", "bias", "input_scale", "weight_zero_point", *SCALES})
-"""Suffixes of the tensors that store one matrix. The scale of FP8 activations is not used, because
-activations are not rounded."""
+"""Name suffixes of the tensors that store one matrix. `input_scale`, the scale of FP8 activations,
+is ignored because FP8 activations are not rounded."""
 
 
 class ScaledMatrices:

@@ -1,9 +1,9 @@
 """Content digests of files, which show that two copies of a model are the same.
 
-A file is read once. Its digest is cached in a small file of the weights folder, under a key of the
-file's path, size, inode and times, so that a later start takes milliseconds. The check of a hub
-file against its name always reads the file, because bit rot changes neither path nor size nor
-times.
+Each file is read once. Its digest is then cached in a small file in the weights folder, keyed by
+the file's path, size, inode and timestamps, so that later starts take milliseconds. The check of a
+hub file against the SHA-256 in its name always reads the file, because bit rot changes none of
+these properties.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Digests:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.num_read = 0
-        """Number of files that were read because their digest was not cached."""
+        """Number of files that had to be read, for example because their digest was not cached."""
 
     def of_all(self, paths: Iterable[Path]) -> str:
         """Return a combined digest of several files, independent of their names and order.
@@ -74,8 +74,9 @@ class Digests:
 
         Args:
             path: the file.
-            reads_again: whether to read the file and replace the cached digest. This detects disk
-                corruption, which does not change the file's times.
+            reads_again: whether to read the file even if its digest is cached, and replace the
+                cached digest. This detects disk corruption, which does not change the file's
+                timestamps.
 
         Raises:
             WeightsError: the file cannot be read.
@@ -132,10 +133,10 @@ def model_digest(files: ModelFiles, folder: Path) -> str:
 
 
 def damage_by_name(files: ModelFiles, folder: Path) -> str:
-    """Return an error message if a cached hub file does not match its name, otherwise "".
+    """Return an error message if a hub file does not match the SHA-256 in its name, otherwise "".
 
-    The hub client names large files by their SHA-256, but only compares their sizes. This function
-    therefore reads every file, and caches the digests in `folder` for other callers.
+    The hub client names large files by their SHA-256, but only verifies their sizes. This function
+    therefore reads every such file, and caches the digests in `folder` for other callers.
 
     Raises:
         WeightsError: a file is missing or cannot be read.
@@ -162,8 +163,8 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
 
 
 Wait = Callable[[Callable[[], None]], str]
-"""A function that waits for a digest, and calls its argument about once per second while
-waiting."""
+"""Function that waits for a digest and returns it. It calls its argument about once per second
+while waiting."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
@@ -194,7 +195,7 @@ def _settle(result: Future[str], compute: Callable[[], str]) -> None:
 
 
 def _key(path: Path) -> str:
-    """Return a cache key for a file in its current state, from its path, size, inode and times."""
+    """Return a cache key computed from a file's path, size, inode and timestamps."""
     status = path.stat()
     text = (
         f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} "

@@ -1,7 +1,7 @@
-"""`ullage-engine fetch`: downloads a model from the hub or a bucket to the cache, and verifies it.
+"""`ullage-engine fetch`: downloads a model from a hub or bucket to the cache and verifies it.
 
 The operator runs this command as a Job if several engines share one cache. The command serves the
-download's progress on a port. The last line of the output is the result as JSON.
+download's progress on a port, and prints the result as JSON on the last line of output.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
 MISUSE = 2
-"""Exit status for errors that a retry would not fix."""
+"""Exit status for errors that a retry cannot fix."""
 FAILED = 1
 _SHA256_DIGITS = 64
 _READ_TIMEOUT_S = 5.0
 _REPORT_S = 10.0
-"""Seconds between two progress lines."""
+"""Seconds between progress lines."""
 EXAMPLES = """\
 examples:
   ullage-engine fetch --source hf://LiquidAI/LFM2-8B-A1B
@@ -53,12 +53,12 @@ exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not
 
 
 class Misuse(WeightsError):
-    """An error of the source itself, which a retry would not fix."""
+    """An error in the source itself, such as a wrong name, which a retry cannot fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A model file as the hub lists it."""
+    """A model file as listed by the hub."""
 
     name: str
     size: int
@@ -76,7 +76,7 @@ class FetchProgress:
     total_bytes: int = 0
     """Total size of the files in bytes, or 0 until the files are listed."""
     revision: str = ""
-    """The commit that was fetched, or the name of the bucket listing."""
+    """Commit that is being fetched, or the hash that identifies the bucket listing."""
     error: str = ""
 
     def to_json(self) -> str:
@@ -88,7 +88,7 @@ class Fetch(Protocol):
 
     @property
     def progress(self) -> FetchProgress:
-        """The current progress, which any thread may read."""
+        """The current progress. Any thread may read it."""
 
     def run(self) -> None:
         """Download and verify the model.
@@ -193,9 +193,9 @@ class HubFetch:
 
 
 def verify(files: Sequence[RemoteFile]) -> None:
-    """Check the sizes of the cached files, and the hashes of files that are named by their SHA-256.
+    """Check the cached files' sizes, and the SHA-256 of files that are named by it.
 
-    A file that differs is removed, so that the next attempt downloads the file again.
+    A damaged file is deleted, so that the next attempt downloads it again.
 
     Raises:
         WeightsError: a file is missing or damaged.
@@ -247,7 +247,7 @@ def _checked_source(source: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Convert an error of the hub client into an error that states a remedy."""
+    """Convert errors of the hub client into errors that suggest a fix."""
     try:
         yield
     except Exception as error:  # connection errors come from the client's HTTP library
@@ -260,7 +260,7 @@ def _explained(source: str) -> Iterator[None]:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Return whether the hub reports that the model does not exist or the token has no access."""
+    """Return whether the hub rejected the request because the model is missing or inaccessible."""
     from huggingface_hub.errors import (
         HFValidationError,
         RepositoryNotFoundError,
@@ -271,10 +271,10 @@ def _is_refused(error: BaseException | None) -> bool:
 
 
 def serve(fetch: Fetch, host: str | None, port: int) -> None:
-    """Serve the progress of the download at `/progress` until this process ends.
+    """Serve the download's progress at `/progress` until this process exits.
 
     Raises:
-        OSError: the port cannot be used.
+        OSError: the port is unavailable.
     """
 
     class StatusHandler(BaseHTTPRequestHandler):
@@ -332,7 +332,7 @@ def _failed(fetch: Fetch, message: str) -> FetchProgress:
 
 
 def _finish(result: FetchProgress, report: Path | None) -> None:
-    """Print the result as the last line, and write the result to the file that Kubernetes reads."""
+    """Print the result as the last line, and write it to the file that Kubernetes reads."""
     line = result.to_json()
     print(line, flush=True)
     if report is not None:

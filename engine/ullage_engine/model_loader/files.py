@@ -1,8 +1,8 @@
-"""Selects a model's files in a folder, and checks the headers of these files.
+"""Selects a model's files in a folder and checks their headers.
 
-This module does not import torch. The server process checks the files before it starts a worker,
-and the worker's readers use the same list of files. The checks do not read the contents of tensors,
-so they do not notice wrong values.
+This module does not import torch, so that the server process can check the files before it starts a
+worker. The worker's readers use the same list of files. The checks do not read tensor data, so they
+cannot detect wrong values.
 """
 
 import json
@@ -39,10 +39,10 @@ _BESIDE = (
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Maximum header length in bytes that the safetensors library accepts."""
+"""Maximum header size in bytes that the safetensors library accepts."""
 
 _MAX_NAMED = 5
-"""Maximum number of files that an error message lists."""
+"""Maximum number of files or numbers that an error message lists."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -61,14 +61,14 @@ _MAGICS = {
     b"\x89HDF": "an HDF5 file",
     b"\x1f\x8b": "compressed with gzip",
 }
-"""First bytes of files in other formats that are wrongly named as safetensors."""
+"""Magic bytes of other formats, to recognize files that are misnamed as safetensors."""
 
 
 _TABLE = ".rotary_emb.inv_freq"
-"""Name suffix of tensors with precomputed tables, which the engine computes itself."""
+"""Name suffix of precomputed rotary embedding tables, which the engine computes itself."""
 
 _PIECE_BYTES = 4 << 20
-"""Number of bytes that are compared at once."""
+"""Size in bytes of the chunks in which two files are compared."""
 
 
 class _Span(NamedTuple):
@@ -87,12 +87,11 @@ class Contradictions(NamedTuple):
     missing: dict[str, str]
     """Tensors that are missing from the file that the index names."""
     ambiguous: dict[str, str]
-    """Tensors that differ between two files, where the index does not name the last of these
-    files."""
+    """Tensors whose contents differ between two files, unless the index names the last file."""
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
-    """Check the headers of a model's files: whether the files are present, readable and complete.
+    """Check that a model's files are present, readable and complete, without reading tensor data.
 
     Args:
         files: the model's folder or GGUF file.
@@ -116,10 +115,10 @@ def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
 def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     """Check the files of a model that vLLM loads with these arguments.
 
-    Without an index, vLLM reads all safetensors files in a folder, so the folder must not contain
-    unrelated safetensors files. Because it is unknown which tensors vLLM reads, the files must
-    agree about all tensors. Only the output projection may differ, if the model may tie this
-    projection to the embedding.
+    Without an index, vLLM reads every safetensors file in a folder, so the folder must not contain
+    unrelated ones. Because it is unknown which tensors vLLM reads, the files must be consistent for
+    every tensor. The only exception is the output projection, which may be missing if the model can
+    use the embedding instead.
 
     Raises:
         WeightsError: `check_files` fails, tensors are ambiguous, or the folder has unrelated files.
@@ -158,10 +157,10 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name.
 
-    If the folder has an index, the index lists the files, as for transformers and vLLM. Without an
-    index, `model.safetensors` has all weights. Without both, the folder must contain a single file,
-    or all files `NAME-00001-of-0000N`. An ambiguous folder is refused. The header of each file is
-    read to check that the file is complete.
+    If the folder has an index, the index lists the files, as in transformers and vLLM. Otherwise
+    `model.safetensors` is used if it exists. If neither exists, the folder must contain a single
+    file or all files `NAME-00001-of-0000N`. An ambiguous folder is refused. The header of each file
+    is read to check that the file is complete.
 
     Raises:
         WeightsError: files are missing, broken or ambiguous.
@@ -174,12 +173,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return the tensors for which the files of a model contradict each other.
+    """Return the tensors for which a model's files are inconsistent.
 
-    The caller decides which of these tensors the model uses. Contradictions about unused tensors do
-    not matter. The index defines which file holds a tensor. If several files have a tensor,
-    transformers reads the last file and ignores the index, so the contents must be equal in all
-    files.
+    The caller decides which of these tensors matter, because inconsistencies in unused tensors are
+    harmless. The index defines which file holds a tensor. However, if several files contain a
+    tensor, transformers ignores the index and reads the tensor from the last file. The contents
+    must therefore be equal in all files, unless the index also names the last file.
 
     Raises:
         WeightsError: `weight_files` fails.
@@ -213,7 +212,7 @@ def contradictions(folder: Path) -> Contradictions:
 def read_safetensors_header(path: Path) -> list[str]:
     """Return the names of the tensors in a safetensors file.
 
-    The tensors must fill the file exactly.
+    The tensors must fill the file's data section without gaps.
 
     Raises:
         WeightsError: the file cannot be read, is truncated or is not a safetensors file.
@@ -271,11 +270,11 @@ def _have_same(name: str, path: Path, other: Path) -> bool:
 
 
 def _may_be_tied(folder: Path) -> bool:
-    """Return whether the output projection may be the embedding.
+    """Return whether the model may use the embedding as its output projection.
 
     Some model families that only vLLM serves, such as Gemma, tie the projection to the embedding by
-    default, and their config.json may omit the key. If such a model is not tied, vLLM refuses to
-    serve the model without the projection's tensor.
+    default, and their config.json may omit the setting. If such a model turns out not to be tied,
+    vLLM itself refuses to serve it without the projection's tensor.
     """
     config = read_config(folder)
     text = config.get("text_config")
@@ -285,13 +284,13 @@ def _may_be_tied(folder: Path) -> bool:
 
 
 def _named_files(folder: Path) -> dict[str, str] | None:
-    """Return which file holds each tensor according to the index, or None without an index."""
+    """Return a map from tensor names to file names, or None if the folder has no index."""
     index = folder / INDEX
     return _read_index(index) if os.path.lexists(index) else None
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Read the index, which states the file that holds each tensor."""
+    """Read the index, which maps tensor names to file names."""
     check_file(index)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -370,7 +369,7 @@ def _without_weights(folder: Path, names: Sequence[str]) -> WeightsError:
 
 
 def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
-    """Check the length of a header before memory is allocated for it.
+    """Check that a header's length is plausible before allocating memory for it.
 
     Args:
         path: the file.

@@ -1,7 +1,7 @@
 """Reads GGUF files: metadata as a model configuration, and tensors dequantised one by one.
 
-Metadata are translated to the keys of Hugging Face's config.json, and tensors get the names that
-they have in Hugging Face checkpoints. Therefore one configuration reader works for both formats.
+Metadata keys are translated to the keys of Hugging Face's config.json, and tensors are renamed to
+their Hugging Face names. One configuration reader therefore works for both formats.
 """
 
 import math
@@ -36,7 +36,7 @@ from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
 
 
 class GgufMetadata:
-    """The metadata of one GGUF file. Errors name the file and the metadata key."""
+    """The metadata of one GGUF file. Error messages include the file and the metadata key."""
 
     def __init__(self, path: Path, file: GGUFReader, *, allows_unknown: bool = False) -> None:
         self._path = path
@@ -58,7 +58,7 @@ class GgufMetadata:
         return contents
 
     def config(self, vocab: int, tied: bool) -> HFConfig:
-        """Return the config.json that describes the file's architecture.
+        """Return the config.json settings that correspond to the file's metadata.
 
         Raises:
             WeightsError: a key is missing or unknown, or has an unsupported value.
@@ -89,7 +89,7 @@ class GgufMetadata:
         return HFConfig(self._path, values, allows_unknown=self._allows_unknown)
 
     def _check_keys(self) -> None:
-        """Refuse unsupported metadata keys that would change results."""
+        """Refuse files with unsupported metadata keys that would affect results."""
         own = own_keys(dict.fromkeys(self._fields), self.architecture)
         values = {key: self._own(key) for key in own}
         section = HFConfig(self._path, values, allows_unknown=self._allows_unknown)
@@ -113,10 +113,10 @@ class GgufMetadata:
         return WeightsError(f"{self._path}: metadata {key!r} is missing; convert the file again")
 
     def _kv_heads(self) -> Json:
-        """Return the number of KV heads and the layer types.
+        """Return the config.json keys for the number of KV heads and the layer types.
 
-        If the metadata list the number of KV heads per layer, layers with 0 KV heads are
-        convolutions.
+        If the metadata list the number of KV heads of each layer, a layer with 0 KV heads is a
+        convolution.
         """
         heads = self._own("attention.head_count_kv")
         if not isinstance(heads, list):
@@ -214,7 +214,7 @@ GPT_OSS = {
 }
 
 NAMES = COMMON | LFM2
-"""Maps Hugging Face tensor names to GGUF names, without the layer prefix and the suffix."""
+"""Maps Hugging Face tensor names to GGUF names, both without layer prefix and suffix."""
 
 BY_ARCHITECTURE = {"gpt-oss": NAMES | GPT_OSS}
 
@@ -238,7 +238,7 @@ def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
 
 
 def is_known(architecture: str, name: str) -> bool:
-    """Return whether any layer of the architecture reads the tensor with this GGUF name."""
+    """Return whether any layer of this architecture reads a tensor with this GGUF name."""
     parts = {*BY_ARCHITECTURE.get(architecture, NAMES).values(), *EXPERTS}
     whole = "|".join(re.escape(part) for part in parts if part.endswith((".bias", ".weight")))
     weights = "|".join(re.escape(part) for part in [*parts, "rope_freqs"])
@@ -279,7 +279,7 @@ class GgufReader(PlainMatrices):
         return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor by its Hugging Face name, with its elements in Hugging Face's order."""
+        """Read a tensor by its Hugging Face name, reordered to Hugging Face's layout."""
         if ".mlp.experts." in name:
             return self._read_stacked(name)
         own, expert = gguf_name(self._metadata.architecture, name)
@@ -290,19 +290,19 @@ class GgufReader(PlainMatrices):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Quantised formats of the weights: MXFP4 for gpt-oss experts, otherwise none.
+        """Quantised formats of the weights: MXFP4 if there are gpt-oss experts, otherwise empty.
 
-        Other quantised blocks count as dequantised.
+        Other quantised blocks are not listed, so that any format may be requested for them.
         """
         names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
         is_packed = self.model_config.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
         return frozenset({"mxfp4"} if is_packed else ())
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding of a matrix whose blocks are kept, or None if they are dequantised.
+        """Return the encoding that keeps a matrix's quantised values, or None to dequantise them.
 
-        The MXFP4 blocks of gpt-oss experts are always kept. Blocks of four to eight bits are kept
-        if the target is int4.
+        The MXFP4 values of gpt-oss experts are always kept. Values of four to eight bits are kept
+        if the target format is int4.
         """
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
@@ -389,7 +389,7 @@ class GgufReader(PlainMatrices):
                 )
 
     def _check_names(self) -> None:
-        """Refuse tensors that no layer reads, because an ignored tensor may change answers."""
+        """Refuse tensors that no layer reads, because ignoring them could change answers."""
         for name in self._tensors:
             if not is_known(self._metadata.architecture, name):
                 raise WeightsError(

@@ -1,10 +1,11 @@
-"""The header of GGUF files, and the parts of a split file.
+"""Reads headers of GGUF files, and handles models that are split into several files.
 
-This module imports neither torch nor numpy, and reads no tensors. A header has the magic `GGUF`,
-the version (uint32), the numbers of tensors and of metadata pairs (uint64), the key-value pairs,
-and for each tensor its name, shape, type and offset. The data follow at a multiple of the
-alignment. llama.cpp splits a model into files named `NAME-00001-of-0000N.gguf`. The first part has
-the pairs, and each part has `split.no`, `split.count` and `split.tensors.count`.
+This module imports neither torch nor numpy, and reads no tensors. A header consists of the magic
+`GGUF`, the version (uint32), the numbers of tensors and of metadata pairs (uint64), the key-value
+pairs, and the name, shape, type and offset of each tensor. The data section follows at a multiple
+of the alignment. llama.cpp splits a model into files named `NAME-00001-of-0000N.gguf`. Only the
+first part contains all metadata pairs, while every part contains `split.no`, `split.count` and
+`split.tensors.count`.
 """
 
 import errno
@@ -76,7 +77,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: int
     offset: int
-    """Offset in bytes from the start of the data section."""
+    """Byte offset from the start of the data section."""
     nbytes: int | None
     """Size of the tensor in bytes, or None if its type is unknown."""
 
@@ -89,7 +90,7 @@ class GgufHeader:
     version: int = 0
     num_pairs: int = 0
     pairs: tuple[int, int] = (0, 0)
-    """Byte offsets of the start of the first metadata pair and of the end of the last pair."""
+    """Byte offsets at which the metadata pairs begin and end."""
     values: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Scalar and string values of the metadata pairs, by key."""
     tensors: list[GgufTensor] = field(default_factory=list)
@@ -112,7 +113,7 @@ class GgufHeader:
 
     @property
     def num_tensors_of_all(self) -> int:
-        """Total number of tensors in all parts, or -1 if the metadata do not state this number."""
+        """Total number of tensors in all parts, or -1 if the metadata do not specify it."""
         return self._number("split.tensors.count", -1)
 
     def _number(self, key: str, default: int) -> int:
@@ -133,7 +134,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def check_gguf(path: Path) -> list[GgufHeader]:
-    """Read the header of a model file, or of all parts if `path` is the first of several.
+    """Check the header of a model file, or of every part if `path` is the first of several.
 
     Raises:
         WeightsError: a file is missing, truncated, damaged, or belongs to another model.
@@ -247,7 +248,7 @@ def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of one file. The tensors must follow one another within the file.
+    """Read the header of one file, and check that its tensors are complete and in order.
 
     Raises:
         WeightsError: the file cannot be read, or is not a complete GGUF file.
@@ -264,7 +265,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Cursor:
-    """A read position in a memory-mapped file. Reading beyond the end raises ValueError."""
+    """A read position in a memory-mapped file. Reading past the end raises ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -334,7 +335,7 @@ class _Cursor:
         return GgufTensor(name, shape, kind, offset, math.prod(shape) // numbers * size)
 
     def _value(self) -> int | float | bool | str | None:
-        """Read the value of a metadata pair. Skip an array and return None."""
+        """Read the value of a metadata pair, or skip it and return None if it is an array."""
         kind = self._uint32()
         if kind == STRING:
             return self._text()
@@ -364,7 +365,7 @@ class _Cursor:
         self._skip(at - self._at)
 
     def _count(self, least: int) -> int:
-        """Read an item count. The file must have room for items of at least `least` bytes each."""
+        """Read an item count. Check that the file has room for items of at least `least` bytes."""
         count = self._uint64()
         if count * least > self._size - self._at:
             raise ValueError(f"it claims {count:,} items, for which it has no room")

@@ -1,8 +1,8 @@
 """Prepared weights: one flat file in the computing dtypes, which every worker maps.
 
-Preparation reads the checkpoint once, and fuses, converts and quantises the tensors. A restarted
-worker only maps the file, and the mapping is read-only. Engines that share the folder prepare the
-file only once, because a file lock elects the engine that prepares.
+The first start reads the checkpoint, fuses, converts and quantises its tensors, and writes the
+prepared file. A restarted worker only maps this file, read-only. If several engines share the
+folder, a file lock ensures that only one of them prepares the file.
 
 The file consists of a magic number, the length and SHA-256 of the header, the header (JSON), and
 the tensors at aligned offsets from the file's start. The header contains a checksum of each tensor.
@@ -54,19 +54,19 @@ log = logging.getLogger("ullage.engine.weights")
 MAGIC = b"ULLAGEW1"
 
 LAYOUT_VERSION = 12
-"""Version of prepared files. Increment it when their content or layout changes in any way."""
+"""Version of the prepared file format. Increment it whenever the content or layout changes."""
 
 ALIGNMENT = 4096
-"""Alignment of every tensor in bytes, which is a page, so that a single tensor can be mapped or
+"""Alignment of every tensor in bytes. It is one page, so that a single tensor can be mapped or
 sent."""
 
 LOCK_POLL_S = 0.05
 
 _MAX_COPIES = 4
-"""Maximum number of threads that copy tensors from a device at the same time for a comparison."""
+"""Maximum number of threads that copy tensors from a device in parallel for a comparison."""
 
 _SLICE_BYTES = 64 << 20
-"""Maximum number of a tensor's bytes that are copied from a device, or hashed, at the same time."""
+"""Size in bytes of the chunks in which a tensor is copied from a device or hashed."""
 
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 
@@ -75,13 +75,13 @@ Progress = Callable[[int, int], None]
 
 
 class Shard(Protocol):
-    """One rank's part of a model."""
+    """One rank's shard of a model."""
 
     encodings: dict[str, Encoding]
     """Encodings of the rank's quantised matrices, by name."""
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's part of a stored tensor, or None if the rank does not need it."""
+        """Return the rank's slice of a stored tensor, or None if the rank does not need it."""
         ...
 
 
@@ -91,22 +91,22 @@ ShardModel = Callable[[ModelConfig, dict[str, Encoding]], Shard]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights that are ready for computation. They are read-only."""
+    """Weights that are ready for use. They are read-only."""
 
     model_config: ModelConfig
     tensors: dict[str, torch.Tensor]
-    """Tensors by name. A quantised matrix has several pieces, which are named `MATRIX.PIECE`."""
+    """Tensors by name. A quantised matrix consists of several tensors, such as `MATRIX.scales`."""
     nbytes: int
-    """Size in bytes of the prepared file, and of the memory for mapping or copying the file."""
+    """Size of the prepared file in bytes, which is also the memory needed to map or copy it."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
     key: str = ""
-    """Key of the prepared file, which identifies its source files and its form."""
+    """Key of the prepared file, which identifies its source files and how they were prepared."""
     content: str = ""
-    """Digest of all values and shapes, which is equal on all engines with the same weights."""
+    """Digest of all values and shapes, which is equal on all engines that have the same weights."""
 
     def packed(self, name: str) -> Packed:
-        """Return a quantised matrix by name, assembled from its pieces."""
+        """Return a quantised matrix by name, assembled from its tensors."""
         encoding = self.encodings[name]
         tensors = self.tensors
         names = [each for each in PIECES if f"{name}.{each}" in tensors]
@@ -141,7 +141,7 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> str:
-        """Digest of all values with their shapes and encodings, but without their file offsets."""
+        """Digest of all values, shapes and encodings, regardless of file offsets."""
         tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
         return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
 
@@ -155,15 +155,15 @@ def load_weights(
     shard: ShardModel | None = None,
     calibration: Calibration | None = None,
 ) -> LoadedModel:
-    """Map the prepared weights, and prepare them in `weights_dir` first if necessary.
+    """Map the prepared weights, after preparing them in `weights_dir` if necessary.
 
-    On a CPU, the tensors are views of the file's mapped pages, and writing to them kills the
-    process. For other devices, the tensors are copied one after the other, and progress is reported
-    for each tensor.
+    On a CPU, the tensors are views of the file's read-only mapping, so writing to them kills the
+    process. For other devices, the tensors are copied one by one, and progress is reported after
+    each tensor.
 
-    If a layer cannot be calibrated, all weights are rounded to the nearest value, with a warning.
-    `weights_dir` keeps these weights, so that a restarted worker starts fast and continues the open
-    streams with the same weights.
+    If calibration fails for any layer, all weights are rounded to nearest instead, and a warning is
+    logged. `weights_dir` keeps these weights, so that a restarted worker starts fast and resumes
+    open streams with the same weights.
 
     Args:
         model: the source and the form of the weights.
@@ -173,8 +173,7 @@ def load_weights(
         progress: called with the number of bytes done so far.
         shard: selects one rank's part. The returned configuration and size still describe the whole
             model.
-        calibration: rounds weights to int4. Without a calibration, every weight is rounded to the
-            nearest value.
+        calibration: method of rounding weights to int4, or None to round every weight to nearest.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -200,15 +199,16 @@ def check_loaded(
 ) -> None:
     """Compare weights in memory with the checksums in the prepared file.
 
-    If a tensor differs, the next start checks the file first, and prepares the file again if it is
+    If a tensor differs, the next start verifies the file first, and prepares it again if it is
     damaged.
 
     Args:
         loaded: the weights.
         weights_dir: folder of the prepared file.
         progress: called with the number of bytes compared so far.
-        shard: selects one rank's part. With a shard, each rank checks its share of the file's
-            tensors, and compares all parts in its memory with the file.
+        shard: selects one rank's part. With a shard, the ranks divide the file's tensors among
+            themselves to verify their checksums, and each rank compares its own weights with the
+            file.
         rank: this rank.
         num_ranks: number of ranks that share the check.
 
@@ -241,7 +241,7 @@ def check_loaded(
 def content_key(
     files: ModelFiles, form: PreparedForm, calibration: Calibration | None = None
 ) -> str:
-    """Return a key of the source files and of everything else that determines the prepared file."""
+    """Return a key computed from everything that determines the content of the prepared file."""
     rounding = calibration.name if calibration else "nearest"
     # A start that refuses unknown keys must not map a file that was prepared while they were
     # allowed.
@@ -250,7 +250,7 @@ def content_key(
 
 
 def source_key(files: ModelFiles, use: str) -> str:
-    """Return a key of the source files' paths, sizes and modification times, and of their use."""
+    """Compute a key from `use` and the source files' paths, sizes and modification times."""
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()
@@ -259,10 +259,10 @@ def source_key(files: ModelFiles, use: str) -> str:
 
 
 def check_unchanged(files: ModelFiles, key: str, key_before: str) -> None:
-    """Check that the source files still have the key that they had before they were read.
+    """Check that the source files did not change while they were read.
 
     Raises:
-        WeightsError: the key has changed, so the data may have been read from two versions.
+        WeightsError: the key has changed, so the data may be a mix of two versions.
     """
     if key != key_before:
         raise WeightsError(
@@ -308,7 +308,7 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Return the prepared file and its header. Write the file first if necessary."""
+    """Return the prepared file and its header, after preparing the file if necessary."""
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -330,7 +330,7 @@ def _attach(
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
     """Return the first intact prepared file and its header, or None if no file is intact.
 
-    An optional second path is for int4 weights that were rounded to the nearest value because
+    The optional second path is that of int4 weights that were rounded to nearest because
     calibration failed.
     """
     for path in paths:
@@ -355,10 +355,11 @@ def _prepare_either(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Write `path`, or a file rounded to nearest if a layer cannot be calibrated.
+    """Write the prepared file, and fall back to rounding to nearest if calibration fails.
 
-    The caller holds the lock of `path`. A process that waits for the lock then finds one of the two
-    files.
+    The calibrated weights are written to `path`, and the fallback is written to a different file.
+    The caller holds the lock of `path`, so a process that waits for the lock then finds one of the
+    two files.
     """
     try:
         return path, _prepare(files, path, form, progress, calibration)
@@ -377,7 +378,7 @@ def _prepare_either(
 
 
 def _verified_header(path: Path, progress: Progress) -> Header | None:
-    """Read the header of a prepared file. Return None unless a file with intact tensors exists."""
+    """Return the header of a prepared file, or None if the file is missing or damaged."""
     header = read_header(path)
     if header is None or _read_marker(path) == _marker(path):
         return header
@@ -390,7 +391,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Compare all tensors in the file with their checksums. Return the name of one that differs."""
+    """Verify the checksums of a file's tensors. Return the name of a damaged tensor, or None."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -411,7 +412,7 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
 
 
 def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
-    """Compare tensors in memory with their checksums. Return the name of a tensor that differs."""
+    """Verify the checksums of tensors in memory. Return the name of a wrong tensor, or ""."""
 
     def is_whole(stored: StoredTensor) -> bool:
         digest = hashlib.sha256()
@@ -437,10 +438,10 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Check a rank's share of the file, and its parts in memory. Return a differing tensor's name.
+    """Verify one rank's weights. Return the name of a wrong tensor, or an empty string.
 
-    The file's tensors in `hashed` are compared with their checksums. The rank's parts in memory are
-    compared with the file.
+    The tensors in `hashed` are read from the file and compared with their checksums. The rank's
+    tensors in memory are then compared with the file.
     """
     own = shard(header.model_config, header.encodings)
     storage = _map(path)
@@ -463,7 +464,7 @@ def _differing_part(
 
 
 def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
-    """Return whether a part of the file has the same bytes as the tensor in memory."""
+    """Return whether a tensor from the file and a tensor in memory have the same bytes."""
     one = as_bytes(part.contiguous())
     other = as_bytes(placed.contiguous())
     if len(one) != len(other):
@@ -473,7 +474,7 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a thread-safe function that counts bytes and reports the progress."""
+    """Return a thread-safe function that adds to a byte count and reports the progress."""
     lock = threading.Lock()
     done = 0
 
@@ -492,7 +493,7 @@ def _marker_path(path: Path) -> Path:
 
 
 def _marker(path: Path) -> str:
-    """Return a string that changes with every boot and every change of the file."""
+    """Return a string that changes whenever the machine reboots or the file is modified."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     status = path.stat()
     return f"{boot_id} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -513,7 +514,7 @@ def _mark_verified(path: Path) -> None:
 
 @contextmanager
 def _lock(paths: list[Path], progress: Progress) -> Iterator[None]:
-    """Hold the lock for preparing `paths`. Report the progress of another engine that holds it.
+    """Hold the lock for preparing `paths`. While waiting, report the progress of the lock's holder.
 
     The kernel releases the lock if the process dies.
     """
@@ -597,9 +598,9 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Convert an unexpected error during header reads into a `WeightsError`.
+    """Convert unexpected errors while reading headers into a `WeightsError`.
 
-    A restart does not help, because the next start would read the same files.
+    A restart would not help, because it would read the same files.
     """
     try:
         yield
@@ -634,7 +635,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
-    """Write tensors one after the other, and return the SHA-256 of all their bytes."""
+    """Write tensors back to back, and return the SHA-256 of all their bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         data = as_bytes(tensor.contiguous()).numpy().data
@@ -644,7 +645,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
-    """Lay out all tensors. Return a header without checksums that fits before the first tensor."""
+    """Assign file offsets to all tensors. Return the header, which has no checksums yet."""
     room = ALIGNMENT
     while True:
         header = _header(model_config, prepared, room)
@@ -680,7 +681,7 @@ def _place(
     shard: ShardModel | None,
     progress: Progress,
 ) -> LoadedModel:
-    """Return all tensors of the file, or a rank's parts of them, on the device."""
+    """Place the file's tensors, or one rank's slices of them, on the device."""
     storage = _map(path)
     own = shard(header.model_config, header.encodings) if shard is not None else None
     is_copied = device.type != storage.device.type
@@ -706,8 +707,8 @@ def _place(
 def _map(path: Path) -> torch.Tensor:
     """Map a file's pages, so that all processes that map the file share the memory.
 
-    The mapping is read-only. A private writable mapping would hide stray writes, and the kernel
-    refuses such a mapping if it exceeds memory and swap (vm.overcommit_memory 0).
+    The mapping is read-only. A private writable mapping would hide stray writes. The kernel would
+    also refuse it if it exceeded memory and swap (vm.overcommit_memory 0).
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,8 +1,9 @@
-"""Tensors of a checkpoint that its configuration does not mention.
+"""Handles tensors of a checkpoint that its configuration does not account for.
 
-A configuration may tie the output projection to the embedding while the files contain a separate
-projection. The files may also have tensors, such as biases, that no layer of the family reads. Both
-would change answers. Therefore the separate projection is used, and unread tensors are refused.
+A configuration may tie the output projection to the embedding even though the files contain a
+separate projection. The files may also contain tensors, such as biases, that no layer of the model
+family reads. Ignoring either would change answers. The engine therefore uses the separate
+projection and refuses models with unread tensors.
 """
 
 import logging
@@ -22,7 +23,7 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger("ullage.engine.weights")
 
 _ROWS_AT_ONCE = 4096
-"""Number of rows that are compared at once, which limits memory use."""
+"""Number of rows that are compared at a time, to limit memory use."""
 
 _STORED = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
@@ -34,7 +35,7 @@ _HARMLESS = re.compile(
     r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|k_scale|v_scale|kv_scale"
     r"|q_scale|prob_scale|output_scale|input_zero_point)"
 )
-"""Tensors that do not affect results: tables that the engine computes itself, and scales of
+"""Tensors that can be ignored safely: tables that the engine computes itself, and scales of
 activations and KV, whose dtypes the engine chooses itself."""
 
 
@@ -54,7 +55,7 @@ class Tensors(Protocol):
 
 
 def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Untie the head if the checkpoint's head differs from the embedding, as transformers does."""
+    """Untie the output projection if it differs from the embedding, as transformers does."""
     heads = [
         name for name in tensors.names if name.startswith("lm_head.") and not name.endswith(".bias")
     ]
@@ -71,10 +72,10 @@ def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
 
 
 def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig) -> None:
-    """Refuse tensors of the model's layers that no layer reads.
+    """Refuse a checkpoint if it has tensors for the model's layers that no layer reads.
 
-    Tensors of layers beyond the configured ones are ignored, and so are biases of zeros, which some
-    quantisers write.
+    Tensors of layers beyond the configured number are ignored. All-zero biases, which some
+    quantisers write, are ignored too.
 
     Raises:
         WeightsError: a tensor is not read, and unknown tensors are not allowed.
@@ -111,7 +112,7 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
 
 
 def check_contradictions(model_config: ModelConfig, found: Contradictions) -> None:
-    """Refuse files that contain different versions of a tensor that the model uses.
+    """Refuse files that disagree about a tensor that the model uses.
 
     Raises:
         WeightsError: two files contradict each other.
@@ -124,7 +125,7 @@ def check_contradictions(model_config: ModelConfig, found: Contradictions) -> No
 
 
 def _read_names(model_config: ModelConfig) -> set[str]:
-    """Return the names of the tensors that a model uses, as named in unquantised checkpoints."""
+    """Return the names of the tensors that a model uses, as in unquantised checkpoints."""
     return {part.source for plan in plan_tensors(model_config) for part in plan.parts}
 
 
@@ -147,7 +148,7 @@ def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
 
 
 def _is_stored_part(name: str, stems: set[str]) -> bool:
-    """Return whether a tensor is a part of a quantised matrix that the model uses."""
+    """Return whether a tensor stores part of a quantised matrix that the model uses."""
     stem, _, ending = name.rpartition(".")
     if ending in _STORED and stem in stems:
         return True

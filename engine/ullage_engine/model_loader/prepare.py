@@ -37,20 +37,20 @@ MATRICES = frozenset(
 dtype."""
 
 VOCABULARY = frozenset({"embedding", "head"})
-"""Kinds of tensors that may be int8 if a kernel reads them in tiles, and otherwise keep the
+"""Kinds of tensors that may be int8 if a kernel can read them in tiles. Otherwise they keep the
 computing dtype."""
 
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """Dtypes whose elements are plain values without a scale."""
 
 FLOAT32 = frozenset({"router_bias"})
-"""Kinds of tensors that are always float32, because rounding them could change which experts are
-chosen."""
+"""Kinds of tensors that are always float32, because rounding them could change the routing to
+experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTensor:
-    """A planned tensor, in the form in which the prepared file stores it."""
+    """One tensor of the prepared file, and how to compute it from the checkpoint."""
 
     source: Path
     reader: CheckpointReader
@@ -68,7 +68,7 @@ class PreparedTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces of the tensor in file order, with their full names."""
+        """The stored arrays of the tensor, such as values and scales, in file order."""
         if self.encoding is None:
             return [Piece(self.name, self.plan.shape, self.dtype)]
         named = pieces_of(self.encoding, self.dtype)
@@ -76,14 +76,14 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Kinds of quantised blocks in the checkpoint that are dequantised and rounded again."""
+        """Kinds of the checkpoint's quantised blocks, such as Q4_K, that are requantised."""
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a calibration rounds the matrix. Otherwise it is kept or rounded to nearest."""
+        """Whether a calibration may round the matrix, because it is converted to int4."""
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
@@ -98,11 +98,11 @@ class PreparedTensor:
         return flat.view(self.plan.shape)
 
     def chunks(self, rounded: Quantized | None = None) -> Iterator[Iterable[torch.Tensor]]:
-        """Yield the contents of each piece, as consecutive parts.
+        """Yield the data of each stored array in file order, as a series of tensors.
 
         Args:
-            rounded: the matrix as rounded by a calibration. Without `rounded`, values are rounded
-                to nearest.
+            rounded: the matrix as rounded by a calibration. If None, the checkpoint's quantised
+                values are kept or values are rounded to nearest.
         """
         if self.encoding is None:
             yield (self._read(part).to(self.dtype) for part in self.plan.parts)
@@ -155,7 +155,7 @@ class PreparedTensor:
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
     def _check_numbers(self, part: Part, tensor: torch.Tensor) -> None:
-        """Refuse values that training never produces, but that incomplete files may contain."""
+        """Refuse values that indicate a damaged or incomplete file, such as NaN or only zeros."""
         if not tensor.numel():
             return
         least, most = (float(each) for each in tensor.aminmax())
@@ -172,32 +172,32 @@ class PreparedTensor:
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
-"""A function that takes all tensors of a layer, and returns the rounded matrices by name.
+"""Function that takes all tensors of a layer and returns the rounded matrices by name.
 
-The function is called once per layer, in order.
+It is called once per layer, in layer order.
 """
 
 
 class CalibrationError(Exception):
-    """An error for a model or layer that cannot be calibrated. The message is one line."""
+    """Raised if a model or layer cannot be calibrated, with a one-line message."""
 
     def __init__(self, message: str, remedy: str) -> None:
         """Create the error.
 
         Args:
             message: the cause, in one line.
-            remedy: the effect of rounding to nearest instead, and the remedy.
+            remedy: what rounding to nearest means for the user, and how to avoid it.
         """
         super().__init__(message)
         self.remedy = remedy
 
 
 class Calibration(Protocol):
-    """A method of rounding matrices to int4 that takes the inputs of the matrices into account."""
+    """A method of rounding matrices to int4 based on the matrices' typical inputs."""
 
     @property
     def name(self) -> str:
-        """A name that identifies this way of rounding."""
+        """Name that identifies this rounding method."""
         ...
 
     def begin(
@@ -208,7 +208,7 @@ class Calibration(Protocol):
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Start calibration with the first layer of a model.
+        """Begin calibrating a model at its first layer.
 
         Args:
             files: the model's files.
@@ -230,7 +230,7 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield all tensors in order, each with its calibrated matrix if it has one."""
+    """Yield all tensors in order, each with its calibrated matrix or None."""
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
         rounded = round_layer(layer) if round_layer and prefix else {}
@@ -240,7 +240,7 @@ def rounded_tensors(
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """The form of prepared weights: computing dtype, quantisation and device."""
+    """How weights are prepared: computing dtype, quantisation and device."""
 
     dtype: torch.dtype
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"]
@@ -248,7 +248,7 @@ class PreparedForm:
 
     @property
     def name(self) -> str:
-        """A name that identifies this form."""
+        """Name that identifies these settings."""
         layout = "tiles" if self._reads_tiles else "rows"
         return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
 
@@ -261,7 +261,7 @@ class PreparedForm:
         """Decide how one tensor is stored.
 
         Raises:
-            WeightsError: the checkpoint has a different format than requested.
+            WeightsError: the requested format conflicts with the checkpoint's format.
         """
         self._check(source, reader)
         encoding = None
@@ -280,7 +280,7 @@ class PreparedForm:
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
-        """Return the encoding for a matrix, and whether this is the checkpoint's own encoding."""
+        """Return a matrix's encoding, and whether it keeps the checkpoint's quantised values."""
         asked = self.quantization
         *rows, columns = plan.shape
         shape = (math.prod(rows), columns)
@@ -296,7 +296,7 @@ class PreparedForm:
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Return whether the checkpoint's int4 or int8 values of layer matrices are kept."""
+        """Return whether int4 or int8 values of the checkpoint are kept for any layer matrix."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -304,7 +304,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """The target format in which the checkpoint's own quantised values are kept, or None."""
+        """Target format if the checkpoint's quantised values may be kept, otherwise None."""
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization
@@ -332,10 +332,10 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Return an encoding that can keep the quantised values of all stacked parts, or None.
+    """Return one encoding that keeps the quantised values of all stacked matrices, or None.
 
-    GGUF may use integers of different widths or group sizes for the three matrices of one matmul.
-    These integers are kept as int8 with the smallest group size.
+    For example, GGUF may use integers of different widths or group sizes for the three matrices
+    that are fused into one. These integers are then kept as int8 with the smallest group size.
     """
     kept = [each for each in parts if each is not None]
     if not kept or len(kept) < len(parts):
@@ -358,7 +358,7 @@ def is_matrix(plan: TensorPlan) -> bool:
 
 
 def _kind(plan: TensorPlan) -> str:
-    """Return the last part of a tensor's name, which is the same in every layer."""
+    """Return the last component of a tensor's name, such as `qkv`, which all layers share."""
     return plan.name.rpartition(".")[2]
 
 

@@ -1,13 +1,13 @@
-"""The proof of a start: the tables and logits that a verified start of the same model computed.
+"""Proofs, which record the results of a verified start so that later starts can be checked.
 
 A proof contains digests of the weights and of every table, norm and scale in memory, and the logits
-of a probe. The first start writes the proof after it has computed everything twice with the same
-result. The file is next to the prepared weights. Every later start compares its own results with
-the proof before it serves requests.
+of a short test computation (the probe). The first start computes everything twice, and writes the
+proof next to the prepared weights if both results are equal. Every later start compares its own
+results with the proof before it serves requests.
 
 One file contains the proofs of all ranks that compute together. The file name contains the key of
-the weights and a digest of the facts that may change bits. Therefore different weights or facts
-have different files.
+the weights and a digest of everything else that may change result bits, such as the hardware. A
+change of either therefore leads to a different file.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ VERSION = "1"
 """Version of proofs. Increment it when the probe or the digests change."""
 
 PAGE = 4096
-"""Number of weight bytes per page. A digest contains one sum per page."""
+"""Number of weight bytes per page. The digest of a tensor covers one sum per page."""
 
 READ_BYTES = 512 << 20
-"""Maximum number of weight bytes that a start on a CPU reads, which takes about 50 ms.
+"""Maximum number of weight bytes that a CPU reads per start, which takes about 50 ms.
 
 If the weights are larger, the start reads evenly spaced pages. A start on a GPU reads all weights.
 """
@@ -42,8 +42,8 @@ SAMPLES = 256
 """Number of logits that are stored per row, evenly spaced over the vocabulary."""
 
 _SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""Tolerance of a logit if the order of summation may differ between starts, as a share of the row's
-spread."""
+"""Tolerance of a logit if the order of summation may differ between starts, as a fraction of the
+range of logits in the row."""
 
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
@@ -54,16 +54,16 @@ _REMEDY = (
 )
 
 Facts = Mapping[str, str]
-"""All facts that may change result bits from one start to another, by name."""
+"""Everything that may change result bits between starts, by name."""
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The results that one rank computed, as digests and samples."""
+    """The results of one rank, as digests and samples."""
 
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
     logits: str
-    """Digest of the probe's logits. If another rank has the logits, the digest covers no rows."""
+    """Digest of the probe's logits. It covers no rows if another rank computes the logits."""
     samples: list[list[float]]
     """Sampled logits of each row."""
 
@@ -77,10 +77,9 @@ _SEPARATOR = b"\n"
 
 
 def _encode(stored: _Stored) -> bytes:
-    """Return the bytes of a proof file: a digest of the content, and the content.
+    """Encode a proof file as a digest of the content, followed by the content.
 
-    The digest detects disk corruption. Without it, every later start would differ from a damaged
-    proof.
+    The digest detects disk corruption, so that no start is compared with a damaged proof.
     """
     content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
@@ -97,7 +96,7 @@ def _decode(data: bytes) -> _Stored | None:
 
 
 class ProofFile:
-    """The file with the proofs of one model for one set of facts."""
+    """The proof file for one model and one set of `Facts`."""
 
     def __init__(self, folder: Path, weights_key: str, facts: Facts) -> None:
         self._facts = dict(facts) | {"version": VERSION}
@@ -113,7 +112,7 @@ class ProofFile:
         return None
 
     def write(self, ranks: list[Proof]) -> list[Proof]:
-        """Store all ranks' proofs unless another engine was faster. Return the stored proofs."""
+        """Store all ranks' proofs, unless another engine already did. Return the stored proofs."""
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -132,7 +131,7 @@ class ProofFile:
 
 
 def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
-    """Return how much logits may differ between two starts, as a share of their row's spread."""
+    """Return how much logits may differ between starts, as a fraction of the range in their row."""
     return 0.0 if is_exact else _SPREAD_SHARE[dtype]
 
 
@@ -162,7 +161,8 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
     Args:
         found: the results of the start.
         expected: the proof.
-        tolerance: tolerance of a logit, as a share of its row's spread. 0 requires equal bits.
+        tolerance: tolerance of a logit, as a fraction of the range in its row. 0 requires equal
+            bits.
         source: origin of the proof, for the error message.
 
     Raises:
@@ -173,7 +173,7 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
 
 
 def difference(found: Proof, expected: Proof, tolerance: float) -> str:
-    """Describe how a start differs from a proof. Return an empty string if it does not differ."""
+    """Describe how a start differs from a proof, or return "" if it does not."""
     names = sorted(found.tensors.keys() | expected.tensors.keys())
     changed = [name for name in names if found.tensors.get(name) != expected.tensors.get(name)]
     if changed:
@@ -204,7 +204,7 @@ def _distance(one: float, other: float) -> float:
 
 
 class LogitsDigest:
-    """Digests and samples logits that are computed row by row."""
+    """Computes a digest and samples of logits that arrive in several batches of rows."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -233,9 +233,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor's pages, or of some pages if the weights are large.
+    """Return a digest of each tensor's pages, or only of some pages for large weights on a CPU.
 
-    The digest detects every change of a single value in these pages.
+    The digest changes if a single value in these pages changes.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
@@ -257,7 +257,7 @@ def _page_digest(tensor: torch.Tensor, stride: int) -> str:
 
 
 def _page_sums(pages: torch.Tensor) -> memoryview:
-    """Return the sum of each page's words, modulo 2^64."""
+    """Return the sum of each page's 64-bit words, modulo 2^64."""
     if pages.device.type == "cpu":
         # This runs on one thread, since waking others takes longer than reading the pages. A
         # rank's part may begin within a word, which numpy can read.

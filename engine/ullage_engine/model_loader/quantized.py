@@ -1,8 +1,8 @@
 """Readers of quantised safetensors checkpoints, one for each tool that writes such checkpoints.
 
-Each kind (GPTQ, AWQ, FP8, MXFP4, compressed-tensors, `ullage quantize`) stores a matrix
-`name.weight` in several tensors. If the engine supports the kind of quantised values, the values
-are kept, and only their scales are rounded to the computing dtype. Other matrices are dequantised.
+Each tool (GPTQ, AWQ, FP8, MXFP4, compressed-tensors, `ullage quantize`) stores a matrix
+`name.weight` in several tensors. If the engine supports the quantised values, it keeps them and
+only rounds their scales to the computing dtype. Other matrices are dequantised.
 
 GPTQ and AWQ pack integers into int32, in groups of columns with scales and zero points: weight =
 (q - zero point) * scale. GPTQ packs along the columns (in) of qweight [in / n, out] and along the
@@ -212,7 +212,7 @@ class PackedExperts:
         return Quantized("mxfp4", unpack_nibbles(blocks), scales)
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Return one layer's experts as float32 [experts, in, out], as if unquantised."""
+        """Return one layer's experts as float32 [experts, in, out], like an unquantised tensor."""
         experts, out, _ = self._shape(stem)
         return self.quantized(stem).dequantise().view(experts, out, -1).transpose(1, 2)
 
@@ -276,7 +276,7 @@ class OwnMatrices:
 
 
 class Matrices(Protocol):
-    """The interface to quantised matrices of one kind, whose names are passed without `.weight`."""
+    """The interface to one tool's quantised matrices. Names are passed without `.weight`."""
 
     @property
     def formats(self) -> frozenset[Format]: ...

@@ -1,7 +1,7 @@
 """Checks that a folder has room for files before the first byte is written.
 
-A folder in memory (tmpfs) may have more room than the container's memory limit. Writing to such a
-folder would kill the process instead of failing.
+A folder in memory (tmpfs) may report more free space than the container's memory limit. Exceeding
+that limit would kill the process instead of failing the write.
 """
 
 import os
@@ -13,7 +13,7 @@ from ullage_engine.memory.ledger import mib
 from ullage_engine.protocol.errors import WeightsError
 
 MARGIN_BYTES = 16 << 20
-"""Bytes to leave free for the file system's metadata and the folder's small files."""
+"""Bytes to leave free for file system metadata and small files in the folder."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -39,8 +39,8 @@ def check_room(
     Args:
         folder: the folder.
         num_bytes: number of bytes to write.
-        where: name of the folder in the error.
-        files: name of the files in the error.
+        where: how the error message refers to the folder.
+        files: how the error message refers to the files.
 
     Raises:
         WeightsError: the bytes do not fit.

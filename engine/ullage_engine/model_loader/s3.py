@@ -1,8 +1,9 @@
-"""Models and adapters in buckets: all files of one listing are fetched and checked, or none.
+"""Fetches models and adapters from buckets, with all files from one listing of the bucket.
 
-The cache has one folder per listing, which has a temporary name until its last file is fetched. A
-process and its children use the same listing of a model, so the tokenizer and the weights have the
-same version, even in a restarted worker.
+The cache has one folder per listing. The folder has a temporary name until all of its files are
+fetched and verified, so that no incomplete model is used. A process and its children keep using the
+same listing of a model, so that the tokenizer and the weights have the same version, even after a
+worker restarts.
 """
 
 import base64
@@ -37,12 +38,12 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger(__name__)
 
 CACHE = "ULLAGE_S3_CACHE"
-"""Environment variable with the folder of fetched objects."""
+"""Environment variable that sets the cache folder of fetched objects."""
 PINS = "ULLAGE_S3_PINS"
-"""Environment variable that passes the files of each source to child processes, as JSON."""
+"""Environment variable that tells child processes which files to use for each source, as JSON."""
 
 _LOG_S = 10.0
-"""Seconds between two log lines of a download."""
+"""Seconds between log lines about a download's progress."""
 _READ_BYTES = 1 << 20
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _MD5 = re.compile(r'"[0-9a-f]{32}"')
@@ -60,21 +61,21 @@ class Wanted:
 
 @dataclass(slots=True)
 class Download:
-    """A download's progress, which any thread may read."""
+    """The progress of a download. Any thread may read it."""
 
     total_bytes: int = 0
     """Total size of the files in bytes, or 0 until the bucket has listed the files."""
     bytes: int = 0
     """Number of bytes that are in the cache so far."""
     version: str = ""
-    """Name of the bucket listing, which is a hash of the objects' keys, sizes and ETags."""
+    """Version of the source: a hash of the keys, sizes and ETags in the bucket listing."""
 
 
 def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Return the path of a model's files. This process and its children keep using these files.
+    """Fetch a model and return its path. This process and its children keep using these files.
 
     Raises:
-        WeightsError: the files cannot be fetched completely.
+        WeightsError: not all files could be fetched.
     """
     pins = json.loads(os.environ.get(PINS, "{}"))
     if source in pins and Path(pins[source]).exists():
@@ -85,22 +86,22 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
 
 
 def pinned(source: str) -> str:
-    """Return the name of the listing that this process uses for a source, or "" before a fetch.
+    """Return the version of a source that this process uses, or "" before it is fetched.
 
-    The name is the same on all machines.
+    The version identifies the bucket listing, so it is the same on all machines.
     """
     path = json.loads(os.environ.get(PINS, "{}")).get(source, "")
     return "/".join(Path(path).parts[-2:])
 
 
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Return a folder with the requested files of a prefix, or a GGUF file next to its parts.
+    """Fetch the requested files under a prefix, and return the folder or GGUF file.
 
-    The files are the bucket's current files. If the store does not answer, or fails during the
-    download, the files of the last complete download are used.
+    The bucket's current files are used. If the store does not answer or fails during the download,
+    the function falls back to the last complete download.
 
     Raises:
-        WeightsError: the files cannot be fetched completely.
+        WeightsError: not all files could be fetched.
     """
     key = path.strip("/")
     try:
@@ -117,8 +118,8 @@ def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Downl
     """Fetch a source's current files from its bucket, and return their path.
 
     Raises:
-        WeightsError: the files cannot be fetched completely. The error is a `BucketError` if the
-            bucket is the cause.
+        WeightsError: not all files could be fetched. The error is a `BucketError` if the bucket is
+            the cause.
     """
     key = path.strip("/")
     store, items = _listing(what, bucket, key, wanted)
@@ -156,7 +157,7 @@ def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download
 
 
 def _named(folder: Path, key: str) -> Path:
-    """Return the path of the file that a source names, or of the fetched folder."""
+    """Return the path of the file if a source names a single file, otherwise the fetched folder."""
     return folder / key.rpartition("/")[2] if _is_file(key) else folder
 
 
@@ -203,7 +204,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return a file name for a source, which is the same for all versions of the source."""
+    """Return a file name for a source that does not depend on its version."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"
@@ -280,7 +281,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 
 
 def _fetch_object(store: Bucket, item: Listed, path: Path, report: "_Log") -> None:
-    """Fetch one object, resuming an earlier process's download, and verify its checksums."""
+    """Fetch one object, resuming an interrupted download, and verify its checksums."""
     headers = store.head(item)
     if headers.get("content-length", str(item.size)) != str(item.size):
         raise S3Error("it has another size than it was listed with; start again")
@@ -336,7 +337,7 @@ class _Crc:
 
 
 class _Check:
-    """A checksum that an object's bytes must match."""
+    """A checksum of an object, to verify the downloaded bytes."""
 
     def __init__(self, name: str, hasher: _Hash, wanted: str, is_hex: bool = False) -> None:
         self.name = name
@@ -351,11 +352,11 @@ class _Check:
 
 
 def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
-    """Yield a checksum test for an object, if the bucket has a checksum of the whole object.
+    """Yield the checksum that an object must match, if the bucket has one for the whole object.
 
-    The checksums of a multipart upload cover its parts, not the whole object. An ETag is not an MD5
-    if a KMS key encrypts the object. MD5 is slower than a network, so it is only used for objects
-    without other checksums.
+    The checksums of a multipart upload cover its parts instead of the whole object. The ETag of an
+    object that is encrypted with a KMS key is not an MD5. MD5 is slower than the network, so it is
+    only used if there is no other checksum.
     """
     from awscrt import checksums
 

@@ -1,8 +1,8 @@
 """Client for a bucket of S3 or a compatible store: lists objects, and reads headers and ranges.
 
-Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. AWS's
-Common Runtime finds credentials, signs requests, and retries requests that the store refuses
-temporarily. The runtime is imported when the first bucket is used.
+Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. The
+AWS Common Runtime finds credentials, signs requests, and retries requests that the store
+temporarily rejects. The runtime is imported when the first bucket is used.
 """
 
 import os
@@ -17,18 +17,18 @@ from xml.etree import ElementTree
 from ullage_engine.protocol.errors import WeightsError
 
 UNSIGNED = "AWS_NO_SIGN_REQUEST"
-"""Environment variable that requests access without credentials, for public buckets."""
+"""Environment variable that enables access to public buckets without credentials."""
 
 _PART_BYTES = 8 << 20
 _CONNECTIONS = 8
 _MEMORY_BYTES = 1 << 30
-"""The smallest memory limit that the AWS runtime accepts, in bytes."""
+"""Memory limit of the AWS runtime in bytes, which is the smallest limit that it accepts."""
 _LONGEST_ANSWER = 8 << 20
 _MOST_OBJECTS = 10_000
 _MOST_PAGES = 100
-"""Maximum number of pages in a listing. A page may contain only folders."""
+"""Maximum number of pages in a listing. Pages that list only folders count as well."""
 _TRY_LATER = (408, 412, 429)
-"""Status codes below 500 for which a retry may help: timeout, changed object, too many requests."""
+"""Status codes below 500 that may be retried: timeout, changed object, too many requests."""
 _REDIRECTS = (301, 307)
 _WRONG_REGION = "AuthorizationHeaderMalformed"
 """Error code of a request that was signed for a region other than the bucket's."""
@@ -51,23 +51,23 @@ _REMEDIES = {
 
 
 _CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
-"""Error codes by HTTP status, for responses that lack an error code."""
+"""Default error codes by HTTP status, for responses without an error code."""
 _GAVE_UP = {
     "AWS_ERROR_S3_SLOW_DOWN": f"SlowDown: {_BUSY}",
     "AWS_ERROR_S3_INTERNAL_ERROR": f"InternalError: {_REMEDIES['InternalError']}",
 }
-"""Error codes for runtime errors that do not include the store's response."""
+"""Error codes for errors of the runtime that do not include the store's response."""
 
 
 class S3Error(Exception):
-    """A failed request. The message states the cause and a remedy."""
+    """Raised if a request fails. The message states the cause and suggests a fix."""
 
     def __init__(self, text: str, *, is_outage: bool = False, is_final: bool = False) -> None:
         super().__init__(text)
         self.is_outage = is_outage
-        """Whether the store did not answer, or could not serve the request."""
+        """Whether the store did not answer or was unable to serve the request."""
         self.is_final = is_final
-        """Whether a retry would fail, too, unless something is corrected first."""
+        """Whether a retry would fail as well, unless the user fixes the cause first."""
 
 
 class BucketError(WeightsError):
@@ -81,7 +81,7 @@ class BucketError(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object as the bucket lists it."""
+    """An object as listed by the bucket."""
 
     key: str
     size: int
@@ -154,13 +154,13 @@ def _no_address(endpoint: str) -> S3Error:
 
 
 class Bucket:
-    """A bucket, which is read with credentials from the environment."""
+    """A bucket that is read with credentials from the environment."""
 
     def __init__(self, bucket: str, environ: Mapping[str, str] = os.environ) -> None:
-        """Prepare for requests without sending any.
+        """Set up the client without sending a request.
 
         Raises:
-            S3Error: the environment's settings cannot be used, or the runtime is not installed.
+            S3Error: the environment variables are invalid, or the runtime is not installed.
         """
         self.name = bucket
         self.endpoint = endpoint_of(bucket, environ)
@@ -301,7 +301,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request. Return it, and a dictionary that the response fills."""
+        """Start a request. Return it and a dictionary that is filled when the response arrives."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
@@ -323,7 +323,7 @@ class Bucket:
 
 
 def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
-    """Return a credentials provider: keys from the environment, or the SDKs' default chain.
+    """Return a provider of credentials from the environment or the SDKs' default chain.
 
     Only the chain needs the system's CA certificates, which a container image may lack.
     """
@@ -423,7 +423,7 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
 
 
 def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
-    """Return the error for a request that was not answered, or could not be sent."""
+    """Return the error for a request that got no response or could not be sent."""
     if name in _GAVE_UP:
         return S3Error(_GAVE_UP[name], is_outage=True)
     # The service that issues credentials may be unavailable, just like the store.
@@ -454,7 +454,7 @@ class _Fault:
     code: str = ""
     message: str = ""
     region: str = ""
-    """Region that the store expects, or an empty string if the region was not the cause."""
+    """Region that the store expects, or "" if the region did not cause the error."""
 
     @classmethod
     def of(cls, body: bytes) -> "_Fault":

@@ -21,14 +21,14 @@ from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
 
 class CheckpointReader(Protocol):
-    """The interface to an open checkpoint of any kind, with Hugging Face's tensor names."""
+    """The interface to an open checkpoint of any format, with Hugging Face's tensor names."""
 
     @property
     def model_config(self) -> ModelConfig: ...
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Formats in which the checkpoint is quantised. If empty, any format may be requested."""
+        """Quantised formats of the checkpoint. If empty, any format may be requested."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
@@ -36,9 +36,9 @@ class CheckpointReader(Protocol):
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding in which a matrix's stored values can be kept for a target format.
+        """Return the encoding that keeps a matrix's quantised values for a target format, or None.
 
-        Return None if the values cannot be kept. The caller must then use `read`.
+        If the values cannot be kept, the result is None and the caller must use `read` instead.
         """
         ...
 

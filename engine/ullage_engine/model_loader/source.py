@@ -55,7 +55,7 @@ _OTHER_KINDS = {
     r".*\.(ggml|ggjt)": "of a format before GGUF; convert the model again",
     r".*\.(zip|tar|tgz|tar\.\w+|7z)": "an archive; unpack it",
 }
-"""Descriptions and remedies for files that are not usable models, by pattern of the file name."""
+"""Descriptions of unusable files with suggested fixes, by file name pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ModelFiles:
     tokenizer.json and safetensors files."""
     format: Literal["gguf", "directory"]
     allows_unknown: bool = False
-    """Whether unknown keys of the configuration are logged instead of refused."""
+    """Whether unknown configuration keys are only logged instead of refused."""
 
 
 def resolve_source(source: str) -> ModelFiles:
@@ -88,9 +88,9 @@ def resolve_source(source: str) -> ModelFiles:
 
 
 def model_version(source: str) -> str:
-    """Return the version of a bucket's files that this process uses.
+    """Return the version of a bucket source that this process uses.
 
-    The version is empty for other sources, and before the source has been resolved.
+    The version is empty for other sources, and until the source is resolved.
     """
     if not is_of_bucket(source):
         return ""
@@ -172,7 +172,7 @@ def hub_repository(source: str) -> tuple[str, str]:
 
 
 def is_of_bucket(source: str) -> bool:
-    """Return whether a source is a folder or a file in a bucket."""
+    """Return whether a source is in a bucket."""
     return source.startswith("s3://")
 
 
@@ -275,7 +275,7 @@ def _absence(path: Path) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """Return a remedy for a folder that has no config.json."""
+    """Suggest a fix for a folder that has no config.json."""
     names = sorted(os.listdir(folder))
     if not names:
         return "the folder is empty: download the model into it, or mount the volume that has it"
@@ -292,7 +292,7 @@ def _remedy(folder: Path) -> str:
 
 
 def other_kind(path: Path) -> str:
-    """Describe a file's kind, judged by its name, with a remedy. Return "" for unknown kinds."""
+    """Describe an unusable file based on its name and suggest a fix, or return "" if unknown."""
     for pattern, kind in _OTHER_KINDS.items():
         if re.fullmatch(pattern, path.name, re.IGNORECASE):
             return kind

@@ -1,7 +1,8 @@
 """Uploads weights from the mapped file to a device through pinned memory.
 
-A copy from pageable memory waits for the driver's own staging, tensor by tensor. In this module,
-the CPU fills one pinned staging buffer while the device copies from another.
+The driver copies pageable memory through its own staging buffer, one tensor at a time. This module
+overlaps the two steps: the CPU fills one pinned staging buffer while the device copies from
+another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,8 +73,8 @@ class Uploader:
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device. Later work on the stream may read the contiguous copy.
 
-        The tensor's bytes are staged when this method returns, so the tensor may change or be
-        freed.
+        When this method returns, the tensor's bytes have been read, so the tensor may be modified
+        or freed.
         """
         placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = as_bytes(tensor.contiguous())
@@ -93,7 +94,7 @@ class Uploader:
         return placed
 
     def _free(self) -> torch.Tensor:
-        """Return the free part of a staging buffer. Wait until at least one byte is free."""
+        """Return the free part of a staging buffer, waiting until at least one byte is free."""
         if self._used == len(self._staging[self._current]):
             self._waits[self._current] = self._stream.record()
             self._current = (self._current + 1) % len(self._staging)

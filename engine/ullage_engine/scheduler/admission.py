@@ -1,4 +1,4 @@
-"""Admission control: compares each request's KV cost with free memory, and admits or refuses.
+"""Admission control: admits or refuses each request by comparing its KV cost with free memory.
 
 Samples of one prompt are admitted together or not at all. The module `refusals` defines the rules
 for refusals.
@@ -22,11 +22,11 @@ from ullage_engine.scheduler.state import SchedulerState
 from ullage_engine.scheduler.stats import WalkLimiter, holder_shares
 
 _QUEUE_BATCHES = 4
-"""Maximum size of the waiting queue in batches. Further requests should queue in the router."""
+"""Maximum size of the waiting queue in batches. Excess requests should queue in the router."""
 
 
 class AdmissionControl:
-    """Turns each request into a sequence with reserved blocks, or refuses the request."""
+    """Converts each request to a sequence with reserved KV blocks, or refuses the request."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self._profile = profile
@@ -40,12 +40,12 @@ class AdmissionControl:
         self._num_submitted = 0
         self._walks = WalkLimiter(state.clock)
         self._releases: list[ReleaseState] = []
-        """Expected memory releases, as computed by the last pass over all sequences."""
+        """Expected memory releases as of the last pass over all sequences."""
 
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
         """Admit all samples of one prompt together, or refuse them all without changing any state.
 
-        Resumed requests are refused only if they are invalid. They may have to wait for memory.
+        Resumed requests are refused only if they are invalid. If memory is short, they wait for it.
         """
         group = self._group(requests)
         if not resumed or not all(request.token_ids for request in requests):
@@ -56,14 +56,15 @@ class AdmissionControl:
         return None
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        """Refuse all requests if one of their ids is in use or occurs twice."""
+        """Refuse all requests if any of their ids is already in use or occurs twice."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def can_start(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence may start.
 
-        The sequence must have its reserved memory. No running sequence may be computing more of the
-        same prefix than the waiting sequence already holds.
+        Its reserved memory must have been granted. If a running sequence is about to compute
+        further blocks of the same prefix, the waiting sequence does not start yet, so that it can
+        share these blocks instead of recomputing them.
         """
         if sequence.fork.parent or not self._reservations.is_granted(sequence):
             return False
@@ -84,7 +85,7 @@ class AdmissionControl:
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence with the priority and arrival of `rank`, last among equal ranks."""
+        """Create a sequence with the priority and arrival of `rank`, ranked after its equals."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -101,7 +102,7 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return the maximum length in tokens that each of `num_samples` samples may reach."""
+        """Return the maximum length in tokens of each of `num_samples` samples."""
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
@@ -110,9 +111,9 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """List the expected memory releases with their times and sizes. See `soonest_releases`.
+        """List the times and sizes of the expected memory releases. See `soonest_releases`.
 
-        With many sequences the list may be slightly out of date.
+        If there are many sequences, the list may be slightly out of date.
         """
         if self._walks.is_due(len(self._sequences)):
             self._releases = soonest_releases(self._expected_releases())
@@ -129,7 +130,7 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield for each sequence the seconds until it should release memory, and the bytes."""
+        """Yield how soon, in seconds, each sequence should release memory, and how many bytes."""
         for each in self._sequences:
             blocks = each.num_reserved + self._num_held(each)
             if blocks:
@@ -167,20 +168,20 @@ class AdmissionControl:
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        """Count the blocks that a sequence holds. A block that n sequences share counts as 1/n."""
+        """Count the blocks that a sequence holds. A block shared by n sequences counts as 1/n."""
         shares = holder_shares(sequence.blocks.ids, self._cache.ref_count)
         # Window blocks are few, and their counts may rise along the table.
         windows = sequence.windows.ids
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the number of free queue slots. An empty queue accepts any number of requests."""
+        """Return the number of free queue slots, which always suffices if the queue is empty."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Count the blocks that a sequence of a group needs to generate its first token."""
+        """Count the blocks that a sequence of a group needs to generate one more token."""
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,
@@ -189,7 +190,7 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Create the sequences of one submission, the first as parent if they share a prefix."""
+        """Create sequences for samples of one prompt. The first computes their common prefix."""
         rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
         parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):

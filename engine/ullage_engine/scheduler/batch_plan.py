@@ -1,6 +1,6 @@
-"""The contents of one scheduler step: its limits, its prompt token budget, and its chunks.
+"""Building blocks of a scheduler step: limits, prompt token budget and chunks of tokens.
 
-The functions depend only on sequences and limits, and allocate neither blocks nor slots.
+The functions depend only on sequences and limits. They allocate neither blocks nor slots.
 """
 
 import math
@@ -16,9 +16,10 @@ from ullage_engine.protocol.step_plan import Chunk
 from ullage_engine.scheduler.sequence import Sequence
 
 MIN_DECODES = 8
-"""Number of decodes that a step always computes, regardless of context length.
+"""Number of decodes that always fit in a step, regardless of context length.
 
-So few decodes take about as long as a single decode, because every step reads all model weights.
+Decoding this few sequences takes about as long as decoding one, because every step has to read all
+model weights.
 """
 
 _last_step_of = operator.attrgetter("last_step")
@@ -28,24 +29,23 @@ _last_step_of = operator.attrgetter("last_step")
 class PromptCost:
     """The cost of computing prompt tokens, relative to a token at the beginning of a prompt.
 
-    A token costs 1, plus 1 for every `even_context` tokens of context that the token attends to.
+    A token costs 1, plus 1 for every `even_context` tokens of context that it attends to.
     """
 
     even_context: float = math.inf
-    """Context length in tokens at which attention costs as much as a token's other computation.
+    """Context length in tokens at which attention costs as much as all other work for a token.
 
-    If this length is infinite, context costs nothing.
+    If infinite, the context length does not affect the cost.
     """
     step_budget: float = math.inf
-    """Maximum total cost of the prompt tokens in one step, which always computes at least one
-    token."""
+    """Maximum total cost of the prompt tokens in one step. At least one token is always allowed."""
 
     def of(self, start: int, count: int) -> float:
         """Return the cost of `count` prompt tokens that begin at position `start`."""
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many tokens from position `start` fit into a budget, at most `most`."""
+        """Return how many tokens from position `start` on fit in a budget, capped at `most`."""
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -61,7 +61,7 @@ class PromptCost:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The limits of a scheduler step, and of the worker that computes the step."""
+    """Limits of a scheduler step and of the worker that computes it."""
 
     max_model_len: int
     """Maximum sequence length in tokens."""
@@ -71,19 +71,19 @@ class SchedulerLimits:
     is_chunked: bool
     """Whether prompts are split across steps. If not, `prompt_tokens` must fit a whole prompt."""
     decode_tokens: int
-    """Maximum total context, in tokens, that the decodes of one step read.
+    """Maximum total context in tokens that the decodes of one step may read.
 
-    `MIN_DECODES` sequences may always decode."""
+    `MIN_DECODES` sequences may decode in any case.
+    """
     replay_tokens: int = 0
-    """Number of tokens that must be recomputed to rebuild a convolution state from zero.
+    """Number of tokens to recompute in order to rebuild a convolution state from zero.
 
-    This number covers all layers of the model on all ranks. It is 0 if the model has no
-    convolutions.
+    It accounts for all layers of the model on all ranks, and is 0 if the model has no convolutions.
     """
     max_decodes: int = 1 << 30
     """Maximum number of sequences that one step decodes."""
     max_in_flight: int = 1
-    """Maximum number of plans computed concurrently, which is the number of pipeline stages."""
+    """Maximum number of step plans in flight, which is the number of pipeline stages."""
     num_speculative_tokens: int = 0
     """Maximum number of draft tokens that one step verifies per sequence, or 0 for no drafts.
 
@@ -95,10 +95,10 @@ class SchedulerLimits:
 
 
 class PromptBudget:
-    """Counts how many prompt tokens one step may still compute."""
+    """Tracks how many more prompt tokens one step may compute."""
 
     def __init__(self, tokens: int, is_chunked: bool, cost: PromptCost) -> None:
-        """Create a budget of `tokens`. Without chunking, the budget only allows whole prompts."""
+        """Create a budget of `tokens`. If not `is_chunked`, only whole prompts are allowed."""
         self._tokens = tokens
         self._is_chunked = is_chunked
         self._cost = cost
@@ -106,7 +106,7 @@ class PromptBudget:
         self._is_untouched = True
 
     def share(self, start: int, remaining: int) -> int:
-        """Return how many of a sequence's remaining tokens, from `start` on, fit in the budget."""
+        """Return how many of the `remaining` tokens, beginning at `start`, fit in the budget."""
         if not self._is_chunked:
             return remaining if remaining <= self._tokens else 0
 
@@ -117,28 +117,28 @@ class PromptBudget:
         return max(count, min(most, 1)) if self._is_untouched else count
 
     def take(self, start: int, count: int) -> None:
-        """Deduct the tokens that the step computes from the budget."""
+        """Deduct `count` tokens that the step computes from the budget."""
         self._tokens -= count
         self._left -= self._cost.of(start, count)
         self._is_untouched = False
 
 
 class Transfers(NamedTuple):
-    """Copies to and from KV tiers outside the device, which are reported when they complete."""
+    """Copies to and from KV tiers outside the device, to report to the server once completed."""
 
     stored: tuple[KvSlot, ...] = ()
     read: tuple[KvRead, ...] = ()
 
     def and_those_of(self, other: "Transfers") -> "Transfers":
-        """Combine these copies with the copies of another `Transfers`."""
+        """Combine these copies with those of another `Transfers`."""
         return Transfers(self.stored + other.stored, self.read + other.read)
 
 
 class Planned(NamedTuple):
-    """A step plan that has not been committed yet."""
+    """A step plan that is still in flight, that is, not committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
-    """The plan's sequences by request id, each with the chunk that the plan computes."""
+    """Sequences of the plan by request id, each with the chunk of tokens to compute."""
     cancelled: list[Sequence]
     """Sequences that were dropped after the plan was made."""
     transfers: Transfers = Transfers()
@@ -151,15 +151,15 @@ def postponed_decodes(
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """List the decodes that do not fit in a step. The longest-waiting sequences run first.
+    """List the decodes that do not fit in a step. Longest-waiting sequences take precedence.
 
     Args:
         ready: sequences that can decode.
         max_decodes: maximum number of decodes in the step.
-        max_read_bytes: maximum total KV bytes that the step's decodes read. `MIN_DECODES` decodes
-            run in any case.
-        read_bytes: function from sequence length to the bytes that a decode reads. The function
-            must be nondecreasing and concave, as it is with sliding windows.
+        max_read_bytes: maximum total KV bytes that the step's decodes may read. `MIN_DECODES`
+            decodes are exempt from this limit.
+        read_bytes: returns the bytes that a decode reads for a sequence length. The function must
+            be nondecreasing and concave, which also holds for sliding windows.
 
     Returns:
         The request ids of the postponed decodes.
@@ -194,10 +194,10 @@ def make_chunk(
 
     Args:
         sequence: the sequence to compute.
-        start: position of the first token. Tokens before `num_computed` are computed again.
-        count: number of tokens, without the draft.
+        start: position of the first token. Tokens before `num_computed` are recomputed.
+        count: number of tokens, excluding the draft.
         slots: slots of the convolution states before and after the chunk.
-        draft: draft tokens to verify after a decode's token.
+        draft: draft tokens to verify after the decoded token.
     """
     tokens = sequence.token_ids
     end = start + count
@@ -228,7 +228,7 @@ def make_chunk(
 def make_decode(sequence: Sequence) -> Chunk:
     """Make a decode chunk for a model without convolution states and sliding windows.
 
-    The result is the same as that of `make_chunk`, which takes three times as long.
+    The result is identical to that of `make_chunk`, which takes three times as long.
     """
     tokens = sequence.token_ids
     request = sequence.request
@@ -245,6 +245,6 @@ def make_decode(sequence: Sequence) -> Chunk:
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """List the tokens that must not be sampled next, which are stop tokens before `min_tokens`."""
+    """List the tokens that must not be sampled next: the stop tokens, until `min_tokens`."""
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []

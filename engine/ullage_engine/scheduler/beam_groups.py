@@ -1,11 +1,11 @@
 """Beam searches in the engine, with one sequence for each beam of a step.
 
-A search is admitted like `width` samples of its prompt and begins with one of these samples. After
-that, each sequence is one beam for one step. The sequence computes its last token and reports the
-likeliest next tokens. When all beams of a search have reported, the search advances: the next beams
-fork from the beams that they extend, and the old beams end. A beam that waits for memory delays its
-search. Meanwhile, each other beam computes at most one extra token, and the search ignores that
-token.
+To reserve enough memory, a search is admitted like `width` samples of its prompt, and then starts
+with only one of them. From then on, each sequence represents one beam for one step: it computes its
+last token and reports the likeliest next tokens. Once all beams of a search have reported, the
+search advances: the next beams fork from the beams that they extend, and the old beams end. A beam
+that waits for memory delays its search. In the meantime, each of the other beams computes at most
+one extra token, which the search ignores.
 """
 
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ from ullage_engine.scheduler.scheduler import Scheduler
 _TOKENS_OF_A_SEQUENCE = 2
 """Number of output tokens of a beam's sequence.
 
-The first token is the beam's token of the step. The second token keeps the sequence alive until the
+The first is the beam's token for the current step. The second keeps the sequence alive until the
 next beams have forked from it.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """The state of one beam search, and its requests, one per hypothesis with the best first."""
+    """The state of one beam search, and its requests: one per returned hypothesis, best first."""
 
     requests: list[EngineRequest]
     rules: BeamRules
@@ -41,13 +41,14 @@ class _BeamGroup:
     members: list[str] = field(default_factory=list)
     """Request ids of the beams' sequences, in the order of the beams."""
     candidates: dict[str, list[Candidate]] = field(default_factory=dict)
-    """Likeliest next tokens that the beams have reported in this step so far, by sequence."""
+    """Likeliest next tokens that beams have reported in this step so far, by the request id of the
+    beam's sequence."""
     is_full: bool = False
-    """Whether the beams have reached the engine's maximum sequence length."""
+    """Whether a beam has reached the engine's maximum sequence length."""
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     open_ids: set[str] = field(default_factory=set)
-    """Ids of the requests that are not cancelled."""
+    """Ids of the search's requests that have not been cancelled."""
 
     @property
     def first(self) -> EngineRequest:
@@ -59,7 +60,7 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build one request per possible beam, each with the search's prompt."""
+        """Build `width` requests with the search's prompt, one for each beam."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
@@ -120,7 +121,7 @@ class _BeamGroup:
         )
 
     def _candidates(self, top: TokenLogprobs) -> list[Candidate]:
-        """Build candidates from the likeliest next tokens, with alternatives for the client."""
+        """Build candidates from the likeliest next tokens, including the client's top logprobs."""
         top_ids = top.top_ids[: self.num_top_logprobs]
         top_logprobs = top.top_logprobs[: self.num_top_logprobs]
         return [
@@ -130,7 +131,7 @@ class _BeamGroup:
 
 
 class BeamSearches:
-    """All beam searches of an engine. This class filters outputs between scheduler and clients."""
+    """Manages all beam searches of an engine, and converts scheduler outputs to client outputs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -140,11 +141,11 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Start a search for all its requests, or return a refusal that names the first request.
+        """Start the beam search of these requests, or refuse it.
 
         Returns:
-            The refusal, or the outputs of requests that end immediately because no further token
-            fits.
+            The refusal, which names the first request, or the outputs of requests that end
+            immediately because no further token fits.
         """
         group = _new_group(requests)
         root, *others = group.roots()
@@ -163,7 +164,7 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Consume the outputs of beams. Return finished searches' outputs and all other outputs."""
+        """Replace the outputs of beams by those of finished searches. Pass on all other outputs."""
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
@@ -174,7 +175,7 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request that belongs to a search. Return False if no search has the request.
+        """Cancel a request if it belongs to a search. Return whether it does.
 
         The search ends when its last request is cancelled.
         """
@@ -187,7 +188,7 @@ class BeamSearches:
         return True
 
     def on_failed(self, failed: RequestFailed) -> list[RequestFailed]:
-        """Fail all requests of a search whose beam failed. Return other failures unchanged."""
+        """Fail all requests of a search if one of its beams failed. Pass on other failures."""
         group = self._by_member.get(failed.request_id)
         if group is None:
             return [failed]

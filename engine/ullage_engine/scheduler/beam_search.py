@@ -1,15 +1,16 @@
 """Beam search, as a pure function of the beams' likeliest tokens.
 
-The search is that of `transformers.generate(num_beams=width, do_sample=False,
-early_stopping=False)`. In each step, every beam is extended by every token. Those of the `width`
-likeliest extensions that end become finished hypotheses, of which the `width` with the best scores
-are kept. The `width` likeliest extensions that do not end continue. The score of a hypothesis is
+The algorithm is that of `transformers.generate(num_beams=width, do_sample=False,
+early_stopping=False)`. Each step considers every extension of every beam by one token. If one of
+the `width` likeliest extensions ends with a stop token, it becomes a finished hypothesis. The
+`width` finished hypotheses with the best scores are kept. The `width` likeliest extensions that do
+not end become the next beams. The score of a hypothesis is
 
     sum of its tokens' log-probabilities / (number of its tokens ^ length penalty)
 
-The search ends when `width` hypotheses are finished and the likeliest beam, scored as if it ended
-now, is no better than the worst finished hypothesis. The search also ends at the length limit,
-where all extensions end.
+The search ends once `width` hypotheses are finished and the likeliest beam, scored as if it ended
+now, does not beat the worst of them. The search also ends at the length limit, where all extensions
+end.
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ class BeamRules:
     def num_candidates(self) -> int:
         """Return the number of next tokens that every beam must report.
 
-        A step needs the `width` likeliest extensions, and the `width` likeliest that do not end.
-        Within its beam, each of these tokens ranks behind at most the stop tokens and `width` - 1
+        A step needs the `width` likeliest extensions overall, and the `width` likeliest that do not
+        end. Within its beam, a needed token ranks behind at most the stop tokens and `width` - 1
         other tokens.
         """
         return self.width + len(self.stop_token_ids)
@@ -46,7 +47,7 @@ class Candidate:
 
     token_id: int
     report: TokenLogprobs
-    """Log-probabilities of the token and its alternatives, which a client may see."""
+    """Log-probabilities of the token and its alternatives, as reported to the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class Search:
     """The state of a beam search between two steps. A new search has one empty beam."""
 
     beams: tuple[Beam, ...] = (Beam(),)
-    """Unfinished beams, the likeliest first. There are none when the search is over."""
+    """Unfinished beams, likeliest first. Empty once the search is over."""
     finished: tuple[Hypothesis, ...] = ()
-    """At most `width` finished hypotheses, the best first."""
+    """At most `width` finished hypotheses, best first."""
 
     @property
     def is_over(self) -> bool:
@@ -103,7 +104,7 @@ def advance(
     Args:
         search: the state before the step.
         candidates: for each beam, its `rules.num_candidates` likeliest next tokens, likeliest
-            first. A beam with fewer tokens lists all of them.
+            first. If a beam has fewer possible next tokens, all of them are listed.
         rules: the search's parameters.
         is_last: whether the engine's length limit is reached before `max_tokens`.
 
@@ -152,7 +153,7 @@ class _Extension(NamedTuple):
 def _extensions(
     beams: Sequence[Beam], candidates: Sequence[Sequence[Candidate]]
 ) -> list[_Extension]:
-    """List every beam extended by every candidate, by descending likelihood, then in beam order."""
+    """List all extensions of all beams, likeliest first, with ties in beam order."""
     extended = [
         _Extension(beam.logprob + token.report.logprob, parent, beam, token)
         for parent, (beam, some) in enumerate(zip(beams, candidates, strict=True))
@@ -162,5 +163,5 @@ def _extensions(
 
 
 def _may_improve(best: _Extension, finished: Sequence[Hypothesis], rules: BeamRules) -> bool:
-    """Return whether a beam would beat the worst finished hypothesis if the beam ended now."""
+    """Return whether the best extension, if it ended now, would be among the kept hypotheses."""
     return len(finished) < rules.width or best.score(rules) > finished[-1].score

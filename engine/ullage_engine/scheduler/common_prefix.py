@@ -1,4 +1,4 @@
-"""Finds common prefixes of prompts, whose KV the requests can share."""
+"""Finds common prefixes of prompts, so that requests can share their KV."""
 
 from collections.abc import Iterable
 
@@ -6,14 +6,15 @@ from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.sequence import Sequence
 
 _FIRST_COMPARED = 16
-"""Length in tokens of the first slices that are compared."""
+"""Length in tokens of the first slices to compare."""
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
     """Return the length of the longest common prefix of two token lists.
 
-    The time is proportional to the length of the prefix, not to the lengths of the lists. Slices
-    double in size until two of them differ, and a binary search then finds the first difference.
+    The time is proportional to the length of the prefix, regardless of the lengths of the lists.
+    Slices of doubling size are compared until they differ, and a binary search then finds the first
+    difference.
     """
     low = 0
     end = min(len(one), len(other))
@@ -41,7 +42,8 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 def shared_tokens(requests: list[EngineRequest]) -> int:
     """Count the leading tokens that all of these requests have in common.
 
-    The last token of each request is excluded, because the request needs that token's logits.
+    The last token of each request is excluded, because each request must compute it to get its
+    logits.
     """
     first, *others = [request.token_ids for request in requests]
     shared = min(len(tokens) for tokens in [first, *others]) - 1
@@ -51,14 +53,14 @@ def shared_tokens(requests: list[EngineRequest]) -> int:
 def prefix_under_way(
     sequence: Sequence, running: Iterable[Sequence], block_tokens: int
 ) -> tuple[Sequence, int] | None:
-    """Find a running sequence that will compute further blocks of a waiting sequence's prefix.
+    """Find a running sequence that will compute blocks that a waiting sequence could reuse.
 
-    Only running sequences that are more important than the waiting sequence are considered.
-    Important sequences never wait for less important ones, so no two sequences wait for each other.
+    Only more important running sequences are considered. A sequence therefore never waits for a
+    less important one, and no two sequences wait for each other.
 
     Returns:
         The running sequence and the length of the common prefix in tokens, rounded down to whole
-        blocks.
+        blocks. None if there is no such sequence.
     """
     longest = len(sequence.token_ids) - 1
 

@@ -1,14 +1,14 @@
 """Slots for the convolution states of sequences.
 
-A state is immutable: a step reads one slot and writes the next state to another slot. Therefore a
-failed step can be recomputed, and forked sequences can share a state. A running sequence needs at
-most two slots, and the pool has two slots for each sequence that may run. A waiting sequence keeps
-its state until another sequence needs the slot.
+States are immutable: a step reads one slot and writes the next state to another slot. A failed step
+can therefore be retried, and forked sequences can share a state. A running sequence needs at most
+two slots, and the pool has two slots for each sequence that may run. A waiting sequence keeps its
+state until another sequence needs the slot.
 
-The prefix cache and host memory store KV but no states. A missing state is rebuilt by a replay:
-tokens are computed again from the zero state, while attention reads their stored KV. The rebuilt
-state is exact after `replay_tokens` tokens, or if the replay began at the start of the sequence. A
-replay may take several steps.
+The prefix cache and host memory store KV but no states. A missing state is rebuilt by replaying:
+earlier tokens are recomputed from a zero state, while attention reads their stored KV. The rebuilt
+state is exact once `replay_tokens` tokens have been replayed, or if the replay began at the start
+of the sequence. A replay may take several steps.
 """
 
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -29,8 +29,8 @@ class ConvStatePool:
     def next_position(self, sequence: Sequence) -> int:
         """Return the position of the first token that the next step computes.
 
-        The position is before `num_computed` if the state is missing, because tokens are then
-        replayed to rebuild it.
+        If the state is missing, the position is before `num_computed`, because earlier tokens must
+        be replayed to rebuild the state.
         """
         if not self.replay_tokens:
             return sequence.num_computed
@@ -58,7 +58,7 @@ class ConvStatePool:
         return conv.state.slot if conv.state and is_usable else None, conv.next_slot
 
     def commit(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Make the state that a computed chunk has written the sequence's current state."""
+        """Replace the sequence's current state by the one that a computed chunk has written."""
         slot = sequence.conv.next_slot
         if slot is None:
             return
@@ -71,9 +71,9 @@ class ConvStatePool:
         sequence.conv.state = ConvState(slot, chunk.end, since)
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Share the parent's state with a child that has the same first `num_computed` tokens.
+        """Share the parent's state with a child that has forked from it.
 
-        If the parent's state covers further tokens, it is not shared.
+        The state is not shared if it covers tokens beyond the child's `num_computed`.
         """
         state = parent.conv.state
         if state and state.num_tokens <= child.num_computed:
@@ -81,7 +81,7 @@ class ConvStatePool:
             child.conv.state = state
 
     def release_next(self, sequence: Sequence) -> None:
-        """Free the slot to which the sequence would have written its next state."""
+        """Free the slot that was assigned for the sequence's next state."""
         if sequence.conv.next_slot is not None:
             self._slots.free([sequence.conv.next_slot])
             sequence.conv.next_slot = None
@@ -92,7 +92,7 @@ class ConvStatePool:
         self._drop(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free or in use, and that no slot is both read and written."""
+        """Assert that no slot is lost, and that no slot is both read and written."""
         conv_slots = [each.conv for each in self._sequences]
         states = [each.state.slot for each in conv_slots if each.state]
         written = [each.next_slot for each in conv_slots if each.next_slot is not None]
@@ -104,15 +104,16 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Return whether continuing from the state is exact at `num_computed` and saves work.
+        """Return whether a step may continue from the state instead of replaying from zero.
 
-        Continuing saves work if it computes no more tokens than a replay from the zero state.
+        Continuing must yield an exact state at `num_computed`, and must not compute more tokens
+        than a replay from the zero state.
         """
         zero = max(0, num_computed - self.replay_tokens)
         return state.since <= zero <= state.num_tokens <= num_computed
 
     def _free_a_slot(self) -> None:
-        """Drop the least important waiting sequences' states until a slot is free."""
+        """Drop states of waiting sequences, least important first, until a slot is free."""
         for sequence in reversed(list(self._sequences)):
             if self._slots.num_free:
                 return

@@ -3,36 +3,37 @@
 import bisect
 
 _GROWTH = 1.125
-"""Ratio of adjacent histogram bucket bounds. An estimate is too high by at most one eighth."""
+"""Ratio of adjacent histogram bucket bounds, so that estimates are at most one eighth too high."""
 _RESCALE_AT = 1e12
-"""Weight of an observation at which all weights are rescaled, so that floats do not overflow."""
+"""Observation weight at which all weights are rescaled, so that floats do not overflow."""
 
 _SPEED_WEIGHT = 0.2
-"""Weight of the newest measurement in the moving average of the decode speed."""
+"""Weight of the latest measurement in the moving average of the decode speed."""
 _DEFAULT_DECODE_SPEED = 20.0
 """Assumed decode speed of a sequence, in tokens per second, until the speed has been measured. This
 value only affects Retry-After."""
 _STEP_WEIGHT = 0.05
-"""Weight of the newest step in the average step time for its batch size.
+"""Weight of the latest step in the moving average of the step time for its batch size.
 
-The weight is small because steps with prompts take much longer.
+The weight is small so that occasional steps with prompts, which take much longer, do not dominate.
 """
 _PREFILL_HALF_LIFE = 4096
-"""Number of prompt tokens after which a step counts half as much in the prefill speed."""
+"""Half-life, in prompt tokens, of a step's weight in the prefill speed."""
 _LEAST_PROMPT_SHARE = 0.1
-"""Minimum share of a mixed step's time that is attributed to its prompt tokens.
+"""Minimum fraction of a mixed step's time to attribute to its prompt tokens.
 
-Because step times vary, prompts would look free after a fast step without this minimum.
+A mixed step has both decodes and prompts. Without this minimum, prompts would appear to be free
+after a step that happened to be fast.
 """
 
 
 class OutputLengthEstimator:
     """Estimates the output length as a quantile of recent lengths, with exponential decay.
 
-    A histogram with geometric buckets limits the memory. Each observation weighs `2 ** (1 /
-    half_life)` times as much as the previous observation. This is equivalent to decaying all older
-    observations, but costs only one addition. The initial value counts as an ordinary observation
-    and decays, too, so the estimate can fall as fast as it can rise.
+    A histogram with geometric buckets bounds memory use. Each observation weighs `2 ** (1 /
+    half_life)` times as much as the previous one, which is equivalent to decaying all older
+    observations but only takes one addition. The initial value counts as an ordinary observation
+    and also decays, so the estimate can fall as fast as it can rise.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ def _bucket_bounds(max_tokens: int) -> list[int]:
 class ThroughputEstimator:
     """Moving averages of decode and prefill speed in tokens per second, 0 until measured.
 
-    The prefill speed is a least-squares fit to step times, so a step's weight is the square of its
-    number of prompt tokens. The fit therefore mainly reflects large chunks, which contain most
-    prompt tokens. A chunk of a few tokens takes almost as long as a chunk of a few hundred, so it
-    does not show how long a long prompt takes. In a step with decodes, the time of the prompt
-    tokens is the step's time minus the time of a step with the same decodes alone.
+    The prefill speed is a least-squares fit to step times, in which each step is weighted by the
+    square of its number of prompt tokens. Large chunks therefore dominate the fit. This is
+    intended, because a chunk of a few tokens takes almost as long as a chunk of a few hundred and
+    says little about long prompts. If a step also has decodes, the time of its prompt tokens is
+    estimated as the step time minus the time of a step with only the decodes.
     """
 
     def __init__(self) -> None:
@@ -118,10 +119,10 @@ class ThroughputEstimator:
 
         Args:
             seconds: duration of the step.
-            num_decodes: number of sequences that the step decoded, by one token each.
+            num_decodes: number of sequences that decoded one token each.
             num_prompt_tokens: number of prompt tokens that the step computed.
-            num_accepted: total number of additional tokens that the decodes gained from accepted
-                drafts.
+            num_accepted: total number of draft tokens that were accepted, in addition to one token
+                per decode.
         """
         if seconds <= 0:
             return
@@ -146,8 +147,8 @@ class ThroughputEstimator:
     def step_seconds(self) -> list[float]:
         """Return the average step time in seconds for 1 decode, 2 to 3 decodes, 4 to 7 and so on.
 
-        The list ends with the largest batch observed so far, and its values never decrease. A batch
-        size that was not observed gets the time of the next larger observed size.
+        The list ends at the largest batch size observed so far, and its values never decrease.
+        Sizes that were not observed use the time of the next larger observed size.
         """
         return self._steps.all()
 
@@ -165,7 +166,7 @@ class ThroughputEstimator:
 
 
 class _SecondsBySize:
-    """Average step time in seconds, grouped by the bit length of the number of decodes."""
+    """Average step times in seconds, grouped by number of decodes: 1, 2 to 3, 4 to 7 and so on."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -173,7 +174,7 @@ class _SecondsBySize:
         observed."""
 
     def has(self, num_decodes: int) -> bool:
-        """Return whether a step with about this many decodes was observed."""
+        """Return whether any step with a similar number of decodes was observed."""
         bucket = num_decodes.bit_length() - 1
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 
@@ -186,18 +187,18 @@ class _SecondsBySize:
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def predict(self, num_decodes: int) -> float:
-        """Predict the seconds of a step with this many decodes. Return 0 if no step was observed.
+        """Predict the duration in seconds of a step with this many decodes, or 0 if unknown.
 
-        A step larger than all observed steps gets the time of the largest observed step.
+        A step larger than any observed step is predicted to take as long as the largest one.
         """
         steps = self.all()
         return steps[min(num_decodes.bit_length(), len(steps)) - 1] if steps else 0.0
 
     def all(self) -> list[float]:
-        """Return the average seconds of all sizes up to the largest observed size.
+        """Return the average seconds for each group, up to the largest observed one.
 
-        The values never decrease. A size that was not observed has the value of the next larger
-        observed size.
+        The values never decrease. Groups without observations use the value of the next larger
+        observed group.
         """
         steps: list[float] = []
         bound = float("inf")

@@ -1,13 +1,14 @@
-"""Groups of samples of one prompt, in which one sample computes the shared tokens for all."""
+"""Groups of samples of one prompt, in which one sample computes the common prefix for all."""
 
 from ullage_engine.scheduler.sequence import Sequence
 
 
 class ForkGroups:
-    """Groups of samples of one prompt. Children fork from a parent that computes shared tokens.
+    """Groups of samples of one prompt, with a parent that computes the common prefix for all.
 
-    A child waits until its parent has computed the shared tokens. If the parent is removed earlier,
-    the most important child replaces it.
+    The other samples are its children. They wait until the parent has computed the common prefix,
+    and then fork from it. If the parent is removed before that, the most important child takes its
+    place.
     """
 
     def __init__(self) -> None:
@@ -17,7 +18,7 @@ class ForkGroups:
         return bool(self._children)
 
     def form(self, parent: Sequence, children: list[Sequence], num_shared_tokens: int) -> None:
-        """Make `children` wait until the parent has computed its first `num_shared_tokens`."""
+        """Make `children` wait for the parent to compute its first `num_shared_tokens` tokens."""
         parent.fork.has_children = bool(children)
         for child in children:
             child.fork.parent = parent
@@ -26,13 +27,13 @@ class ForkGroups:
             self._children[parent] = children
 
     def children(self, parent: Sequence) -> list[Sequence]:
-        """Return the sequences that wait for this parent, the most important first."""
+        """Return the sequences that are waiting for this parent, most important first."""
         return list(self._children.get(parent, ()))
 
     def take_ready(self, parent: Sequence) -> list[Sequence]:
-        """Release and return the children that can fork from the parent now.
+        """Remove and return the children that can fork from the parent now.
 
-        Released children no longer depend on the parent.
+        These children no longer depend on the parent.
         """
         ready = self._children.get(parent)
         if not ready or parent.num_computed < ready[0].fork.num_shared_tokens:
@@ -48,8 +49,8 @@ class ForkGroups:
         """Remove a sequence from its group.
 
         Returns:
-            The children that lose this sequence as their parent. The first child becomes the new
-            parent of the others.
+            The children whose parent was this sequence. The first child becomes the new parent of
+            the others.
         """
         if sequence.fork.parent:
             self._detach(sequence, sequence.fork.parent)

@@ -1,7 +1,8 @@
 """The messages between a worker and its server about KV stored outside the device.
 
-The native scheduler and the vLLM worker plan the copies, and use this module to exchange offers,
-queries and reports with the server.
+The native scheduler and the vLLM worker plan the copies themselves. They use this module to
+exchange offers of new blocks, queries for stored blocks, and reports of completed copies with the
+server.
 """
 
 import itertools
@@ -26,43 +27,45 @@ from ullage_kv.keys import CHAIN_BYTES
 ANSWER_S = 15.0
 """Maximum time in seconds that a sequence waits for the answer to its query.
 
-A healthy server answers sooner, even if its tiers are slow. The limit guards against server faults.
+A healthy server answers sooner, even if its tiers are slow. The timeout only guards against a
+faulty server.
 """
 _MAX_OFFERED = 4096
-"""Maximum number of blocks in unanswered offers. If it is reached, new blocks are not offered."""
+"""Maximum number of blocks in unanswered offers, beyond which new blocks are not offered."""
 _MAX_STORED = 64
-"""Maximum number of blocks that one step copies to the host, which limits the step's delay."""
+"""Maximum number of blocks that one step copies to the host, to limit the delay of the step."""
 
 Place = TypeVar("Place")
-"""Location of an offered block, and the content that the block must still have when it is
+"""Location of an offered block, together with the content that it must still have when it is
 copied."""
 
 
 class Granted(NamedTuple, Generic[Place]):
-    """Slots granted by the server, split by whether the offered block is still on the device."""
+    """Host slots granted by the server, split by whether the block is still on the device."""
 
     stored: list[tuple[KvSlot, Place]]
-    """Slots that blocks are copied to, with the locations of the blocks."""
+    """Slots to copy blocks to, with the locations of the blocks."""
     dropped: list[KvSlot]
-    """Slots whose blocks are no longer on the device."""
+    """Slots to return, because their blocks are no longer on the device."""
 
 
 class BlockOffers(Generic[Place]):
-    """Offered blocks that have not been copied yet. The server answers offers in order."""
+    """Tracks blocks offered to the server until they are copied. Offers are answered in order."""
 
     def __init__(self) -> None:
         self._new_blocks: dict[bytes, tuple[KvBlock, Place]] = {}
-        """Blocks that the next message will offer, by key."""
+        """Blocks to offer with the next message, by content key."""
         self._unanswered: deque[dict[bytes, Place]] = deque()
-        """Locations of the blocks in each unanswered offer, by key, the oldest offer first."""
+        """Locations of the blocks in each unanswered offer, by content key, oldest offer first."""
         self._num_offered = 0
         """Number of blocks in the next message and in unanswered offers."""
         self._granted: deque[tuple[KvSlot, Place]] = deque()
-        """Granted slots whose blocks have not been copied yet, with the locations of the blocks."""
+        """Granted slots to which blocks have not been copied yet, with the locations of the
+        blocks."""
 
     @property
     def has_granted(self) -> bool:
-        """Whether any offered blocks have granted slots but have not been copied yet."""
+        """Whether there are granted slots to which no block has been copied yet."""
         return bool(self._granted)
 
     def add(self, block: KvBlock, place: Place) -> bool:
@@ -75,14 +78,14 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Remove the blocks of these chains from the next offer. None removes all blocks."""
+        """Remove the blocks of these block chains from the next offer, or all blocks if None."""
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
         self._num_offered -= len(keys)
 
     def take_message(self) -> KvOffer | None:
-        """Return an offer of the blocks added since the last call, or None without such blocks."""
+        """Return an offer of the blocks added since the last call, or None if there are none."""
         if not self._new_blocks:
             return None
 
@@ -98,7 +101,7 @@ class BlockOffers(Generic[Place]):
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Return granted slots for one step to copy blocks to. Return each slot only once.
+        """Take the granted slots to which the next step copies blocks.
 
         `is_there` returns whether the offered block is still at a location.
         """
@@ -114,7 +117,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query that asks the server for the KV of a sequence's blocks."""
+    """A query to the server for the stored KV of a sequence's blocks."""
 
     number: int
     first: int
@@ -130,12 +133,12 @@ class KvExchange(Generic[Place]):
         self._offers = BlockOffers[Place]()
         self._numbers = itertools.count(1)
         self._queries: dict[int, KvQuery] = {}
-        """Queries whose sequences still wait, by query number."""
+        """Queries whose sequences are still waiting, by query number."""
         self._outgoing: list[FromKv] = []
 
     @property
     def has_granted(self) -> bool:
-        """Whether any offered blocks have granted slots but have not been copied yet."""
+        """Whether there are granted slots to which no block has been copied yet."""
         return self._offers.has_granted
 
     def take_messages(self) -> list[FromKv]:
@@ -158,9 +161,9 @@ class KvExchange(Generic[Place]):
         self._offers.on_granted(slots)
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> list[tuple[KvSlot, Place]]:
-        """Return granted slots and the locations of the blocks to copy to them, each slot once.
+        """Take the granted slots for one step, with the locations of the blocks to copy to them.
 
-        Slots of blocks that are no longer on the device are returned to the server.
+        If a block is no longer on the device, its slot is returned to the server.
 
         Args:
             is_there: returns whether the offered block is still at a location.
@@ -186,7 +189,7 @@ class KvExchange(Generic[Place]):
             request_id: the request that needs the blocks.
             first: index of the first requested block.
             keys: content keys of all blocks up to the last requested block.
-            is_rest: whether an earlier answer promised these blocks.
+            is_rest: whether an earlier answer announced that these blocks were still being loaded.
         """
         query = KvQuery(next(self._numbers), first, keys)
         self._queries[query.number] = query
@@ -202,7 +205,7 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Record the answer to a query. Release its slots on the server if no sequence waits."""
+        """Record the answer to a query, or release its slots if no sequence is waiting for it."""
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)
@@ -210,17 +213,17 @@ class KvExchange(Generic[Place]):
             query.answer = answer
 
     def drop(self, query: KvQuery) -> None:
-        """End a query without a copy, and release the slots of its answer on the server."""
+        """End a query without copying anything, and release its slots on the server."""
         self.settle(query)
         if query.answer is not None:
             self.give_back(query.number)
 
     def settle(self, query: KvQuery) -> None:
-        """End a query whose copies have been planned. Call `report` when the copies are done."""
+        """End a query whose copies are planned. Call `report` once the copies are done."""
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:
-        """Tell the server to release the slots of an answer, from which nothing was copied."""
+        """Tell the server to release the slots of an answer without copying from them."""
         self._outgoing.append(KvRead(number=number, num_blocks=0))
 
     def report(self, stored: Iterable[KvSlot], read: Iterable[KvRead]) -> None:

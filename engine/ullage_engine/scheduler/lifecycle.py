@@ -1,7 +1,7 @@
-"""The state transitions of sequences and their resources: start, preemption, fork and removal.
+"""State transitions of sequences and their resources: start, preemption, fork and removal.
 
-Each transition changes blocks, reservations, slots and tables together. The order of the changes
-matters: copies are planned before the blocks that they read are freed.
+Each transition updates blocks, reservations, slots and tables together. The order matters: for
+example, copies are planned before the blocks that they read are freed.
 """
 
 from ullage_engine.protocol.request_events import RequestEvents
@@ -47,7 +47,7 @@ class Lifecycle:
         self._sequences.start(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's memory. The sequence waits until all that it needs is free."""
+        """Free a running sequence's memory and make it wait until all it needs is available."""
         # Before the blocks are freed, because the copy to the host reads them.
         if not (self._tiers and self._tiers.forget(sequence)):
             self._swap.swap_out(sequence)
@@ -73,7 +73,7 @@ class Lifecycle:
             self._conv_states.share(parent, child)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends or is cancelled, and free everything that it holds."""
+        """Remove a sequence that has finished or was cancelled, and free all its resources."""
         path = sequence.blocks.ids[: sequence.num_cached_blocks]
         orphans = self._fork_groups.remove(sequence)
 

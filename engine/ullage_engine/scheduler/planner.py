@@ -1,4 +1,4 @@
-"""Decides which tokens the next step computes, and which sequences are preempted for them."""
+"""Decides which tokens the next step computes, and preempts sequences to make room for them."""
 
 from itertools import compress
 
@@ -34,7 +34,7 @@ class BatchPlanner:
         self._max_read_bytes = state.limits.decode_tokens * self._read_bytes(1)
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
-        """Plan a step for the running sequences. A plan with chunks then counts as in flight.
+        """Plan a step for the running sequences. A plan with chunks is in flight from then on.
 
         Args:
             prompt_tokens: maximum number of prompt tokens that the step computes.
@@ -102,7 +102,7 @@ class BatchPlanner:
         return self._present(running), max_decodes
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Filter out sequences whose KV must still be copied to the device."""
+        """Filter out sequences whose KV is not on the device yet."""
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
 
@@ -117,7 +117,7 @@ class BatchPlanner:
     def _chunk(
         self, sequence: Sequence, start: int, count: int, draft: list[int] | None = None
     ) -> Chunk | None:
-        """Make a chunk of `count` tokens. Return None if there are no tokens or no free blocks."""
+        """Make a chunk of `count` tokens, or return None if `count` is 0 or no blocks are free."""
         end = start + count + len(draft or ())
         if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
             return None
@@ -125,16 +125,17 @@ class BatchPlanner:
         return make_chunk(sequence, start, count, slots, draft)
 
     def _decode(self, sequence: Sequence) -> Chunk | None:
-        """Make a decode chunk. Return None if there is no free block for the token."""
+        """Make a decode chunk, or return None if there is no free block for its token."""
         start = sequence.num_computed
         if start < sequence.num_writable and self._is_plain:
             return make_decode(sequence)
         return self._chunk(sequence, start, 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's next token can be sampled after computing only one token.
+        """Return whether computing a single token suffices to sample the sequence's next token.
 
-        Replayed tokens count as prompt tokens.
+        If tokens must be replayed to rebuild a convolution state, they count as prompt tokens and
+        the result is False.
         """
         start = self._conv_states.next_position(sequence)
         return sequence.is_decoding and start == sequence.num_computed
@@ -142,8 +143,9 @@ class BatchPlanner:
     def _end(self, sequence: Sequence) -> int:
         """Return the position up to which this step may compute the sequence's tokens.
 
-        A parent with a convolution state stops where its children begin, because they can continue
-        its state only from there. A sequence whose later KV is being loaded stops before that KV.
+        A parent with a convolution state stops where its children fork, because they can only
+        continue from the state at that position. A sequence whose later KV is being loaded stops
+        where the loaded KV begins.
         """
         end = self._tiers.end(sequence) if self._tiers else len(sequence.token_ids)
         children = self._fork_groups.children(sequence) if self._conv_states.replay_tokens else []
@@ -157,9 +159,10 @@ class BatchPlanner:
         """Allocate blocks for the tokens from `start` to `end`, preempting others if necessary.
 
         Returns:
-            Whether the blocks were allocated. If the least important sequence is this sequence, it
-            is preempted instead. If the least important sequence is in flight, it can only be
-            preempted after its plan is committed.
+            Whether the blocks were allocated. The least important running sequences are preempted
+            first, and the allocation fails if this sequence is preempted itself. It also fails if
+            the next sequence to preempt is in flight, because that sequence can only be preempted
+            once its plan is committed.
         """
         size = self._cache.block_tokens
         first = sequence.num_computed // size

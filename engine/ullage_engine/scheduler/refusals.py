@@ -1,4 +1,4 @@
-"""Decides which requests to refuse, as pure functions of their cost and the free memory.
+"""Pure functions that decide whether to refuse requests, based on their cost and free memory.
 
 Samples of one prompt are admitted together or not at all, and a refusal names the first sample. The
 scheduler and the vLLM worker share these rules.
@@ -16,7 +16,7 @@ _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
 
 _MAX_RELEASES = 32
-"""Maximum number of expected releases in the list."""
+"""Maximum number of expected memory releases to list."""
 
 
 def refuse_never_fits(
@@ -31,7 +31,7 @@ def refuse_never_fits(
         needed_bytes: minimum KV bytes that the requests need in an empty engine.
 
     Returns:
-        The refusal, or None if they fit.
+        The refusal, or None if the requests fit.
     """
     session_bytes = profile.session_kv_bytes if requests[0].session_id else 0
     length = max(len(request.token_ids) for request in requests)
@@ -67,7 +67,7 @@ def refuse_now(
     queue_slots: int,
     releases: Iterable[tuple[float, int]],
 ) -> Rejected | None:
-    """Refuse requests that do not fit in addition to the requests already admitted.
+    """Refuse requests that do not fit in memory alongside the admitted ones.
 
     Args:
         requests: samples of one prompt.
@@ -78,7 +78,7 @@ def refuse_now(
         releases: expected memory releases, as (seconds from now, bytes).
 
     Returns:
-        The refusal, or None if they fit.
+        The refusal, or None if the requests fit.
     """
     if needed_bytes > available_bytes:
         reason = f"KV memory: {mib(needed_bytes)} needed, {mib(available_bytes)} available"
@@ -106,7 +106,7 @@ def refuse_now(
 def refuse_duplicates(
     requests: list[EngineRequest], served: Container[str], pool_bytes: int
 ) -> Rejected | None:
-    """Refuse the requests if one of their ids is in `served` or occurs twice."""
+    """Refuse the requests if any of their ids is in `served` or occurs twice."""
     ids = [request.request_id for request in requests]
     for request in requests:
         if request.request_id in served or ids.count(request.request_id) > 1:
@@ -116,7 +116,7 @@ def refuse_duplicates(
 
 
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """List at most 32 expected memory releases, soonest first. The last entry sums up the rest."""
+    """List up to 32 expected memory releases, soonest first. The last entry sums up the rest."""
     ordered = sorted(releases)
     head = ordered[: _MAX_RELEASES - 1]
     rest = ordered[_MAX_RELEASES - 1 :]
@@ -137,7 +137,7 @@ def _never(request: EngineRequest, needed: int, available: int, reason: str) -> 
 
 
 def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
-    """Return the seconds until enough memory is expected to be released.
+    """Return the seconds until enough memory should have been released.
 
     If the expected releases do not suffice, return the time of the last release.
     """

@@ -7,12 +7,12 @@ reserved blocks as it grows. At all times, in blocks,
     reserved and not yet allocated <= free + reclaimable
 
 so that a sequence within its reservation never waits for memory. A sequence that outgrows its
-reservation takes unreserved blocks. If there are none, the reservation of a less important sequence
-is revoked.
+reservation takes unreserved blocks. If there are none, blocks are revoked from the reservation of a
+less important sequence.
 
-A revoked reservation is deferred. Deferred reservations are granted again, the most important
-sequence first, before any new request is admitted. A waiting sequence whose reservation is deferred
-holds nothing. Therefore no sequence waits for memory that another waiting sequence holds.
+Revoked blocks become a deferred reservation. Deferred reservations are granted before any new
+request is admitted, most important sequence first. A waiting sequence with a deferred reservation
+holds nothing, so that no sequence waits for memory held by another waiting sequence.
 """
 
 import operator
@@ -26,14 +26,15 @@ from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReservationCost:
-    """The cost of a reservation: the blocks to reserve, and the cached blocks to take."""
+    """Cost of a reservation: the blocks to reserve, and the cached blocks to reuse."""
 
     hits: list[int]
     """Cached blocks that match the sequence's prefix."""
     num_reserved: int
     """Number of blocks that the sequence will allocate from its reservation."""
     num_reclaimable: int
-    """Number of matching cached blocks that were reclaimable before the sequence took them."""
+    """Number of matching cached blocks that could be reclaimed if this sequence did not use
+    them."""
 
     @property
     def total(self) -> int:
@@ -49,9 +50,9 @@ class BlockReservations:
         self._profile = profile
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
-        """Upper bound of the number of blocks in each deferred reservation, by request id."""
+        """Upper bound on the number of blocks in each deferred reservation, by request id."""
         self.num_deferred = 0
-        """Upper bound of the number of blocks in all deferred reservations together."""
+        """Upper bound on the total number of blocks in all deferred reservations."""
         self.num_withheld = 0
         """Number of available blocks that new requests may not reserve."""
 
@@ -66,11 +67,11 @@ class BlockReservations:
         return max(0, self.num_unreserved - self.num_deferred - self.num_withheld)
 
     def is_granted(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's whole reservation is granted, with no part deferred."""
+        """Return whether the sequence's reservation is granted in full."""
         return sequence.request_id not in self._deferred
 
     def cost(self, sequence: Sequence) -> ReservationCost:
-        """Compute the reservation that a sequence without any blocks needs now."""
+        """Compute the cost of a reservation for a sequence that does not hold any blocks."""
         hits = [] if sequence.fork.parent else self._match(sequence)
         windows = self._cache.window_blocks(hits)
         num_reserved = self._blocks_needed(sequence) - len(hits) - len(windows)
@@ -79,12 +80,12 @@ class BlockReservations:
         )
 
     def defer(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks and reservation, and record the reservation as deferred."""
+        """Release a sequence's blocks and reservation, and defer the reservation until later."""
         self.release(sequence)
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
     def grant_deferred(self, by_rank: Iterable[Sequence]) -> None:
-        """Grant deferred reservations in full, the most important sequence first."""
+        """Grant deferred reservations in full and in order of importance, until memory runs out."""
         if not self._deferred:
             return
         for sequence in by_rank:
@@ -93,7 +94,7 @@ class BlockReservations:
                 return
 
     def add_cached(self, sequence: Sequence) -> None:
-        """Replace a starting sequence's reserved blocks by blocks cached since its reservation."""
+        """Let a starting sequence reuse blocks that were cached since its reservation."""
         held = len(sequence.blocks.ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
@@ -111,9 +112,9 @@ class BlockReservations:
         """Share the blocks of the parent's first `num_tokens` tokens with a waiting child.
 
         Returns:
-            Whether the blocks are shared. If not, the child's reservation is deferred. Either there
-            is no memory for the child besides the reservations of more important sequences, or the
-            parent's sliding windows have moved past the fork point.
+            Whether the blocks are shared. If not, the child's reservation is deferred. This happens
+            if there is not enough memory for the child, even after revoking reservations of less
+            important sequences, or if the parent's sliding windows have moved past the fork point.
         """
         size = self._cache.block_tokens
         first = self._cache.first_window_block(num_tokens)
@@ -143,14 +144,14 @@ class BlockReservations:
     def slide_window(self, sequence: Sequence, position: int) -> None:
         """Free the blocks that a sliding window ending at this position no longer covers.
 
-        The same number of blocks is reserved for the blocks that the window needs next.
+        The freed memory stays reserved for the blocks that the window needs next.
         """
         if self._cache.is_windowed:
             first = self._cache.first_window_block(position)
             self._free_windows(sequence, max(0, first - sequence.windows.first))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Replace the sequence's sliding window blocks, from index `first` on, by `blocks`."""
+        """Replace all of a sequence's sliding window blocks by `blocks`, from index `first` on."""
         self._free_windows(sequence, len(sequence.windows.ids))
         sequence.windows.first = first
         sequence.windows.ids = blocks
@@ -167,8 +168,8 @@ class BlockReservations:
         """Add a sequence's complete blocks, `first` to `full` - 1, to the prefix cache.
 
         Returns:
-            The number of these blocks that were already cached. The sequence then shares the cached
-            copies.
+            The number of these blocks that were already cached. The sequence now uses the cached
+            copies of these blocks.
         """
         own = sequence.blocks.ids
         salt = sequence.request.cache_salt
@@ -216,7 +217,7 @@ class BlockReservations:
         sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert the module's invariant, and that the totals match the given sequences."""
+        """Assert the module's invariant, and that the totals are consistent with the sequences."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
@@ -246,7 +247,7 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Count the blocks that the whole sequence needs and does not share with another sequence.
+        """Count the blocks that a sequence needs up to its expected length, except shared blocks.
 
         The shared blocks are the blocks that the sequence's parent will compute. Without a parent,
         the shared blocks are those of the first `num_shared` tokens.
@@ -260,7 +261,7 @@ class BlockReservations:
         return min(self._cache.num_blocks, blocks)
 
     def _grant(self, sequence: Sequence) -> bool:
-        """Grant a deferred reservation if the pool has room, and return whether it was granted."""
+        """Grant a deferred reservation if enough blocks are free. Return whether it was granted."""
         if sequence.is_running:
             num_deferred = self._deferred[sequence.request_id]
             if num_deferred > self.num_unreserved:
@@ -283,7 +284,7 @@ class BlockReservations:
         return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        """Add a prefix's cached blocks to a sequence, which may already hold the first blocks."""
+        """Add cached prefix blocks to a sequence, which may already hold the first of them."""
         windows = self._cache.window_blocks(hits)
         self._cache.share(hits[len(sequence.blocks.ids) :] + windows)
         sequence.blocks.ids = hits
@@ -302,7 +303,7 @@ class BlockReservations:
             self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
-        """Raise a sequence's reservation to `count` blocks, revoking less important ones."""
+        """Raise a reservation to `count` blocks, revoking less important ones if necessary."""
         beyond = count - sequence.num_reserved
 
         # The least important first. None as important as the sequence is a victim, so no two
@@ -320,8 +321,8 @@ class BlockReservations:
     def _revoke(self, victim: Sequence, count: int) -> None:
         """Revoke up to `count` reserved blocks of a less important sequence.
 
-        A waiting sequence loses all its blocks, because it could not start with the remaining
-        blocks, and they would keep other sequences from starting.
+        A waiting sequence loses all of its blocks. It could not start with fewer blocks than it
+        needs, and keeping them would prevent other sequences from starting.
         """
         if not victim.is_running:
             self.defer(victim)

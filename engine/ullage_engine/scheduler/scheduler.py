@@ -1,6 +1,7 @@
 """The scheduler: decides which tokens to compute next, and which sequences to preempt.
 
-The scheduler works on counts of blocks and tokens. It depends on neither a device nor a model.
+The scheduler only deals with numbers of blocks and tokens, and depends on neither a device nor a
+model.
 """
 
 import time
@@ -36,12 +37,12 @@ class Scheduler:
 
     Call `submit`, `submit_group`, `fork` and `cancel` at any time between steps. For each step,
     call `schedule`, perform the plan's moves, compute the plan, and call `commit`. No request is
-    lost: an admitted request ends only with a token that has a finish reason, with `cancel`,
+    lost: an admitted request only ends with a token that has a finish reason, or by `cancel`,
     `discard` or `fail_newest`.
 
     Up to `SchedulerLimits.max_in_flight` plans may be scheduled before the first is committed.
-    Plans in flight have no sequence in common, and their moves and steps must be performed in
-    order. Therefore a later plan may immediately reuse the blocks of a cancelled sequence.
+    Plans in flight never share a sequence, and their moves and steps must be performed in order. A
+    later plan may therefore reuse the blocks of a cancelled sequence immediately.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of committed steps in which something was computed."""
+        """Return the number of committed steps that computed at least one chunk."""
         return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
@@ -102,7 +103,7 @@ class Scheduler:
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
-        """List the expected memory releases, soonest first. The last entry sums up all others."""
+        """List the expected memory releases, soonest first. The last entry sums up the rest."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
@@ -117,10 +118,10 @@ class Scheduler:
         """Admit a request and reserve its memory, or refuse it without changing any state.
 
         Args:
-            request: the request. A request that already has output from another engine may also be
-                refused.
-            resumed: whether an earlier worker of this engine had admitted the request. A resumed
-                request may have to wait for memory but is not refused for lack of memory.
+            request: the request. It may also be refused if it already has output from another
+                engine.
+            resumed: whether an earlier worker of this engine has already admitted the request. If
+                memory is short, a resumed request waits instead of being refused.
 
         Returns:
             The refusal, the output of a request that has nothing left to produce, or None.
@@ -133,12 +134,13 @@ class Scheduler:
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit samples of one prompt together, or refuse them all. The refusal names the first.
+        """Admit samples of one prompt together, or refuse them all.
 
         The samples share the KV of their common prefix and reserve it once.
 
         Returns:
-            The refusal, or an output for each sample that has nothing left to produce.
+            The refusal, which names the first sample, or an output for each sample that has nothing
+            left to produce.
         """
         refusal = self._admission.refuse_duplicates(requests)
         if refusal:
@@ -161,10 +163,10 @@ class Scheduler:
         """Admit a request that shares the KV of its common prefix with a parent.
 
         Beam searches use this method to branch. The child ranks directly behind its parent and is
-        never refused. If memory is short, the child waits like a preempted sequence. The parent
-        continues unchanged. A caller that no longer needs the parent should `cancel` it before
-        others fork, so that the forked sequences can use the parent's blocks. If the parent has
-        ended, the child gets the KV that the prefix cache still stores.
+        never refused. If memory is short, the child waits like a preempted sequence. The parent is
+        not affected. If the parent is no longer needed, `cancel` it before further forks, so that
+        they can use its blocks. If the parent has already ended, the child reuses whatever KV is
+        left in the prefix cache.
         """
         assert child_request.request_id not in self._sequences, "the child's id is in use"
         parent = self._sequences.get(parent_id)
@@ -187,8 +189,8 @@ class Scheduler:
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Drop a request and free its memory. An unknown id is not an error.
 
-        `is_answered`: whether a stop string ended the answer. If so, the output length estimate
-        uses its length.
+        `is_answered`: whether a stop string ended the answer. If so, its length is included in the
+        output length estimate.
         """
         if sequence := self._sequences.get(request_id):
             if is_answered:
@@ -196,12 +198,13 @@ class Scheduler:
             self._lifecycle.remove(sequence)
 
     def discard(self, request_id: str) -> None:
-        """Drop a request whose KV may be corrupt, and drop the cached blocks of its text.
+        """Drop a request whose KV may be corrupt, and evict the cached blocks of its text.
 
-        All cached texts that begin with the same block are dropped, too. Other sequences keep the
-        blocks that they hold, but these blocks are no longer found in the cache. An unknown id is
-        not an error. If the request was cancelled while the oldest plan in flight computes it, only
-        its cached blocks are dropped, and a new request with the same id is kept.
+        All cached texts that begin with the same block are evicted too. Other sequences keep the
+        blocks that they hold, but new requests can no longer find these blocks in the cache. An
+        unknown id is not an error. If the request was cancelled while it is being computed by the
+        oldest plan in flight, only its cached blocks are evicted. A new request with the same id is
+        not affected.
         """
         cancelled = self._in_flight[0].cancelled if self._in_flight else []
         for each in cancelled:
@@ -224,7 +227,7 @@ class Scheduler:
         return victim.request_id if victim else None
 
     def preempt_newest(self) -> bool:
-        """Preempt the least important running sequence. Return False if no sequence is running."""
+        """Preempt the least important running sequence. Return False if there is none."""
         if victim := self._sequences.newest_running:
             self._lifecycle.preempt(victim)
         return victim is not None
@@ -232,16 +235,17 @@ class Scheduler:
     # limits from outside -------------------------------------------------------------------------
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a share (0 to 1) of `max_sequences`, but to no less than one sequence.
+        """Limit the batch to a fraction (0 to 1) of `max_sequences`, but at least one sequence.
 
-        Running sequences continue. No sequence starts until fewer sequences run than the limit.
+        Running sequences continue, but no new sequence starts while the limit is reached or
+        exceeded.
         """
         self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
 
     def withhold(self, num_bytes: int) -> None:
         """Withhold available KV memory from new requests. Admitted requests keep their KV.
 
-        `num_bytes`: number of KV bytes to withhold, which replaces the previous number.
+        `num_bytes`: number of KV bytes to withhold. It replaces the previous number.
         """
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
@@ -250,7 +254,7 @@ class Scheduler:
         self._cache.sessions.end_idle()
 
     def evict_all(self) -> None:
-        """Evict all KV that no sequence holds, including the KV in tiers outside the device."""
+        """Evict all KV that no sequence is using, including KV in tiers outside the device."""
         if self.tiers:
             self.tiers.discard(None, [])
         self._cache.evict_all()
@@ -275,10 +279,10 @@ class Scheduler:
         return self._with_moves(chunks, Transfers())
 
     def replan(self, prompt_tokens: int) -> StepPlan:
-        """Plan the same step again with smaller prompt chunks. No waiting sequence starts.
+        """Replan the same step with smaller prompt chunks, without starting waiting sequences.
 
-        The moves of the previous plan are already done. The new plan contains only moves that have
-        been requested since then.
+        The moves of the previous plan are already done, so the new plan only contains moves that
+        were requested since then.
         """
         done = self._in_flight.pop().transfers if self._in_flight else Transfers()
         chunks = self._planner.plan(prompt_tokens, is_chunked=True)
@@ -291,14 +295,14 @@ class Scheduler:
             self.tiers.keep(planned.transfers)
 
     def is_awaited(self, request_id: str) -> bool:
-        """Return whether the oldest plan in flight computes a request that is not cancelled."""
+        """Return whether the oldest plan in flight computes this request and it is still active."""
         return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Advance the sequences of the oldest plan in flight by their sampled tokens.
+        """Append the sampled tokens to the sequences of the oldest plan in flight.
 
-        A token that ends its sequence is part of the output, even if it is a stop token. Tokens of
-        sequences that were cancelled in the meantime are dropped.
+        A token that ends its sequence is included in the output, even if it is a stop token. Tokens
+        of sequences that were cancelled in the meantime are discarded.
         """
         oldest = self._in_flight.popleft() if self._in_flight else Planned({}, [])
         planned = oldest.entries
@@ -326,7 +330,7 @@ class Scheduler:
         ]
 
     def _start_waiting(self) -> None:
-        """Start waiting sequences, the most important first, while the batch has free slots."""
+        """Start waiting sequences, most important first, as long as the batch has free slots."""
         # Revoked reservations first, by importance. Only memory that remains may start others.
         self._reservations.grant_deferred(self._sequences)
         num_slots = self._max_running - self._sequences.num_running
@@ -341,7 +345,7 @@ class Scheduler:
                 num_slots -= 1
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Make a plan from these chunks. It reports the `done` transfers together with its own."""
+        """Make a plan from these chunks, which will also report the `done` transfers."""
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
         if self.tiers:
@@ -356,7 +360,7 @@ class Scheduler:
     # results -------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Mark a chunk's tokens as computed, and cache the blocks that these tokens complete."""
+        """Mark a chunk's tokens as computed, and add blocks that are now full to the cache."""
         num_computed = chunk.start + len(chunk.token_ids)
         if sequence.is_decoding and chunk.sampling:
             sequence.num_computed = num_computed
@@ -389,7 +393,7 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Append a sampled token, after the accepted tokens `before` that are already appended."""
+        """Append a sampled token. Accepted draft tokens, in `before`, are already appended."""
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id

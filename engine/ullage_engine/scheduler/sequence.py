@@ -8,53 +8,54 @@ from ullage_engine.protocol.requests import EngineRequest
 
 
 class Rank(NamedTuple):
-    """Sort key by importance, the most important first: by priority, then by arrival."""
+    """Sort key that puts the most important sequence first: by priority, then by arrival."""
 
     negative_priority: int
     arrival: int
-    """Number of the submission, counted by the scheduler in order of arrival."""
+    """Sequential number of the submission, in order of arrival."""
     serial: int
-    """Order within one submission, such as of a prompt's samples or a search's beams."""
+    """Order within one submission, for example of a prompt's samples or a search's beams."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Blocks that a sequence holds for one kind of attention layer, in the order of its tokens."""
+    """Blocks that a sequence holds for one kind of attention layer, in token order."""
 
     ids: list[int] = field(default_factory=list)
-    """Block ids. Appending extends the same list, while changing an entry creates a new list."""
+    """Block ids. Appending modifies the list in place, while replacing an entry creates a new
+    list."""
     first: int = 0
     """Index in the sequence of the table's first block, or 0 without sliding windows.
 
-    Earlier blocks have been freed, because every sliding window has moved past them.
+    Earlier blocks have been freed, because all sliding windows have moved past them.
     """
 
     @property
     def end(self) -> int:
-        """Return the index, within the sequence, after the table's last block."""
+        """Return the index in the sequence of the block after the table's last one."""
         return self.first + len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvState:
-    """A sequence's convolution state, which is a function of its tokens `since` to `num_tokens`."""
+    """A sequence's convolution state, computed from its tokens `since` to `num_tokens` - 1."""
 
     slot: int
     num_tokens: int
-    """Number of tokens that the state covers, which is the position of the next token."""
+    """Number of tokens that the state covers, and thus the position of the next token."""
     since: int
-    """Position at which the state began as zero."""
+    """Position at which the computation began with a zero state."""
 
 
 @dataclass(slots=True, eq=False)
 class ConvSlots:
-    """Slots of the convolution states that a sequence holds."""
+    """Convolution state slots that a sequence holds."""
 
     state: ConvState | None = None
     """The current state. A waiting sequence keeps its state until another sequence needs the
     slot."""
     next_slot: int | None = None
-    """Slot to which the planned step writes the next state."""
+    """Slot to which the planned step will write the next state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +63,7 @@ class Fork:
     """A sequence's role in a fork group. See `ForkGroups`."""
 
     parent: "Sequence | None" = None
-    """Sample of the same prompt that computes the shared tokens for this sequence."""
+    """Sample of the same prompt that computes the common prefix for this sequence."""
     num_shared_tokens: int = 0
     """Number of leading tokens that the parent computes for its children."""
     has_children: bool = False
@@ -70,16 +71,17 @@ class Fork:
 
 @dataclass(slots=True, eq=False)
 class PrefixLookup:
-    """The known facts about a sequence's leading blocks, apart from its block table."""
+    """What is known about a sequence's leading blocks, in addition to its block table."""
 
     content_keys: list[bytes] = field(default_factory=list)
-    """Content keys of the leading blocks, as far as they have been needed."""
+    """Content keys of the leading blocks, as far as they have been computed."""
     cached_path: Path = field(default_factory=list)
-    """Cached blocks that the last prefix cache lookup has found."""
+    """Cached blocks found by the last prefix cache lookup."""
     num_stored_blocks: int = 0
-    """Number of leading blocks that came from KV tiers outside the device."""
+    """Number of leading blocks up to the last one loaded from KV tiers outside the device."""
     awaited: "tuple[Sequence, int] | None" = None
-    """A running sequence that computes the same prefix, and the prefix length in tokens."""
+    """More important running sequence to wait for, because it is computing the same prefix, and the
+    length of that prefix in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,15 @@ class Swapped:
     """A preempted sequence's KV that was copied to host memory."""
 
     first_block: int
-    """Index of the first copied block. Earlier blocks were not copied, because other sequences use
-    them."""
+    """Index of the first copied block. Earlier blocks stay on the device, because other sequences
+    use them."""
     slots: list[int]
     """Host slot of each copied block, starting with `first_block`."""
     first_window_block: int
     window_slots: list[int]
     """Host slots of the sliding window blocks."""
     num_tokens: int
-    """Number of tokens whose KV the sequence had when it was preempted."""
+    """Number of tokens whose KV had been computed when the sequence was preempted."""
 
     @property
     def all_slots(self) -> list[int]:
@@ -104,7 +106,7 @@ class Swapped:
 
 @dataclass(slots=True)
 class Backlog:
-    """Counts the tokens that sequences must compute before they decode."""
+    """Counts the tokens that sequences have yet to compute before they can decode."""
 
     num_tokens: int = 0
 
@@ -113,9 +115,8 @@ class Backlog:
 class Sequence:
     """The tokens, blocks and reservation of one request. Only the scheduler changes a sequence.
 
-    A running sequence holds the blocks of its computed tokens. A waiting sequence either has a
-    reservation and holds the cached blocks of its prefix, or holds nothing because its reservation
-    is deferred.
+    A running sequence holds the blocks of its computed tokens. A waiting sequence holds the cached
+    blocks of its prefix if its reservation is granted, and nothing if the reservation is deferred.
     """
 
     request: EngineRequest
@@ -130,20 +131,18 @@ class Sequence:
     num_computed: int = 0
     """Number of tokens whose KV is stored in `blocks`. See `set_computed`."""
     is_decoding: bool = False
-    """Whether all tokens but the last are computed, so that computing the last yields the next
-    token."""
+    """Whether only the last token is left to compute, so that the next step yields a new token."""
 
     blocks: BlockTable = field(default_factory=BlockTable)
-    """Block table of the layers with full attention."""
+    """Block table of layers with full attention."""
     windows: BlockTable = field(default_factory=BlockTable)
-    """Block table of the layers with sliding windows, if they have separate blocks."""
+    """Block table of layers with sliding windows, if they have separate blocks."""
     num_cached_blocks: int = 0
     """Number of leading entries of `blocks` that are in the prefix cache."""
     num_writable: int = 0
-    """Length in tokens up to which steps may write without a further check, or 0 if unknown.
+    """Length in tokens up to which steps may write KV without further checks, or 0 if unknown.
 
-    The sequence has blocks up to this length, and no other sequence holds its blocks from
-    `num_computed` on.
+    Up to this length, the sequence has blocks, and it does not share those from `num_computed` on.
     """
     num_reserved: int = 0
     """Number of blocks that are reserved but not allocated yet."""
@@ -161,21 +160,21 @@ class Sequence:
     """Number of prompt tokens found in the prefix cache, or None before the sequence first starts.
     """
     backlog: Backlog | None = None
-    """Backlog counter of the sequence table to which the sequence belongs."""
+    """Counter of tokens to compute, shared by all sequences of a sequence table."""
     request_id: str = field(init=False)
     max_length: int = field(init=False, default=0)
-    """Length in tokens at which the sequence ends. A sequence table sets this when it adds the
-    sequence."""
+    """Length in tokens at which the sequence ends. Set when the sequence is added to a sequence
+    table."""
 
     def __post_init__(self) -> None:
         # Read for every sequence of every step, so not through the request.
         self.request_id = self.request.request_id
 
     def set_computed(self, num_tokens: int) -> None:
-        """Set `num_computed` and everything derived from it.
+        """Set `num_computed` and update everything that depends on it.
 
-        A decode adds one token and computes one token, which changes neither `is_decoding` nor the
-        backlog. After a decode, the caller may set only `num_computed`.
+        After a decode, callers may set `num_computed` directly instead: computing one token and
+        appending one changes neither `is_decoding` nor the backlog.
         """
         before = self.num_prefill
         self.num_computed = num_tokens
@@ -185,7 +184,7 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Return how many tokens to compute before the sequence decodes, or 0 while it decodes."""
+        """Return how many tokens to compute before decoding can begin, or 0 if it has begun."""
         return 0 if self.is_decoding else self.num_remaining
 
     @property
@@ -199,10 +198,10 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """Return all blocks that the sequence holds in both of its tables."""
+        """Return all blocks in both of the sequence's block tables."""
         return self.blocks.ids + self.windows.ids
 
     @property
     def expected_remaining(self) -> int:
-        """Return the number of output tokens that are still expected, at least one."""
+        """Return how many more output tokens are expected, which is at least one."""
         return max(1, min(self.request.max_tokens, self.expected_output) - self.num_output)

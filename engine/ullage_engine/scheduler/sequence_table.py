@@ -10,10 +10,10 @@ _rank_of = operator.attrgetter("rank")
 
 
 class SequenceTable:
-    """All admitted sequences by id. Iteration yields them by importance, the most important first.
+    """All admitted sequences, by request id. Iteration yields the most important sequence first.
 
-    The table keeps running totals that every step and report reads. Reading a total therefore takes
-    the same time regardless of how many sequences wait.
+    The table maintains the totals that every step and report needs, so that reading them takes
+    constant time regardless of how many sequences are waiting.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SequenceTable:
 
     @property
     def running(self) -> list[Sequence]:
-        """Return the running sequences, the most important first."""
+        """Return the running sequences, most important first."""
         return list(self._running)
 
     @property
@@ -58,7 +58,7 @@ class SequenceTable:
 
     @property
     def num_backlog_tokens(self) -> int:
-        """Return the number of tokens that all sequences must compute before they decode."""
+        """Return the total number of tokens to compute before all sequences can decode."""
         return self._backlog.num_tokens
 
     def add(self, sequence: Sequence) -> None:
@@ -78,7 +78,7 @@ class SequenceTable:
         bisect.insort(self._running, sequence, key=_rank_of)
 
     def stop(self, sequence: Sequence) -> None:
-        """Remove a sequence from the running batch, if it is in the batch."""
+        """Remove a sequence from the running batch if it is running."""
         if sequence.is_running:
             sequence.is_running = False
             self._running.remove(sequence)
@@ -92,7 +92,7 @@ class SequenceTable:
         sequence.backlog = None
 
     def check_integrity(self) -> None:
-        """Assert that the order, the batch and the backlog agree with the sequences."""
+        """Assert that the order, the batch and the backlog are consistent with the sequences."""
         assert len(self._by_rank) == len(self._by_id), "sequences lost or doubled"
         running = [sequence for sequence in self._by_rank if sequence.is_running]
         assert running == self._running, "running sequences lost or doubled"

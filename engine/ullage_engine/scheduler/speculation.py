@@ -1,15 +1,15 @@
-"""Speculative decoding by prompt lookup: a step verifies draft tokens from the text itself.
+"""Speculative decoding by prompt lookup, which drafts tokens from the text itself.
 
-If few sequences decode, a step with a few rows takes about as long as a step with one row. The
-scheduler therefore searches a sequence's text for an earlier occurrence of its last tokens. The
-tokens that followed that occurrence are the draft. The step computes the draft as one chunk and
-samples after each draft token. A sampled token is accepted if all draft tokens before it were
-right. The sampling noise is a function of the seed and the position, so drafts change neither
+If few sequences decode, computing several tokens per sequence takes about as long as computing one.
+The scheduler therefore searches a sequence's text for an earlier occurrence of its last tokens, and
+uses the tokens that followed as a draft. The step computes the draft as one chunk and samples a
+token after each draft token. A sampled token is accepted if all draft tokens before it were
+correct. The sampling noise only depends on the seed and the position, so drafts change neither
 greedy nor sampled answers.
 
 The KV of rejected tokens lies after `num_computed` and is overwritten later. Requests with a
-grammar, with penalties or with beam search have no drafts, because their next token depends on more
-than the KV of earlier tokens.
+grammar, penalties or beam search are not drafted for, because their next token depends on more than
+the KV of earlier tokens.
 """
 
 from collections.abc import Sequence as Tokens
@@ -22,37 +22,37 @@ from ullage_engine.scheduler.batch_plan import SchedulerLimits
 from ullage_engine.scheduler.sequence import Sequence
 
 MAX_SPECULATING = 4
-"""Maximum number of decoding sequences in a step with drafts. Extra rows are cheap only up to this
-number."""
+"""Maximum number of decoding sequences in a step with drafts. With more sequences, verifying draft
+tokens is no longer cheap."""
 
 NGRAM = 3
-"""Number of tokens at the end of a text that are looked up as an n-gram."""
+"""Number of tokens at the end of a text to look up as an n-gram."""
 LOOKUP_TOKENS = 4096
-"""Number of most recent tokens of a text that are searched.
+"""Number of most recent tokens of a text to search.
 
-An index of this many tokens takes about a millisecond to build and half a megabyte of memory.
+Indexing this many tokens takes about a millisecond and half a megabyte of memory.
 """
 
 MIN_ACCEPTANCE = 0.25
-"""Share of recently accepted draft tokens below which a sequence pauses drafting."""
+"""Fraction of recent draft tokens that were accepted, below which a sequence pauses drafting."""
 PAUSE_TOKENS = 64
-"""Number of tokens for which a sequence with rejected drafts decodes without drafts."""
+"""Number of tokens for which a sequence pauses drafting after too many rejected drafts."""
 _WEIGHT = 0.2
-"""Weight of the latest draft in the moving average of the share of accepted tokens."""
+"""Weight of the latest draft in the moving average of the acceptance rate."""
 
 
 class PromptLookup:
-    """Drafts the tokens that followed the previous occurrence of a text's last n-gram.
+    """Drafts the tokens that followed the last earlier occurrence of a text's final n-gram.
 
-    Every token is indexed only once, so the time for a draft does not depend on the text's length.
+    Each token is indexed only once, so the time per draft does not depend on the text's length.
     """
 
     def __init__(self, token_ids: list[int], lookup_tokens: int = LOOKUP_TOKENS) -> None:
-        """Prepare to index `token_ids`, which may grow at its end between calls."""
+        """Create an index of `token_ids`, which callers may append to between calls."""
         self._token_ids = token_ids
         self._lookup_tokens = lookup_tokens
         self._followed: dict[tuple[int, ...], int] = {}
-        """Position after the last occurrence of each n-gram that has a following token."""
+        """Position after the last occurrence of each n-gram that is followed by a token."""
 
         # The index has the positions `_first` to `_next` - 1.
         self._first = NGRAM
@@ -64,7 +64,7 @@ class PromptLookup:
         return len(self._followed)
 
     def draft(self, count: int) -> list[int]:
-        """Return the `count` predicted next tokens, or an empty draft if there is no prediction."""
+        """Return the next `count` tokens as predicted, or an empty list without a prediction."""
         tokens = self._token_ids
         self._index(len(tokens))
         start = self._followed.get(tuple(tokens[-NGRAM:]))
@@ -79,7 +79,7 @@ class PromptLookup:
         return draft
 
     def _index(self, length: int) -> None:
-        """Add the positions before `length` to the index, and drop positions that are too old."""
+        """Add positions before `length` to the index, and drop positions that are too old."""
         tokens = self._token_ids
         followed = self._followed
 
@@ -102,16 +102,16 @@ class PromptLookup:
 
 
 class _Drafts:
-    """One sequence's drafts, and the share of its recent draft tokens that were accepted."""
+    """One sequence's draft index and its recent acceptance rate."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.lookup = PromptLookup(token_ids)
         self.acceptance = 1.0
         self.paused_until = 0
-        """Length in tokens from which the sequence has drafts again."""
+        """Length in tokens from which drafting resumes."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """Record which share of a draft was accepted. The sequence now has `num_tokens` tokens."""
+        """Record how much of a draft was accepted. The sequence now has `num_tokens` tokens."""
         share = num_accepted / num_draft_tokens
         self.acceptance += _WEIGHT * (share - self.acceptance)
         if self.acceptance < MIN_ACCEPTANCE:
@@ -120,7 +120,7 @@ class _Drafts:
 
 
 class Speculation:
-    """Drafts tokens for the sequences of a step, and accepts the drafts that sampling confirms."""
+    """Drafts tokens for a step's sequences, and accepts draft tokens that sampling confirms."""
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         assert limits.max_in_flight == 1, "a draft follows a token that is known"
@@ -129,7 +129,7 @@ class Speculation:
         self.num_accepted_tokens = 0
         self._num_tokens = limits.num_speculative_tokens
         self._max_rows = limits.max_sequences
-        """Maximum number of rows in a step. Drafts use the rows that the sequences leave free."""
+        """Maximum number of logits rows in a step. Drafts use rows that the batch leaves free."""
         self._cache = cache
         self._drafts: dict[Sequence, _Drafts] = {}
 
@@ -139,7 +139,7 @@ class Speculation:
         return len(self._drafts)
 
     def draft(self, decoding: list[Sequence], num_running: int) -> dict[Sequence, list[int]]:
-        """Return the drafts of decoding sequences, by sequence. Some sequences have no draft.
+        """Return drafts by decoding sequence, omitting sequences without a draft.
 
         Args:
             decoding: sequences that the step decodes.
@@ -165,25 +165,25 @@ class Speculation:
         return drafted
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the draft index of a sequence that ends."""
+        """Drop the draft index of a sequence that has ended."""
         self._drafts.pop(sequence, None)
 
     def verify(
         self, planned: dict[str, tuple[Sequence, Chunk]], sampled: list[SampledToken]
     ) -> tuple[list[SampledToken], dict[str, list[SampledToken]]]:
-        """Accept draft tokens of a plan, append them to their sequences, and truncate the chunks.
+        """Accept correct draft tokens of a plan. Append them to sequences, and truncate the chunks.
 
-        A truncated chunk ends with its last accepted token, as if the rejected tokens had never
-        been in it.
+        A truncated chunk ends after its last accepted token, as if it had never contained the
+        rejected tokens.
 
         Args:
-            planned: the plan's entries, which are changed.
+            planned: the plan's entries, which are modified.
             sampled: the sampled tokens. A chunk with a draft has one sampled token after each of
                 its tokens.
 
         Returns:
-            The last token of each sequence, which is not appended yet, and the accepted tokens
-            before that token for each sequence with accepted tokens.
+            The last sampled token of each sequence, which is not appended yet, and the accepted
+            tokens before it by request id, for sequences that have any.
         """
         drawn: dict[str, list[SampledToken]] = {}
         for token in sampled:
@@ -208,10 +208,10 @@ class Speculation:
         return last, {name: tokens[:-1] for name, tokens in drawn.items() if len(tokens) > 1}
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the maximum number of draft tokens for a sequence.
+        """Return how many draft tokens fit in a sequence.
 
-        The draft leaves room for the answer's last token. A draft only uses blocks that the
-        sequence holds or has reserved, so that no sequence is preempted for a draft.
+        A draft leaves room for the answer's last token. It only uses blocks that the sequence holds
+        or has reserved, so that drafts never cause preemptions.
         """
         cache = self._cache
         size = cache.block_tokens
@@ -223,7 +223,7 @@ class Speculation:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    """Return whether a request's next tokens depend on earlier tokens only through the KV."""
+    """Return whether drafts are safe: whether the next token only depends on the KV."""
     request = sequence.request
     is_free = not (request.grammar or request.beam or request.sampling.is_penalised)
     return is_free and sequence.num_output >= request.min_tokens
@@ -232,7 +232,7 @@ def may_speculate(sequence: Sequence) -> bool:
 def accepted(sequence: Sequence, chunk: Chunk, drawn: Tokens[SampledToken]) -> list[SampledToken]:
     """Return the tokens sampled after correct draft tokens, up to a token that ends the answer.
 
-    `drawn`: the tokens sampled after the token before the draft, and after each draft token.
+    `drawn`: the tokens sampled after the last token before the draft, and after each draft token.
     """
     tokens: list[SampledToken] = []
     draft = chunk.token_ids[len(chunk.token_ids) - len(drawn) + 1 :]

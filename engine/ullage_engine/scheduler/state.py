@@ -1,4 +1,4 @@
-"""The state shared by admission, planning and commits: all sequences and their resources."""
+"""State shared by admission, planning and commits: all sequences and their resources."""
 
 from collections import deque
 from collections.abc import Callable
@@ -39,15 +39,15 @@ class SchedulerState:
     """Function that returns the time in seconds, from any monotonic clock."""
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
     in_flight: deque[Planned] = field(default_factory=deque)
-    """Plans that have not been committed yet, the oldest first."""
+    """Plans that have not been committed yet, oldest first."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether sequences have neither window blocks nor convolution states."""
+        """Whether sequences have neither sliding window blocks nor convolution states."""
         return not (self.limits.replay_tokens or self.cache.is_windowed)
 
     def sequences_in_flight(self) -> set[Sequence]:
-        """Return the sequences in all plans that have not been committed yet."""
+        """Return all sequences in plans that have not been committed yet."""
         return {sequence for planned in self.in_flight for sequence, _ in planned.entries.values()}
 
     def check_integrity(self) -> None:
@@ -77,7 +77,7 @@ class SchedulerState:
         policy: KvPolicy,
         clock: Callable[[], float],
     ) -> "SchedulerState":
-        """Create the state of an engine without requests. `clock` returns monotonic seconds."""
+        """Create the initial state, without requests. `clock` returns monotonic seconds."""
         num_blocks = profile.kv_pool_bytes // profile.block_bytes
         window = profile.window_tokens
         cache = PrefixCache(num_blocks, profile.block_tokens, policy, clock, window)

@@ -1,7 +1,6 @@
-"""The scheduler's statistics: counts of its work and of the memory in use.
+"""The scheduler's statistics: work counters and memory usage.
 
-Some statistics require a pass over all sequences. A `WalkLimiter` limits the time spent on these
-passes.
+Some statistics require iterating over all sequences. A `WalkLimiter` limits how often this happens.
 """
 
 import bisect
@@ -15,14 +14,14 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SchedulerState
 
 _FREELY_WALKED = 64
-"""Maximum number of sequences over which every report may iterate."""
+"""Number of sequences up to which every report may iterate over all of them."""
 _WALKED_PER_S = 1000
-"""Number of sequences visited per second for reports if there are more than `_FREELY_WALKED`. The
-visits take about 1 % of the time."""
+"""Maximum number of sequences to visit per second if there are more than `_FREELY_WALKED`. The
+visits then take about 1 % of the time."""
 
 
 class WalkLimiter:
-    """Decides when a report may iterate over all sequences to compute a statistic again."""
+    """Decides when a report may iterate over all sequences to update a statistic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create a limiter. `clock` returns the time in seconds."""
@@ -31,11 +30,11 @@ class WalkLimiter:
 
     @property
     def age_s(self) -> float:
-        """Return the number of seconds since the last pass over all sequences."""
+        """Return the number of seconds since the last recorded pass over all sequences."""
         return self._clock() - self._walked_at
 
     def is_due(self, num_sequences: int) -> bool:
-        """Return whether to iterate over this many sequences now. If so, record this pass."""
+        """Return whether to iterate over this many sequences now. If so, record the pass."""
         now = self._clock()
         interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
         if now - self._walked_at < interval_s:
@@ -45,12 +44,12 @@ class WalkLimiter:
 
 
 class SchedulerStatistics:
-    """Counts the scheduler's work, and reports the counts and the memory in use."""
+    """Counts the scheduler's work, and reports the counts and the memory usage."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self.figures = Figures()
         self.num_steps = 0
-        """Number of committed steps in which something was computed."""
+        """Number of committed steps that computed at least one chunk."""
         self.num_preemptions = 0
         self.prefix_lookup_tokens = 0
         self.prefix_hit_tokens = 0
@@ -60,13 +59,13 @@ class SchedulerStatistics:
         self._state = state
         self._walks = WalkLimiter(state.clock)
         self._num_tail_tokens = 0
-        """Number of tokens in blocks outside the prefix cache at the last count."""
+        """Number of tokens in blocks outside the prefix cache, as of the last pass."""
 
     def collect(self) -> SchedulerStats:
         """Collect the statistics.
 
-        With many sequences, `kv_used_bytes` may be slightly out of date. The other statistics are
-        current.
+        If there are many sequences, `kv_used_bytes` may be slightly out of date. All other
+        statistics are current.
         """
         cache = self._state.cache
         sequences = self._state.sequences
@@ -114,15 +113,15 @@ def stored_tokens(
     is_cached: Callable[[int], bool],
     is_private: Callable[[int], bool],
 ) -> int:
-    """Count the tokens in blocks outside the prefix cache. Each shared block is counted once.
+    """Count the tokens in blocks outside the prefix cache, counting shared blocks only once.
 
     Args:
         sequences: the sequences whose blocks are counted.
         block_tokens: tokens per block.
         is_cached: returns whether the prefix cache has a block.
-        is_private: returns whether exactly one sequence holds a block and the cache does not. All
-            later blocks of that sequence are then private, too, so a binary search finds the first
-            private block.
+        is_private: returns whether exactly one sequence holds a block and the cache does not. If
+            so, all later blocks of the sequence are private as well, so that a binary search can
+            find the first one.
     """
     num_tokens = 0
     shared: dict[int, int] = {}
@@ -148,10 +147,11 @@ def stored_tokens(
 
 
 def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> float:
-    """Count the blocks that a sequence holds. A block that n sequences share counts as 1/n.
+    """Count the blocks that a sequence holds. A block shared by n sequences counts as 1/n.
 
     A sequence that holds a block also holds all blocks before it, so reference counts never
-    increase along a table. Therefore binary searches can find the few runs of equal counts.
+    increase along a block table. Binary searches can therefore find where the count changes, which
+    happens only a few times.
     """
     shares = 0.0
     start = 0

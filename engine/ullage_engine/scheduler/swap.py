@@ -1,8 +1,8 @@
 """Swaps the KV of preempted sequences to host memory.
 
-The KV of a preempted sequence is copied to host memory or computed again, whichever is cheaper.
-Host memory is counted in slots of one block each. The copies themselves are the moves in a
-`StepPlan`.
+The KV of a preempted sequence is either copied to host memory or recomputed later, whichever is
+faster. Host memory is divided into slots of one block each. The copies are performed as the moves
+in a `StepPlan`.
 """
 
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -14,21 +14,21 @@ from ullage_engine.scheduler.sequence import Sequence, Swapped
 
 
 def is_swap_cheaper(num_bytes: int, recompute_s: float, bytes_per_second: float) -> bool:
-    """Return whether copying KV to the host and back takes less time than recomputing the KV."""
+    """Return whether copying KV to the host and back is faster than recomputing it."""
     return 2 * num_bytes / bytes_per_second < recompute_s
 
 
 class SwapManager:
     """Collects the block copies of the next plan and owns the host slots.
 
-    A plan does all `swap_out` moves, then all `swap_in` moves, then all `copy` moves, regardless of
-    the order in which they were requested. Therefore no move may read a block or slot that a later
-    request overwrites.
+    A plan performs all `swap_out` moves, then all `swap_in` moves, then all `copy` moves,
+    regardless of the order in which they were requested. A move must therefore remain correct even
+    if moves that were requested later are performed first.
 
-    If the step before the step that needs the KV computes anything else, the KV is copied to the
-    device during that earlier step. Until the copy is done, the sequence is called arriving. The
-    slots that a `swap_in` reads are therefore not reused before the plan is drained, and a sequence
-    preempted before that stays swapped.
+    If possible, KV is copied back to the device one step early, while the device computes other
+    sequences. A sequence whose copy has been requested but not yet handed to a plan is called
+    arriving. Its host slots are not reused before `drain` hands the copy to a plan, so a sequence
+    that is preempted before then simply stays swapped.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Copy a table's shared block to `block` on the device, and return the new table."""
+        """Copy a shared block of a table to `block` on the device, and return the new table."""
         shared = table[index]
         self._copies.append((shared, block))
         self._cache.free([shared])
         return [*table[:index], block, *table[index + 1 :]]
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Copy a running sequence's KV to host memory if possible and cheaper than recomputing.
+        """Copy a running sequence's KV to host memory, if there is room and recomputing is slower.
 
-        The sequence's blocks may be freed immediately, because the plan writes to them only after
-        the copy.
+        The caller may free the sequence's blocks immediately, because the plan copies them before
+        anything overwrites them.
         """
         if sequence in self._swapping_in:
             # Its KV is still on the host. Cancel the copy in rather than copy it out again.
@@ -97,7 +97,7 @@ class SwapManager:
         self.num_swaps += 1
 
     def swap_in(self, sequence: Sequence, reservations: BlockReservations) -> None:
-        """Copy a starting sequence's KV from host memory, except KV that its blocks still hold."""
+        """Copy a starting sequence's KV back from host memory, unless it is still on the device."""
         swapped = sequence.swapped
         if swapped is None:
             return
@@ -130,15 +130,15 @@ class SwapManager:
 
     @property
     def has_arriving(self) -> bool:
-        """Whether any sequence's KV must still be copied to the device."""
+        """Whether the KV of any sequence has yet to be copied to the device."""
         return bool(self._swapping_in)
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's KV must still be copied to the device."""
+        """Return whether the sequence's KV has yet to be copied to the device."""
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Return the moves for the plan that computes these chunks. Return each move only once."""
+        """Take the pending moves, to perform them with the plan that computes these chunks."""
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
 
@@ -164,7 +164,7 @@ class SwapManager:
         return moves
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Assert that every host slot is free or holds KV of one of `sequences`."""
+        """Assert that every host slot is free or holds KV of exactly one of `sequences`."""
         self._slots.check_integrity(each.swapped.all_slots for each in sequences if each.swapped)
 
     def _num_shared_blocks(self, sequence: Sequence) -> int:

@@ -1,18 +1,18 @@
-"""The scheduler's side of KV tiers outside the device: offers, queries and copies.
+"""The scheduler's interface to KV tiers outside the device: offers, queries and copies.
 
-A block is offered to the host tier as soon as it is in the prefix cache, so that a later eviction
-of the block costs nothing. The answer grants slots. Blocks that are still cached when the answer
-arrives are copied before the next step.
+A block is offered to the host tier as soon as it enters the prefix cache, so that evicting it later
+costs nothing. The server answers by granting host slots. Blocks that are still cached when the
+answer arrives are copied to these slots before the next step.
 
-For a starting sequence, the worker queries the blocks that tiers have beyond the prefix cache. The
-sequence waits for the answer while other sequences are computed, and continues after the loaded
-blocks. If the last blocks are still being loaded, the sequence computes the blocks before them in
-the meantime. After that, it waits for the late blocks only for a small share of the time that
-computing them would take.
+When a sequence starts, the worker asks the server for blocks that tiers have beyond the prefix
+cache. The sequence waits for the answer while other sequences are computed, and then continues
+after the loaded blocks. If the last blocks are still being loaded, the sequence computes the blocks
+before them in the meantime. After that, it waits for the late blocks for at most a small fraction
+of the time that computing them would take.
 
-The tiers themselves belong to the server. `kv_exchange.py` has the messages between worker and
-server. This module decides which messages to send, and plans the copies between slots and blocks.
-Slots of the host tier are numbered after the slots of swapped sequences.
+The server owns the tiers themselves. `kv_exchange.py` implements the messages between worker and
+server. This module decides which messages to send, and plans the copies between host slots and
+device blocks. The slots of the host tier are numbered after those of swapped sequences.
 """
 
 from collections.abc import Callable, Container
@@ -37,14 +37,15 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
 _WAIT_SHARE = 0.04
-"""Maximum time to wait for late loads, as a share of the time to compute all requested blocks."""
+"""Maximum time to wait for late loads, as a fraction of the time to compute all requested blocks
+instead."""
 _LEAST_WAIT_S = 0.02
-"""Minimum time in seconds for which a sequence waits for late loads."""
+"""Lower bound in seconds for the maximum time to wait for late loads."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A sequence that waits for the answer to its query, and for device blocks to load the KV into.
+    """A sequence that waits for the answer to its query, and for blocks to load the KV into.
 
     The blocks before the first requested block are computed during the wait.
     """
@@ -52,13 +53,13 @@ class _Wait:
     query: KvQuery
     sequence: Sequence
     longest_s: float
-    """Maximum seconds to wait once all blocks before the requested blocks have been computed."""
+    """Maximum seconds to wait after all blocks before the requested ones have been computed."""
     rest_s: float
-    """Maximum seconds that the sequence then waits for blocks that are still being loaded."""
+    """Maximum seconds to wait for any blocks that are still being loaded after that."""
     since: float | None = None
     is_late: bool = False
-    """Whether the sequence has stopped waiting. A late answer can still supply blocks that are not
-    computed yet."""
+    """Whether the wait has timed out. A late answer may still supply blocks that are not computed
+    yet."""
 
 
 class _Place(NamedTuple):
@@ -80,7 +81,7 @@ class TierTransfers:
         throughput: ThroughputEstimator,
         clock: Callable[[], float],
     ) -> None:
-        """Create the transfers without any copies. `clock` returns the time in seconds."""
+        """Create a planner without pending copies. `clock` returns the time in seconds."""
         self._cache = cache
         self._reservations = reservations
         self._space = policy.kv_space
@@ -94,13 +95,13 @@ class TierTransfers:
         self._ins: list[tuple[int, int]] = []
         """Pairs (host slot, block) that the next plan copies to the device."""
         self._arriving: dict[Sequence, KvRead] = {}
-        """Sequences whose KV these copies load, each with the report to send afterwards."""
+        """Sequences whose KV the next plan loads, each with the report to send afterwards."""
         self._kept = Transfers()
-        """Copies of plans without chunks, which are reported with a later plan."""
+        """Copies of plans without chunks, to report with a later plan."""
 
     @property
     def has_moves(self) -> bool:
-        """Return whether a plan without chunks would still have copies to make or to report."""
+        """Return whether there are copies to perform or report, even without chunks to compute."""
         return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
@@ -136,7 +137,7 @@ class TierTransfers:
         self._exchange.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
-        """Discard the KV that tiers store for all texts that begin with a sequence's first block.
+        """Discard tiers' KV of all texts that begin with the same block as a sequence.
 
         Args:
             sequence: the sequence, or None to discard the KV of all texts.
@@ -153,7 +154,7 @@ class TierTransfers:
     # from all tiers ------------------------------------------------------------------------------
 
     def ask(self, sequence: Sequence) -> None:
-        """Query the server for a starting sequence's first blocks, if tiers likely have any."""
+        """Query the server for blocks of a starting sequence's prefix, if tiers likely have any."""
         size = self._cache.block_tokens
         held = len(sequence.blocks.ids)
         # Without the last token, which is computed because its logits are needed.
@@ -185,11 +186,11 @@ class TierTransfers:
         self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
-        """Record the answer to a query. Release its slots on the server if no sequence waits."""
+        """Record the answer to a query, or release its slots if no sequence is waiting for it."""
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
-        """Return whether a sequence must not be computed yet, because it waits for an answer."""
+        """Return whether a sequence must wait for the answer to its query before it is computed."""
         wait = self._waiting.get(sequence)
         if wait is None or wait.is_late or sequence.num_computed < self._position(wait.query):
             return False
@@ -203,19 +204,19 @@ class TierTransfers:
     def end(self, sequence: Sequence) -> int:
         """Return the position up to which steps may compute the sequence.
 
-        If KV is being loaded, this is where the loaded KV begins. Otherwise it is the end of the
-        sequence's tokens.
+        While the sequence waits for stored KV, this is where the requested KV begins. Otherwise it
+        is the end of the sequence's tokens.
         """
         wait = self._waiting.get(sequence)
         end = len(sequence.token_ids)
         return end if wait is None or wait.is_late else min(end, self._position(wait.query))
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's KV must still be copied to the device."""
+        """Return whether the sequence's KV has yet to be copied to the device."""
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Allocate blocks for sequences whose answers have arrived, except sequences in flight."""
+        """Allocate blocks to load KV into for sequences with answers that are not in flight."""
         for wait in list(self._waiting.values()):
             query = wait.query
             answer = query.answer
@@ -236,11 +237,10 @@ class TierTransfers:
                 self._ask(sequence, first, query.keys, wait.rest_s, wait.rest_s, is_rest=True)
 
     def forget(self, sequence: Sequence) -> bool:
-        """Drop the query and the copies of a sequence that is preempted or ends.
+        """Drop the pending query and copies of a sequence that is preempted or ends.
 
         Returns:
-            Whether the sequence's last blocks lack their KV, because the KV has not been copied to
-            the device yet.
+            Whether copies were dropped, so that the sequence's last blocks do not contain their KV.
         """
         wait = self._waiting.pop(sequence, None)
         if wait is not None:
@@ -256,10 +256,10 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Return the copies for the plan that computes these chunks. Return each copy only once.
+        """Take the pending copies, to perform them with the plan that computes these chunks.
 
         Returns:
-            The moves, and the transfers to report once the plan is computed.
+            The moves, and the transfers to report once the plan has been computed.
         """
         arriving = {sequence.request_id for sequence in self._arriving}
         # KV goes in before the step if the step computes it, or has nothing else to do.
@@ -280,11 +280,11 @@ class TierTransfers:
         return moves, Transfers(tuple(slot for slot, _ in stored), read)
 
     def keep(self, transfers: Transfers) -> None:
-        """Keep the copies of a plan that computes nothing, to report them with later copies."""
+        """Save the copies of a plan that computes nothing, to report them later."""
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
-        """Remove and return the kept copies, which the next plan with chunks reports."""
+        """Remove and return the saved copies, to report them with the next plan."""
         kept = self._kept
         self._kept = Transfers()
         return kept
@@ -331,7 +331,7 @@ class TierTransfers:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Return the content keys of at least the sequence's first `end` blocks."""
+        """Return the content keys of the sequence's first `end` blocks, or of more blocks."""
         keys = sequence.prefix.content_keys
         if len(keys) < end:
             size = self._cache.block_tokens

@@ -1,4 +1,4 @@
-"""The device of a rank: its selection, its memory budget, and its memory in use."""
+"""The device of a rank: selection, memory budget and memory usage."""
 
 import logging
 import os
@@ -40,24 +40,25 @@ _IDLE_BYTES = 2048 * _MIB
 # The probe: an allocation by which a process finds itself in the driver's list. The size is one of
 # several, so that two engines that start together seldom choose the same.
 _PROBE_BYTES = 40 * _MIB
-"""Minimum size of the probe allocation in bytes."""
+"""Minimum size in bytes of the probe, an allocation by which a process identifies itself in the
+driver's list."""
 _PROBE_STEP = 2 * _MIB
-"""Difference between successive sizes of the probe allocation in bytes."""
+"""Difference in bytes between the possible sizes of the probe."""
 _PROBE_SIZES = 64
-"""Number of different sizes of the probe allocation."""
+"""Number of possible sizes of the probe. Engines that start together rarely pick the same one."""
 
 # The workspace while serving.
 _HOST_PROBE_BYTES = 8 << 20
-"""Bytes to allocate as a test of whether a step may be retried after host memory ran out."""
+"""Bytes to allocate as a test of whether a step can be retried after host memory ran out."""
 _SMALL_SEGMENTS = 16 * _MIB
-"""Bytes of the workspace that the allocator does not take back as one large segment.
+"""Bytes of the workspace that need not be restored as one large segment.
 
-The allocator uses segments of 2 MiB for small tensors.
+They account for small tensors, for which the allocator uses segments of 2 MiB.
 """
 _FREE_FOR_LIBRARIES = 16 * _MIB
-"""Bytes that must stay free outside torch's allocator, so that libraries can load kernels."""
+"""Bytes to keep free outside torch's allocator, so that libraries can load kernels."""
 _RECENT_S = 1.0
-"""Seconds between measurements of a GPU's memory while the worker serves."""
+"""Seconds between measurements of a GPU's memory usage while the worker is serving."""
 
 
 class HostTier(NamedTuple):
@@ -68,18 +69,19 @@ class HostTier(NamedTuple):
 
 
 class GpuAtStart(NamedTuple):
-    """The driver's report of a GPU's memory, from before this process used the GPU's memory."""
+    """The driver's report of a GPU's memory, taken before this process used any of it."""
 
     gpu: Gpu
     free_bytes: int
-    """Number of bytes that were free once ended processes had released their memory."""
+    """Number of bytes that were free once exited processes had released their memory."""
     total_bytes: int
 
 
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
-    """Return the driver's memory report for a rank's GPU, or None on a CPU or without a report.
+    """Return the driver's memory report for a rank's GPU, or None if there is none.
 
-    Call this before anything uses the GPU, because a CUDA context also takes GPU memory.
+    There is no report on a CPU, or if the driver does not provide one. Call this before anything
+    uses the GPU, because a CUDA context also takes up GPU memory.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -99,7 +101,7 @@ def visible_gpus(num_gpus: int) -> list[Gpu]:
 
 
 def at_start(gpu: Gpu) -> GpuAtStart | None:
-    """Wait until ended processes have freed a GPU's memory, and return the driver's memory report.
+    """Wait until exited processes have freed a GPU's memory, and return the driver's report.
 
     Returns:
         The report, or None if the driver does not report the GPU's memory.
@@ -125,14 +127,14 @@ def free_of(gpu: Gpu) -> int:
 
 
 def names_of(sizes: Mapping[int, int]) -> str:
-    """Return a list of processes and their memory, the largest first, as text for a message."""
+    """Format a list of processes and their memory usage, largest first."""
     largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
     listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
     return ", ".join(listed) or "other processes"
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
-    """Set up a rank's device, including threads and libraries, and return the device.
+    """Set up and return a rank's device, including threads and libraries.
 
     Raises:
         WorkerStartError: the configured device does not exist.
@@ -174,9 +176,9 @@ def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) -> Ledger:
-    """Open the ledger of this rank's device: a GPU, or the rank's share of the host's memory.
+    """Open the memory ledger of this rank's device: a GPU, or the rank's share of host memory.
 
-    `host_tier` is the number of bytes that the KV host tier takes of the host's memory.
+    `host_tier` is the size in bytes of the KV host tier, which also takes up host memory.
     """
     memory = config.memory
     if device.type == "cpu":
@@ -191,7 +193,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with this CPU memory budget from rank 0, or unchanged for None."""
+    """Return the configuration with rank 0's CPU memory budget, or unchanged if it is None."""
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -199,9 +201,9 @@ def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
 
 
 def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
-    """Return one worker process's memory budget: the configured bytes, or a share of usable memory.
+    """Return a worker process's memory budget, as configured or as a fraction of usable memory.
 
-    `host_tier` is the size of the host tier in bytes, which the budget does not include.
+    The budget excludes the host tier, whose size in bytes is `host_tier`.
     """
     limit = container_limit()
     if configured is None:
@@ -221,20 +223,19 @@ def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
 
 
 class MemoryMeter:
-    """Measures this process's memory: resident memory, or its memory on a CUDA device."""
+    """Measures this process's memory usage: resident memory, or memory on a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
-        """Create a meter for a device whose `driver` was opened before the device was prepared."""
+        """Create a meter. `driver` is the driver's report from before the device was prepared."""
         self._device = device
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
         self.shared_bytes = 0
-        """Resident bytes that are not counted, because they count for another process."""
+        """Resident bytes to exclude, because they are attributed to another process."""
 
         self._driver = driver if driver is not None and self._is_shown_by(driver) else None
         self._pid = self._probe(self._driver) if self._driver is not None else None
-        """Process id under which the driver lists this process, or None if the driver does not list
-        it."""
+        """Process id under which the driver lists this process, or None if it is unknown."""
         if device.type == "cuda":
             log.info("source of the GPU's own bytes: %s", self.source, extra={"pid": self._pid})
 
@@ -248,7 +249,7 @@ class MemoryMeter:
         return "difference" if self._pid is None else "nvml"
 
     def used_bytes(self) -> int:
-        """Return the number of bytes that this process uses now."""
+        """Return the number of bytes that this process is using."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             free_before = total if self._driver is None else self._driver.free_bytes
@@ -256,7 +257,7 @@ class MemoryMeter:
         return int(self._process.memory_info().rss) - self.shared_bytes
 
     def recent_bytes(self) -> int:
-        """Return `used_bytes`, on a GPU up to a second old, because driver queries are slow."""
+        """Return `used_bytes`. On a GPU, cache it for a second, because driver queries are slow."""
         if self._device.type != "cuda":
             return self.used_bytes()
 
@@ -274,20 +275,20 @@ class MemoryMeter:
         return torch.cuda.memory_reserved(self._device)
 
     def others(self) -> str:
-        """Return a list of the device's other processes and their memory, as text for a message."""
+        """Format a list of the device's other processes and their memory usage."""
         if self._driver is None or self._pid is None:
             return names_of({})
         listed = self._driver.gpu.process_bytes()
         return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Return the device's free bytes, which on a CPU are the container's free bytes."""
+        """Return the free bytes of the device. On a CPU, they are those of the container."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
 
     def wait_for_free(self, enough: int) -> int:
-        """Wait until ended processes have released their memory. See `wait_for_memory`."""
+        """Wait until exited processes have released their memory. See `wait_for_memory`."""
         if self._device.type != "cuda":
             return self.free_bytes()
         return wait_for_memory(self.free_bytes, enough)
@@ -298,9 +299,10 @@ class MemoryMeter:
         return self._driver.gpu.process_bytes().get(self._pid)
 
     def _is_shown_by(self, driver: GpuAtStart) -> bool:
-        """Return whether CUDA uses the GPU that the driver reports, and warn if it does not.
+        """Return whether CUDA uses the GPU that the driver reports on, and warn if it does not.
 
-        CUDA numbers GPUs of different models by speed, but the driver numbers them by PCI bus.
+        They may differ if the GPUs are of different models, because CUDA orders GPUs by speed and
+        the driver orders them by PCI bus.
         """
         used = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
         shown = driver.gpu.uuid
@@ -316,7 +318,7 @@ class MemoryMeter:
         return False
 
     def _probe(self, driver: GpuAtStart) -> int | None:
-        """Allocate probes to find the process id under which the driver lists this process."""
+        """Find the process id under which the driver lists this process, by allocating a probe."""
         torch.cuda.empty_cache()
         reserved = self.reserved_bytes()
         before = driver.gpu.process_bytes()
@@ -342,7 +344,7 @@ def reserve_for_others(
     safety_reserve: int,
     longest_kv: int,
 ) -> None:
-    """Reserve the part of a GPU's budget that other processes use, so that no request gets it.
+    """Reserve the part of a GPU's budget that other processes occupy, to keep it from requests.
 
     Args:
         ledger: the ledger of the GPU.
@@ -369,10 +371,10 @@ def reserve_for_others(
 
 
 def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> None:
-    """Check a GPU's final ledger against the driver and torch, and limit torch to the ledger.
+    """Compare a GPU's final ledger with the driver and torch, and cap torch's memory accordingly.
 
-    If memory runs short, torch then raises an error before other processes or the driver run out of
-    memory.
+    If memory then runs short, torch raises an error before other processes or the driver are
+    affected.
     """
     if device.type != "cuda":
         return
@@ -398,22 +400,23 @@ def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> 
 
 
 class Workspace:
-    """The memory that torch's allocator keeps for the temporary tensors of steps.
+    """The memory that torch's allocator keeps for temporary tensors of steps.
 
     Before the allocator reports an out-of-memory error, it frees all of this memory, and another
-    process may then take the memory. Therefore the workspace must be allocated again immediately.
+    process may then take it. The workspace must therefore be reallocated immediately.
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter) -> None:
-        """Record how much memory the allocator holds. Call this at the end of startup."""
+        """Record the size of the workspace. Call this at the end of startup."""
         self._device = device
         self._meter = meter
         self._reserved = meter.reserved_bytes()
 
     def restore(self) -> bool:
-        """Allocate the freed memory again. Return False if other processes have taken it.
+        """Reallocate the freed memory. Return False if other processes have taken it.
 
-        Call this outside the error handler, whose stack frames keep the step's tensors alive.
+        Call this outside the exception handler, in which stack frames keep the step's tensors
+        alive.
         """
         if self._device.type != "cuda":
             return _has_host_memory()
@@ -430,7 +433,7 @@ class Workspace:
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Make the allocator reserve as much memory as at startup. Return False if this fails."""
+        """Make the allocator reserve as much memory as at startup. Return whether this succeeds."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:
@@ -441,7 +444,7 @@ class Workspace:
 
 
 def _has_host_memory() -> bool:
-    """Return whether the allocator can get host memory, or can reuse freed memory."""
+    """Return whether host memory can be allocated, from the system or by reusing freed memory."""
     try:
         torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
     except RuntimeError:
@@ -450,10 +453,10 @@ def _has_host_memory() -> bool:
 
 
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
-    """Check that the host has enough memory for what one rank pins for swapped KV.
+    """Check that the host has enough memory for the buffer that one rank pins for swapped KV.
 
     Raises:
-        WorkerStartError: the host has too little memory, so that the kernel would kill the pod.
+        WorkerStartError: the host has too little memory, so the kernel would kill the pod.
     """
     if num_bytes > free_host_bytes:
         raise WorkerStartError(
@@ -464,7 +467,7 @@ def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
 
 
 def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Load memory-mapped weights into memory now, so that no request waits for the disk."""
+    """Load memory-mapped weights into memory now, so that no request has to wait for the disk."""
     if device.type != "cpu":
         return
     for tensor in tensors:
@@ -472,7 +475,7 @@ def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the kernel, so that memory freed by loading does not count as used."""
+    """Return freed memory to the system, so that it does not count as used after loading."""
     trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -76,15 +76,15 @@ from ullage_engine.worker.grammar import (
 log = logging.getLogger("ullage.engine.worker")
 
 SUSPICIOUS_STEPS = 1000
-"""Number of steps after NaN or infinite logits in which a second occurrence evicts all cached KV.
+"""Number of steps after NaN or infinite logits during which a recurrence evicts all cached KV.
 
-A second occurrence suggests that more than one request's KV is damaged.
+A recurrence suggests that the KV of more than one request is damaged.
 """
 
 _RETRY_S = 0.25
-"""Seconds between attempts to compute a step while other processes hold the needed memory."""
+"""Seconds between retries of a step while other processes hold the memory that it needs."""
 _SHORTAGE_S = 5.0
-"""Seconds of failed attempts after which a new worker with a smaller KV pool takes over."""
+"""Seconds of failed retries after which a new worker with a smaller KV pool takes over."""
 
 
 class Runner(Protocol):
@@ -93,15 +93,15 @@ class Runner(Protocol):
     def move(self, moves: Moves) -> None:
         """Copy whole KV blocks: all of `swap_out`, then all of `swap_in`, then all of `copy`.
 
-        The copies allocate no memory. Copies of the same kind behave as if all of them read before
-        any of them writes.
+        The copies allocate no memory. Copies of the same kind behave as if all reads happen before
+        any write.
         """
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Compute a step. Return a token for each chunk with `sampling`, in the order of the plan.
 
-        If a plan is computed again after an error, its tokens are the same.
+        If a plan is recomputed after an error, its tokens are the same.
         """
         ...
 
@@ -111,14 +111,14 @@ class Runner(Protocol):
 
 
 class PipelinedRunner(Runner, Protocol):
-    """A runner whose pipeline stages compute different plans at the same time."""
+    """A runner whose pipeline stages compute different plans concurrently."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Start to compute a step. Moves and steps are executed in the order of the calls."""
+        """Start computing a step. Moves and steps are executed in call order."""
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the oldest uncollected step, and return its tokens as `execute` does."""
+        """Wait for the oldest uncollected step, and return its tokens like `execute`."""
         ...
 
 
@@ -133,14 +133,13 @@ class _Timed(NamedTuple):
 class EngineCore:
     """The loop that schedules, executes and commits steps with one runner.
 
-    A step that runs out of memory is retried with half the prompt tokens, and then without the
-    newest sequence. A request fails only if its sequence does not fit alone. These rules apply
-    while this process holds its whole workspace. If other processes have taken memory from the
-    workspace, no request is to blame. All requests then wait, and if the shortage lasts, a new
-    worker resumes them.
+    A step that runs out of memory is retried with half the prompt tokens, and then also without the
+    newest sequence. A request fails only if its sequence does not even fit alone. However, if other
+    processes have taken memory from this process's workspace, no request is to blame. All requests
+    then wait, and if the shortage persists, a new worker resumes them.
 
-    A step that fails for another reason is retried chunk by chunk. A request fails only if its own
-    chunk fails, or if its logits are NaN or infinite.
+    A step that fails for any other reason is retried one chunk at a time. A request fails only if
+    its own chunk fails again, or if its logits are NaN or infinite.
     """
 
     def __init__(
@@ -157,10 +156,10 @@ class EngineCore:
         Args:
             scheduler: decides what each step computes.
             runner: computes the steps.
-            throughput: throughput estimate, which is updated with the duration of each step.
+            throughput: throughput estimator to update with the duration of each step.
             grammars: grammars of requests, or None for an engine without a vocabulary.
-            restore_workspace: allocates the memory for temporary tensors again after a step has run
-                out of memory. Returns False if other processes hold the memory.
+            restore_workspace: reallocates the memory for temporary tensors after a step has run out
+                of memory. Returns False if other processes have taken the memory.
             clock: returns monotonic time in seconds.
         """
         self.scheduler = scheduler
@@ -179,17 +178,17 @@ class EngineCore:
         """Number of steps that started while another step was being computed."""
 
         self._damaged_at = -SUSPICIOUS_STEPS
-        """Number of the latest step whose logits were NaN or infinite."""
+        """Number of the latest step with NaN or infinite logits."""
         self._faults: list[int] = []
-        """Injected faults, as counts of committed steps at which the next step runs out of
+        """Injected faults: numbers of committed steps after which the next step runs out of
         memory."""
 
         self._restore_workspace = restore_workspace
         self._clock = clock
         self._short_since: float | None = None
-        """Time at which the current memory shortage began, or None without a shortage."""
+        """Time at which the current memory shortage began, or None if there is none."""
         self._retry_at = 0.0
-        """Time of the next attempt to compute a step, during a memory shortage."""
+        """Time of the next retry during a memory shortage."""
 
     @property
     def has_work(self) -> bool:
@@ -203,7 +202,7 @@ class EngineCore:
 
     @property
     def num_steps(self) -> int:
-        """Number of committed steps in which something was computed."""
+        """Number of committed steps that computed at least one chunk."""
         return self.scheduler.num_steps
 
     @property
@@ -218,11 +217,11 @@ class EngineCore:
 
     @property
     def events(self) -> RequestEvents:
-        """Events in the life of requests, for the log and for spans."""
+        """Request lifecycle events, for logging and tracing."""
         return self.scheduler.events
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled. If not, start compiling the grammar."""
+        """Return whether a request's grammar is compiled. If not, start compiling it."""
         return self.grammars.compile(request.grammar).done()
 
     def set_batch_share(self, share: float) -> None:
@@ -238,9 +237,9 @@ class EngineCore:
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admit all samples of one prompt, which may form a beam search, or refuse all of them.
+        """Admit all samples of one prompt, possibly as a beam search, or refuse all of them.
 
-        The call blocks until the samples' grammar is compiled. See `Grammars.compile`.
+        If the samples have a grammar, block until it is compiled. See `Grammars.compile`.
         """
         if requests[0].beam:
             return self._beams.start(requests, resumed=resumed)
@@ -262,7 +261,7 @@ class EngineCore:
         """Compute one step and return its outputs.
 
         Raises:
-            MemoryShortError: the step needs memory that other processes have held for too long.
+            MemoryShortError: other processes have held memory that the step needs for too long.
         """
         if self._short_since is not None and self._clock() < self._retry_at:
             return []
@@ -274,7 +273,7 @@ class EngineCore:
         return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Commit the oldest plan in flight, and return the plan's outputs for clients."""
+        """Commit the oldest plan in flight, and return its outputs for clients."""
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
             # All tokens of an output except one are accepted draft tokens.
@@ -319,7 +318,7 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with grammar masks, and fail the requests whose grammars fail."""
+        """Add grammar masks to a plan. Fail requests whose grammars cannot be enforced."""
         plan, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
@@ -327,7 +326,7 @@ class EngineCore:
         return plan
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a plan. While memory is short, compute smaller plans instead."""
+        """Compute a plan. If it runs out of memory, retry with smaller plans."""
         prompt_tokens = 0
         is_retried = False
         self._move(plan)
@@ -366,7 +365,7 @@ class EngineCore:
         return []
 
     def _move(self, plan: StepPlan) -> None:
-        """Perform a plan's block copies once, before the first attempt to compute the plan."""
+        """Perform a plan's block copies, which happens only once even if the step is retried."""
         if plan.moves:
             began = time.perf_counter()
             log.debug("KV is copied between device and host")
@@ -375,7 +374,7 @@ class EngineCore:
             log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
-        """Report the block copies of plans without chunks, if no plan is in flight."""
+        """Report the block copies of plans without chunks. No plan may be in flight."""
         if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
             self._runner.sync()
             self.tiers.finish(kept)
@@ -392,8 +391,8 @@ class EngineCore:
         """Record the duration of a step.
 
         Args:
-            seconds: time from the start of the first plan to its end.
-            plans: plans that were being computed in that time, of which only the first is finished.
+            seconds: time from the start to the end of the first plan.
+            plans: plans that were in flight during that time. Only the first is finished.
         """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
@@ -406,11 +405,11 @@ class EngineCore:
         self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
-        """Compute each chunk of a failed plan alone, and fail requests whose chunks fail again.
+        """Retry each chunk of a failed plan alone, and fail requests whose chunks fail again.
 
         Raises:
-            Exception: `cause`, if every chunk fails, so that no request is to blame, or if a chunk
-                fails with an error from which only a new process can recover.
+            Exception: `cause`, if every chunk fails, because no single request is to blame then, or
+                if a chunk runs out of memory or the device is lost.
         """
         sampled: list[SampledToken] = []
         failed: list[tuple[Chunk, str]] = []
@@ -430,13 +429,13 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens, and fail the requests that got no token.
+        """Return the step's tokens without invalid ones, and fail the requests that got none.
 
         Call this before the step is committed.
 
-        If a request has NaN logits, its KV may also be damaged, so its cached blocks are evicted.
-        If NaN logits occur again soon, all cached blocks are evicted. Requests that were cancelled
-        in the meantime are treated in the same way, but get no error.
+        If a request has NaN or infinite logits, its KV may be damaged as well, so its cached blocks
+        are evicted. If this recurs soon, all cached blocks are evicted. Requests that were
+        cancelled in the meantime are handled the same way but do not get an error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
@@ -465,7 +464,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens, and fail requests whose constraints do not allow any token."""
+        """Drop tokens of requests whose constraints rule out every token, and fail the requests."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
@@ -498,7 +497,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _wait_for_memory(self, reason: str) -> None:
-        """Postpone the step while other processes hold memory that the step needs.
+        """Postpone the step because other processes hold memory that it needs.
 
         Raises:
             MemoryShortError: the shortage has lasted too long.
@@ -518,7 +517,7 @@ class EngineCore:
         self.scheduler.abandon()
 
     def _raise_fault(self) -> None:
-        """Raise an injected fault that is due. See `inject_out_of_memory`."""
+        """Raise an injected fault if one is due. See `inject_out_of_memory`."""
         if not self._faults:
             return
 
@@ -530,7 +529,7 @@ class EngineCore:
 
 
 class _InFlight(NamedTuple):
-    """A submitted plan whose result has not been collected."""
+    """A submitted plan whose result has not been collected yet."""
 
     plan: StepPlan
     submitted_at: float
@@ -538,11 +537,12 @@ class _InFlight(NamedTuple):
 
 
 class PipelinedEngine(EngineCore):
-    """The step loop for a group of pipeline stages, each of which computes a different plan.
+    """The step loop for a group of pipeline stages, which compute different plans concurrently.
 
-    Up to `SchedulerLimits.max_in_flight` plans of different sequences are submitted before the
-    first result is collected. Results are collected in the order of submission. If a step fails on
-    a rank, the group and all plans in flight end. Another worker then resumes their requests.
+    Up to `SchedulerLimits.max_in_flight` plans with different sequences are submitted before the
+    first result is collected. Results are collected in submission order. If a step fails on any
+    rank, all plans in flight are lost and the group exits. Another worker then resumes their
+    requests.
     """
 
     def __init__(
@@ -562,7 +562,7 @@ class PipelinedEngine(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are steps to compute or results to collect, even for cancelled requests."""
+        """Whether there are steps to compute or results to collect, even of cancelled requests."""
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
@@ -578,7 +578,7 @@ class PipelinedEngine(EngineCore):
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submit the next plan. Return False if there is nothing more to compute at the moment."""
+        """Submit the next plan. Return False if there is currently nothing to compute."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)

@@ -1,4 +1,4 @@
-"""Fingerprints of the processor and the builds, which determine the exact bits of answers."""
+"""Fingerprints of the processor and the software, which determine the exact bits of answers."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.native import library
 
 _COMPUTING = ("kernels", "layers", "runner")
-"""Packages whose code computes tokens with torch and Triton or calls the C++ library."""
+"""Packages whose code computes tokens with torch and Triton, or by calling the C++ library."""
 
 _DIGITS = 16
 """Number of hexadecimal digits of a digest in a fingerprint."""
 
 _ORDER = "16 sums, 1"
-"""Name of the C++ library's summation order, which is equal for AVX2 and AVX-512 (decision 52).
+"""Identifier of the C++ library's summation order, the same on AVX2 and AVX-512 (decision 52).
 
-Change the name whenever the order or a polynomial approximation changes.
+Change it whenever the order or a polynomial approximation changes.
 """
 
 _CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
@@ -35,17 +35,17 @@ _CPU_FLAGS = {
 
 
 def canonical_order() -> str:
-    """Return a name for the order in which the C++ library evaluates sums and polynomials.
+    """Return an identifier of the order in which the C++ library evaluates sums and polynomials.
 
-    With the same build of the library, processors with the same order name compute the same bits.
-    The name is empty if the library is absent.
+    With the same build of the library, processors with the same identifier produce bit-identical
+    results. The identifier is empty if the library is not available.
     """
     return "" if library.instruction_set() is None else _ORDER
 
 
 @cache
 def build_digest(*, with_library: bool) -> str:
-    """Return a digest of the code that computes tokens, in Python and in the C++ library."""
+    """Return a digest of the code that computes tokens: Python files and the C++ library."""
     root = Path(ullage_engine.__file__).parent
     digest = hashlib.sha256(_library_bytes() if with_library else b"")
     for path in sorted(path for name in _COMPUTING for path in (root / name).rglob("*.py")):
@@ -65,20 +65,20 @@ def digest_of(model_config: ModelConfig) -> str:
 
 
 def digest_of_json(value: object) -> str:
-    """Return a digest of a JSON value, which does not depend on the order of keys."""
+    """Return a digest of a JSON value that does not depend on key order."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the kind of processor, on which the kernels and the order of sums depend."""
+    """Return the processor model, which affects the choice of kernels and the summation order."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_kind(cpuinfo)
 
 
 def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the kind of CPU: vendor, family, model, and the extensions that kernels use."""
+    """Return the CPU's vendor, family, model, and instruction set extensions used by kernels."""
     capability = torch.backends.cpu.get_cpu_capability()
     try:
         first, *_ = cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n")
@@ -94,5 +94,5 @@ def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def yes_or_no(value: bool) -> str:
-    """Return "yes" or "no", which represent booleans in a fingerprint."""
+    """Convert a boolean to "yes" or "no", as in fingerprints."""
     return "yes" if value else "no"

@@ -1,7 +1,7 @@
 """Grammars (structured output): masks of the tokens that may come next in an answer.
 
-A grammar is compiled in a background thread. The rank that schedules matches answers against the
-grammar on its CPU. The mask depends only on the grammar and the output so far. Therefore a
+A grammar is compiled in a background thread. The rank that runs the scheduler matches answers
+against the grammar on its CPU. A mask only depends on the grammar and the output so far, so a
 preempted or resumed request continues with the same masks.
 """
 
@@ -25,15 +25,15 @@ from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 log = logging.getLogger("ullage.engine.worker")
 
 _MAX_COMPILED = 8
-"""Maximum number of compiled grammars that are kept for later requests."""
+"""Maximum number of compiled grammars to cache for later requests."""
 
 
 class GrammarError(Exception):
-    """An error for a grammar that cannot be enforced. The message is one line for the client."""
+    """Raised if a grammar cannot be enforced. The message is a single line for the client."""
 
 
 class VocabularyError(GrammarError):
-    """An error for a vocabulary that cannot be loaded, so that no grammar can be enforced."""
+    """Raised if the vocabulary cannot be loaded, so that no grammar can be enforced."""
 
 
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
@@ -54,16 +54,16 @@ def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
 
 
 class _Progress:
-    """The progress of one answer through its grammar."""
+    """The state of matching one answer against its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._num_taken = 0
 
     def allowed(self, chunk: Chunk) -> bytes:
-        """Return a mask of the tokens that may follow a chunk.
+        """Return a bit mask of the tokens that may follow a chunk.
 
-        The answer in this chunk must begin with the answer in the previous call.
+        The answer so far must begin with the answer at the previous call.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -83,11 +83,11 @@ class Grammars:
     """The grammars of all requests of the engine. This class is not thread-safe."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
-        """Prepare to compile grammars.
+        """Start the thread that compiles grammars.
 
-        `load` returns the vocabulary. The compiling thread calls `load` for the first grammar.
-        `load` raises GrammarError if the model does not support grammars. Any other error fails the
-        requests with that grammar, except a shortage of memory, for which no request is to blame.
+        `load` returns the vocabulary and is called on that thread for the first grammar. It raises
+        GrammarError if the model does not support grammars. Any other error fails the requests with
+        that grammar, except running out of memory, for which no request is to blame.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
@@ -102,7 +102,7 @@ class Grammars:
         self._open: dict[str, _Progress] = {}
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Start compiling a grammar, unless the grammar is already compiled.
+        """Start compiling a grammar, unless it is already compiled or being compiled.
 
         Returns:
             A future that may raise GrammarError, or MemoryError if the host has too little memory.
@@ -117,18 +117,18 @@ class Grammars:
         return compilation
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
-        """Start to constrain a request's answer by its grammar, until `close` is called."""
+        """Constrain a request's answer by its grammar until `close` is called."""
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop the state of a request's grammar. Ignore requests without a grammar."""
+        """Drop the state of a request's grammar, if it has one."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
         """Add grammar masks to a step's plan.
 
         Returns:
-            The plan without the chunks whose grammars fail, and the reason of each failure by
+            The plan without chunks whose grammars failed, and the reason for each failure by
             request id.
         """
         if not self._open:
@@ -174,12 +174,12 @@ class Grammars:
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raise GrammarError. This is the vocabulary loader of engines without a tokenizer."""
+    """Raise GrammarError, as the vocabulary loader of engines without a tokenizer."""
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Return the mask without the banned tokens, or unchanged if no allowed token would remain."""
+    """Remove banned tokens from a mask, unless no allowed token would remain."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

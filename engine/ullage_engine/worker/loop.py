@@ -1,12 +1,12 @@
 """The shared part of all worker processes: the link to the server, the loop, and the command line.
 
 A worker connects to the server's socket, loads the model, sends Ready, and computes steps while it
-has work. The worker ends after Shutdown, or is killed by the kernel when the server has ended.
+has work. It exits after Shutdown, and the kernel kills it if the server exits.
 
-exit status: 0 after Shutdown or when the server has ended, 1 an unexpected error, 2 wrong
-configuration or model, 3 another rank has ended, 5 other processes hold memory that steps need, 6 a
-step or a rank ran out of memory, 7 the start computes other results than a verified start, 8 the
-host had no memory for this process or a rank
+exit status: 0 after Shutdown or if the server has exited, 1 unexpected error, 2 invalid
+configuration or model, 3 another rank has exited, 5 other processes hold memory that steps need, 6
+a step or a rank ran out of memory, 7 results differ from those of a verified start, 8 the host had
+too little memory for this process or a rank
 """
 
 import argparse
@@ -82,36 +82,36 @@ log = logging.getLogger("ullage.engine.worker")
 
 # Messages.
 DRAIN_S = 0.02
-"""Maximum seconds spent on receiving messages between two steps.
+"""Maximum seconds to spend on receiving messages between two steps.
 
-If more messages are pending, they wait until after the next step, so that decodes are not delayed.
+Further messages wait until after the next step, so that they do not delay decodes.
 """
 _SEND_TIMEOUT_S = 30.0
-"""Seconds after which a server that reads no messages counts as dead."""
+"""Seconds after which a server that does not read messages is considered dead."""
 _COMPILED_S = 0.005
-"""Seconds between an idle worker's checks of whether a grammar is compiled."""
+"""Seconds between checks of an idle worker for whether a grammar has been compiled."""
 _EMPTY_STEP_S = 0.005
-"""Seconds to wait for messages after a step in which nothing could be computed."""
+"""Seconds to wait for messages after a step that could not compute anything."""
 
 # Reports.
 _STATE_INTERVAL_S = 0.1
-"""Minimum seconds between reports of a changing state."""
+"""Minimum seconds between state reports while the state is changing."""
 _HEARTBEAT_S = 0.5
-"""Seconds between reports of an unchanged state."""
+"""Seconds between state reports while the state is unchanged."""
 _LOG_INTERVAL_S = 10.0
 """Minimum seconds between log lines about prefix cache hits."""
 TRACES_WITHIN_S = 1.0
-"""Maximum seconds for the export of the last tracing spans.
+"""Maximum seconds to spend on exporting the last tracing spans.
 
-Meanwhile, the server waits for the worker to end.
+The server waits for the worker to exit during this time.
 """
 
 _PR_SET_PDEATHSIG = 1
-"""Operation of prctl(2) that sets the signal to receive when the parent ends."""
+"""Operation of prctl(2) that sets the signal to receive when the parent exits."""
 
 
 class ServerGoneError(Exception):
-    """The server no longer reads the worker's messages."""
+    """Raised if the server has closed the connection or no longer reads messages."""
 
 
 class Link:
@@ -129,7 +129,7 @@ class Link:
         """Send a message.
 
         Raises:
-            ServerGoneError: the server no longer reads.
+            ServerGoneError: the server no longer reads messages.
         """
         try:
             self._link.send(self._encoder.encode(message))
@@ -160,22 +160,22 @@ class KvTransfers(Protocol):
         """Return the messages to the server that have been queued since the last call."""
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Process the server's answer to the oldest unanswered offer of KV blocks."""
+        """Handle the server's answer to the oldest unanswered offer of KV blocks."""
 
     def on_found(self, answer: KvFound) -> None:
-        """Process the server's answer to a query for KV blocks."""
+        """Handle the server's answer to a query for KV blocks."""
 
 
 class LoraAdapters(Protocol):
-    """The loop's interface to LoRA adapters, which change while the worker serves."""
+    """The loop's interface to LoRA adapters, which can be added and removed while serving."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Load an adapter. Return the reason for a failure, or an empty string on success.
+        """Load an adapter. Return an error message, or an empty string on success.
 
         Args:
-            name: name that requests use to choose the adapter.
+            name: name by which requests select the adapter.
             folder: folder of the adapter's files.
-            is_checked: whether an earlier worker has loaded the adapter.
+            is_checked: whether an earlier worker has already loaded the adapter.
         """
 
     def remove(self, name: str) -> None:
@@ -195,7 +195,7 @@ class WorkerEngine(Protocol):
 
     @property
     def events(self) -> RequestEvents:
-        """Events in the life of requests, for the log and for spans."""
+        """Request lifecycle events, for logging and tracing."""
 
     @property
     def has_work(self) -> bool:
@@ -210,7 +210,7 @@ class WorkerEngine(Protocol):
         """Number of steps in which something was computed."""
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Return whether a request's grammar is compiled. If not, start compiling the grammar."""
+        """Return whether a request's grammar is compiled. If not, start compiling it."""
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
@@ -262,10 +262,10 @@ class StartedEngine(Protocol):
 
 
 Report = Callable[[Loading], None]
-"""Function that reports the progress of a start to the server."""
+"""Function that reports startup progress to the server."""
 
 Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
-"""Function that loads a configuration's model, and also receives the command-line options."""
+"""Function that loads the configured model. It also receives the command-line options."""
 
 
 class Worker:
@@ -283,10 +283,10 @@ class Worker:
 
         Args:
             started: the engine and its memory.
-            batching: how long a batch waits for more requests.
+            batching: how long to wait for more requests before a step.
             link: connection to the server.
-            pressure: decides the batch size from the worker's state.
-            clock: returns monotonic time in seconds, for the timing of messages.
+            pressure: determines the batch size based on the worker's state.
+            clock: returns monotonic time in seconds, to time the receiving of messages.
         """
         self._clock = clock
         self._started = started
@@ -305,7 +305,7 @@ class Worker:
         """Time after which prefix cache hits may be logged again."""
 
     def run(self) -> None:
-        """Send Ready, and serve until Shutdown or until the server's process has ended."""
+        """Send Ready, and serve until Shutdown arrives or the server's process exits."""
         parent = os.getppid()
         # Nothing loaded so far ever becomes garbage, so no collection needs to look at it.
         gc.freeze()
@@ -341,9 +341,10 @@ class Worker:
             self._drain(_EMPTY_STEP_S)
 
     def _send_last_state(self) -> None:
-        """Report the steps that ran out of memory, except a step that ends the worker.
+        """Send a final state report, with the number of steps that ran out of memory.
 
-        The server counts the step that ends the worker by the worker's exit status.
+        The report does not include the step that terminates the worker. The server counts that step
+        based on the worker's exit status.
         """
         # Measuring the state may fail, since the device may be lost.
         with contextlib.suppress(Exception):
@@ -386,13 +387,13 @@ class Worker:
             self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
-        """Receive pending messages for at most `DRAIN_S`. Wait only if there is nothing to compute.
+        """Receive pending messages, waiting for them only if there is nothing to compute.
 
-        A lone request starts immediately. If two or more requests arrive together, more are likely
-        to follow, and one step for all of them is cheaper than several steps. The loop therefore
-        waits for more requests: at most the prefill window, or the shorter decode window while
-        prompts are computed. Decodes never wait. Requests that arrive during a decode join the next
-        step.
+        A single request starts immediately. If two or more requests arrive together, more are
+        likely to follow, and computing all of them in one step is cheaper than in several. The loop
+        therefore waits for more: up to the prefill window if idle, or up to the shorter decode
+        window if it is already computing prompts. It never waits while sequences are decoding.
+        Requests that arrive during a decode join the next step.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
@@ -407,13 +408,13 @@ class Worker:
             pass
 
     def _drain(self, timeout_s: float) -> int:
-        """Receive messages until none is pending, or until `DRAIN_S` after the first message.
+        """Receive messages until none are pending, or for `DRAIN_S` after the first one.
 
         Args:
             timeout_s: seconds to wait for the first message.
 
         Returns:
-            The number of messages that submit requests.
+            The number of `Submit` messages.
         """
         message = self._link.receive(timeout_s)
         deadline = self._clock() + DRAIN_S
@@ -463,7 +464,7 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
-        """Submit requests, or hold them back while their grammar is compiled in the background."""
+        """Submit requests, or hold them back until their grammar is compiled in the background."""
         first = message.requests[0]
         if first.grammar and not self._engine.is_compiled(first):
             self._compiling.append(message)
@@ -471,7 +472,7 @@ class Worker:
             self._submit_now(message)
 
     def _submit_compiled(self) -> None:
-        """Submit the requests that were held back and whose grammar is now compiled."""
+        """Submit requests that were held back if their grammar is compiled by now."""
         waiting = self._compiling
         self._compiling = []
         for message in waiting:
@@ -505,7 +506,7 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Log periodically what share of prompt tokens the prefix cache has supplied."""
+        """Periodically log the prefix cache's hit rate."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return
@@ -517,7 +518,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the current state with its pressure level, and set the batch size accordingly."""
+        """Return the current state with its pressure level, and adjust the batch size to it."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -533,7 +534,7 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Return the message without a cancelled request, or an empty list if no request remains."""
+    """Remove a cancelled request from a message. Return an empty list if no request remains."""
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
 
@@ -547,11 +548,12 @@ def run(
     """Run a worker from its command line, and return the exit status.
 
     Args:
-        parser: parser with this kind of worker's options. The function adds the common options.
+        parser: parser with the options specific to this kind of worker. The common options are
+            added to it.
         start: loads the model.
         arguments: the command line, or None for the command line of this process.
-        import_libraries: imports the libraries that `start` needs, so that a standby worker has
-            already imported them.
+        import_libraries: imports the libraries that `start` needs. A standby worker calls it in
+            advance.
     """
     parent = os.getppid()
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
@@ -635,7 +637,7 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` ends for any reason."""
+    """Ask the kernel to kill this process when `parent` exits for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the kernel was asked.
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Profiles of a serving worker's next steps, from torch's profiler or as a timeline of batches.
+"""Records profiles of a serving worker's steps, with torch's profiler or as a batch timeline.
 
 A worker records one profile at a time, for a limited number of steps and seconds. Writing the
 trace is slow and runs in a background thread.
@@ -25,25 +25,25 @@ from ullage_engine.protocol.worker_state import WorkerState
 log = logging.getLogger("ullage.engine.worker.profiler")
 
 MAX_GROWTH_BYTES = 64 << 20
-"""Memory growth of the process, in bytes, at which a recording ends: about 300,000 events.
+"""Memory growth of the process in bytes at which a recording stops: about 300,000 events.
 
-Events take ten times as much memory until they are written. A step of 30 layers has about 4,000
-events.
+Events take ten times as much memory before they are written. A step of a 30-layer model has about
+4,000 events.
 """
 
 
 class _Recorder(Protocol):
-    """The interface of recorders, which start to record steps when they are created."""
+    """The interface of recorders, which start recording steps when they are created."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the recording must end, because its events have reached the memory limit."""
+        """Whether the recording must stop because its events have reached the memory limit."""
 
     def on_state(self, state: WorkerState) -> None:
-        """Record a report of the worker's memory and load."""
+        """Record the worker's current memory usage and load."""
 
     def stop(self) -> None:
-        """End the recording."""
+        """Stop recording."""
 
     def write(self, path: Path) -> None:
         """Write the recording to a file. Any thread may call this method."""
@@ -52,7 +52,7 @@ class _Recorder(Protocol):
 class _Operations:
     """Records torch's operations on the CPU and on the worker's device.
 
-    Shapes and stacks are not recorded, because they would cause most of the cost.
+    Shapes and stack traces are not recorded, because they would account for most of the overhead.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Operations:
 
     @property
     def is_full(self) -> bool:
-        """Whether the process has grown by `MAX_GROWTH_BYTES`, or by 5 % of the free memory."""
+        """Whether the process has grown by more than `MAX_GROWTH_BYTES` or 5 % of free memory."""
         return self._process.memory_info().rss - self._resident_bytes > self._max_growth
 
     def on_state(self, state: WorkerState) -> None: ...
@@ -95,7 +95,7 @@ class _Operations:
 
 
 class _Batches:
-    """Records batches: which requests each step computes."""
+    """Records a timeline of batches: which requests each step computes."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
@@ -143,16 +143,16 @@ class Profile:
         )
 
     def on_state(self, state: WorkerState) -> None:
-        """Record a report of the worker's memory and load."""
+        """Record the worker's current memory usage and load."""
         if self._writing is None:
             self._recorder.on_state(state)
 
     def stop_soon(self) -> None:
-        """End the recording the next time that `advance` is called."""
+        """Stop recording at the next call of `advance`."""
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """End the recording if it is complete. Return the answer after the file is written."""
+        """Stop recording if it is complete. Once the file is written, return the result."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:
@@ -169,7 +169,7 @@ class Profile:
         return ProfileDone(num_steps=self._num_steps, error=self._error)
 
     def stop(self) -> None:
-        """End the recording, and start writing it to the file."""
+        """Stop recording, and start writing the file in the background."""
         if self._writing is not None:
             return
         self._recorder.stop()

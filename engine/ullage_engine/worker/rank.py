@@ -1,8 +1,8 @@
-"""The startup of one rank, phase by phase. Every allocation is recorded in its device's ledger.
+"""The startup of one rank, phase by phase. Every allocation is recorded in a ledger.
 
-All ranks of a group finish one phase before any rank begins the next: `worker.startup` on rank 0
-sends the commands, and `worker.rank_process` executes them on the other ranks. In the last two
-phases the ranks compute together.
+All ranks of a group finish one phase before any of them begins the next: `worker.startup` on rank 0
+sends the commands, and `worker.rank_process` executes them on the other ranks. The ranks compute
+together in two phases, `warm_up` and `finalize`.
 """
 
 import logging
@@ -75,39 +75,39 @@ from ullage_kv import Arena, namespace
 log = logging.getLogger("ullage.engine.worker")
 
 _STAGING_BYTES = 16 << 20
-"""Bytes reserved for messages, token lists and queues, whose sizes vary with the requests."""
+"""Bytes reserved for messages, token lists and queues, whose sizes depend on the requests."""
 
 # How many prompt tokens a step computes.
 _PREFILL_CHUNK_TOKENS = 512
-"""Maximum number of prompt tokens per step, if the configuration sets no limit."""
+"""Default maximum number of prompt tokens per step."""
 _LEAST_CHUNK_TOKENS = 128
-"""Minimum of the measured limit on prompt tokens. Matmuls with fewer rows are less efficient."""
+"""Lower bound of the measured prompt token limit. Matmuls with fewer rows are inefficient."""
 _CHUNK_UNIT = 64
-"""Unit of the measured limit on prompt tokens, which is a multiple of this number."""
+"""The measured prompt token limit is rounded down to a multiple of this number."""
 _PREFILL_S = 0.5
-"""Seconds that a step with a prompt's first tokens may take while decodes wait for the step.
+"""Maximum seconds for a step at the beginning of a prompt, because decodes have to wait for it.
 
-The limit applies if the configuration sets none and if chunked prefill does not change answers.
+It applies unless the chunk size is configured or would change answers.
 """
 _DEADLINE_SHARE = 0.25
 """Maximum fraction of limits.step_deadline that the prompt tokens of one step may take."""
 
 # How the cost of context is measured.
 _DEEP_TOKENS = 64
-"""Number of prompt tokens whose computation is timed, with and without a long context."""
+"""Number of prompt tokens to time, with and without a long context."""
 _DEEP_CONTEXT = 4096
-"""Number of tokens in the long context, unless the longest sequence is shorter."""
+"""Number of tokens in the long context, if the maximum sequence length allows."""
 _SHALLOW_CONTEXT = 256
-"""Number of context tokens below which reading them takes too little time to be measured."""
+"""Number of context tokens below which the time to read them is too short to measure."""
 
 # How much context the decodes of a step read.
 _DECODE_READ_S = 0.1
-"""Seconds that the decodes of one step may spend reading KV while a new prompt waits."""
+"""Maximum seconds that one step's decodes may spend on reading KV, because prompts have to wait."""
 _ANY_CONTEXT = 1 << 40
-"""Number of context tokens that no step reaches, which stands for the absence of a limit."""
+"""Number of context tokens that no step reaches, which means that there is no limit."""
 
 _TRANSFER_TIMEOUT_S = 60.0
-"""Minimum timeout in seconds for transfers between ranks. The server notices failures sooner."""
+"""Minimum timeout in seconds for transfers between ranks. The server detects failures sooner."""
 
 _COMPUTING_ROOMS = (
     "kernels",
@@ -118,17 +118,17 @@ _COMPUTING_ROOMS = (
     "quantization",
     "runner",
 )
-"""Folders of the engine with the code on which the exact bits of an answer depend."""
+"""Folders of the engine whose code affects the exact bits of answers."""
 
 
 def chunk_tokens(token_s: float, most: int) -> int:
-    """Return how many prompt tokens a step can compute in the time that decodes may wait.
+    """Return how many prompt tokens a step may compute without delaying decodes for too long.
 
-    The number is never so small that matmuls become inefficient, unless `most` is that small.
+    The number is high enough for efficient matmuls, unless `most` is too low for that.
 
     Args:
-        token_s: seconds per token at a prompt's beginning. Later tokens take longer.
-        most: upper limit of the number.
+        token_s: seconds per token at the beginning of a prompt. Later tokens take longer.
+        most: upper bound of the result.
     """
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
     return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
@@ -140,13 +140,13 @@ def measured_cost(
     """Return the cost of prompt tokens by position, and the cost budget of one step.
 
     Args:
-        token_s: seconds per token at a prompt's beginning.
+        token_s: seconds per token at the beginning of a prompt.
         context_s: additional seconds for each context token that a token attends to.
-        tokens: number of prompt tokens in a step at a prompt's beginning.
-        deadline_s: seconds after which a worker that has not finished its step counts as hung.
-        is_free: whether steps deep in a prompt compute fewer tokens, so that decodes wait no longer
-            for them than for steps at the beginning. If false, only the deadline reduces the number
-            of tokens.
+        tokens: number of prompt tokens in a step at the beginning of a prompt.
+        deadline_s: seconds after which a worker is considered hung if it has not finished its step.
+        is_free: whether the chunk size may be chosen freely. If so, steps deep in a prompt compute
+            fewer tokens, so that they delay decodes no longer than steps at the beginning. If not,
+            only the deadline limits the number of tokens.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -161,7 +161,7 @@ def measured_cost(
 class RankStartup:
     """The startup of one rank, from its configuration to a runner.
 
-    Call the phases in order, each once: `load`, `allocate_arenas`, `warm_up`, `allocate_kv`,
+    Call each phase once, in this order: `load`, `allocate_arenas`, `warm_up`, `allocate_kv`,
     `finalize`.
 
     Raises, in any phase:
@@ -194,9 +194,11 @@ class RankStartup:
         self._workspace: Workspace | None = None
 
         self.swap_bytes_per_second = 0.0
-        """Bandwidth of all ranks to host memory, as measured by this rank, or 0 without host KV."""
+        """Bandwidth of all ranks to host memory in bytes per second, as measured by this rank, or 0
+        without host memory for KV."""
         self.decode_tokens = _ANY_CONTEXT
-        """Number of context tokens that one step's decodes may read, as measured by `finalize`."""
+        """Maximum number of context tokens that one step's decodes may read, as measured by
+        `finalize`."""
         self.prompt_tokens = 0
         """Maximum number of prompt tokens per step, as measured by `finalize` or as configured."""
         self.prompt_cost = PromptCost()
@@ -214,13 +216,13 @@ class RankStartup:
 
     @property
     def weights_key(self) -> str:
-        """The key of the prepared weights, which is equal for all ranks of a group."""
+        """The key of the prepared weights, which is the same for all ranks of a group."""
         assert self._loaded is not None, "load comes first"
         return self._loaded.key
 
     @property
     def loaded(self) -> LoadedModel:
-        """The weights with which this rank computes."""
+        """This rank's weights."""
         assert self._loaded is not None, "load comes first"
         return self._loaded
 
@@ -275,7 +277,7 @@ class RankStartup:
         )
 
     def _decode_batches(self) -> int:
-        """Return how many batches of decodes are in flight concurrently, at most one per stage."""
+        """Return how many batches of decodes may be in flight, at most one per pipeline stage."""
         own = 1 if self.device.type == "cpu" else self.layout.pipeline
         return min(self.config.parallelism.decode_batches or own, self.layout.pipeline)
 
@@ -297,22 +299,22 @@ class RankStartup:
 
     @cached_property
     def window_tokens(self) -> int:
-        """Length of the sliding windows whose layers have separate KV blocks, in tokens.
+        """Sliding window length in tokens, if layers with sliding windows have separate KV blocks.
 
-        The length is 0 if no sequence is longer than a window and a prompt chunk. In this case, no
-        layer has separate blocks.
+        It is 0 if no sequence can be longer than a window and a prompt chunk together. In that
+        case, no layer has separate blocks.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes per stored KV element, from which all KV sizes are computed."""
+        """Bytes per stored KV element, which determine all KV sizes."""
         return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
 
     @cached_property
     def library_refusal(self) -> str:
-        """The reason why the C++ library does not compute whole steps, or empty if it does."""
+        """Reason why the C++ library cannot compute whole steps, or empty if it can."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -335,11 +337,11 @@ class RankStartup:
 
     @property
     def num_host_slots(self) -> int:
-        """Number of KV blocks that the configured host memory holds."""
+        """Number of KV blocks that fit in the configured host memory."""
         return self.config.memory.host_kv // self.block_bytes
 
     def load(self) -> None:
-        """Memory-map or copy the weights with which this rank computes."""
+        """Memory-map or copy this rank's weights."""
         context = self.meter.used_bytes()
         self.ledger.record("context", context)
         # A standby worker has a context of its own, in the same memory.
@@ -352,10 +354,9 @@ class RankStartup:
         touch_pages(self._loaded.tensors.values(), self.device)
 
     def allocate_arenas(self, store: Path | None = None) -> None:
-        """Join the other ranks and allocate the buffers of a step.
+        """Join the other ranks, and allocate the buffers of a step.
 
-        This is the last phase before ranks compute together, so a rank that lacks memory fails
-        here.
+        Ranks compute together from the next phase on, so a rank with too little memory fails now.
 
         Args:
             store: file through which the ranks find each other, or None for a single rank.
@@ -396,7 +397,7 @@ class RankStartup:
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def _new_capture(self) -> NewCapture | None:
-        """Return the class that captures decode steps as graphs, or None without graphs."""
+        """Return the class that captures decode steps as CUDA graphs, or None if they are off."""
         if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
@@ -408,7 +409,8 @@ class RankStartup:
         """Run the largest steps on a pool of one block, so that libraries allocate their workspace.
 
         Returns:
-            The number of KV blocks that fit into the remaining memory, an upper limit for the pool.
+            The number of KV blocks that fit in the remaining memory, which is an upper bound for
+            the pool.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
@@ -449,13 +451,15 @@ class RankStartup:
         self._check_prices(size)
 
     def finalize(self, *, verifies: bool = False) -> None:
-        """Run the largest steps on the KV pool, prove the rank's arithmetic, and close the ledger.
+        """Run the largest steps on the KV pool, compute the proof, and finalize the ledger.
 
-        The pool may occupy memory that the first warm-up used for temporary tensors. The steps
-        allocate these again, so that the first requests do not wait for the allocation.
+        The pool may occupy memory that `warm_up` used for temporary tensors. Running the steps
+        again reallocates them now instead of during the first requests. The proof shows that the
+        rank computes the same results as a verified start.
 
         Args:
-            verifies: whether to compute the proof twice, because no earlier start was verified.
+            verifies: whether to compute the proof twice and compare, because no start has been
+                verified yet.
 
         Raises:
             ProofError: the second computation differs from the first.
@@ -485,7 +489,7 @@ class RankStartup:
     def _check_weights(self) -> None:
         """Compare the weights in memory with the checksums of the prepared file.
 
-        No later start would notice that the first start computed with damaged weights.
+        Otherwise, if the first start computed with damaged weights, no later start would detect it.
         """
         began = time.monotonic()
         folder = Path(self.config.server.weights_dir)
@@ -497,7 +501,7 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
-        """Measure the cost of prompt tokens, and derive how many of them a step may compute."""
+        """Measure the cost of prompt tokens, and derive how many a step may compute."""
         most = self.limits.prompt_tokens
         measured = min(_LEAST_CHUNK_TOKENS, most)
         token_s = self.runner.measure_prompt_seconds(measured) / measured
@@ -522,7 +526,7 @@ class RankStartup:
             log.info("a prompt token behind %d others costs twice as much as the first", tokens)
 
     def _measure_context(self) -> float:
-        """Measure the seconds that each context token adds to the cost of a later prompt token."""
+        """Measure how many seconds each context token adds to the cost of a prompt token."""
         tokens = min(_DEEP_TOKENS, self.limits.prompt_tokens)
         context = min(_DEEP_CONTEXT, self.max_model_len - tokens)
         if context < _SHALLOW_CONTEXT:
@@ -558,7 +562,7 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Return an object that extracts this rank's part of the model."""
+        """Return an object that extracts this rank's shard of the model."""
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -595,7 +599,7 @@ class RankStartup:
         return pipeline_rank
 
     def _log_decoder(self) -> None:
-        """Log whether the C++ library or torch computes steps on a CPU, and why if torch does."""
+        """Log whether the C++ library or torch computes steps on a CPU, and why if it is torch."""
         if self.rank or self.device.type != "cpu":
             return
 
@@ -610,9 +614,9 @@ class RankStartup:
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
 
     def _fitting_blocks(self) -> int:
-        """Count the KV blocks that fit into the memory of this rank's device.
+        """Count the KV blocks that fit in the memory of this rank's device.
 
-        A rank whose layers keep no KV does not limit the other ranks.
+        If none of this rank's layers store KV, the count does not limit the other ranks.
         """
         chunk_blocks = -(-self.limits.prompt_tokens // self.step_limits.block_tokens)
         limit = kv_limit(self.config.memory, on_cpu=self.device.type == "cpu")
@@ -644,10 +648,10 @@ class RankStartup:
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
 
     def _host_kv_bytes(self) -> int:
-        """Return how many bytes of the device's memory the host KV slots take.
+        """Return how many bytes of device memory the host KV slots take up.
 
-        On a CPU, the device is the host, and the bytes are this rank's share of all slots. On a
-        GPU, the bytes are the two staging blocks through which slots are copied.
+        On a CPU, the device is the host, so this is the size of this rank's part of all slots. On a
+        GPU, it is the size of the two staging blocks through which slots are copied.
         """
         if self.device.type == "cpu":
             return self.runner.kv_block_bytes * self.num_host_slots
@@ -657,7 +661,7 @@ class RankStartup:
     def _shared_slots(self) -> torch.Tensor | None:
         """Return this rank's part of the host tier as [slots, bytes], or None without a host tier.
 
-        A slot holds the parts of all ranks, one after the other.
+        Each slot contains the parts of all ranks in rank order.
         """
         if self._host_tier is None:
             return None
@@ -683,7 +687,7 @@ class RankStartup:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Everything that determines the exact answers, which is the same after every restart."""
+        """Fingerprint of everything that affects the exact answers, stable across restarts."""
         assert self._loaded is not None, "load comes first"
         layout = self.layout
         encodings = self._loaded.encodings.values()
@@ -720,10 +724,10 @@ class RankStartup:
 
     @property
     def kv_space(self) -> bytes:
-        """Namespace of this group's KV outside the device.
+        """Namespace of this group's KV outside the device, or empty if no KV is stored there.
 
-        The namespace is empty if there is no host tier or no prefix cache, or if the host tier has
-        no room for a block.
+        It is empty if there is no host tier or no prefix cache, or if not even one block fits in
+        the host tier.
         """
         if self._host_tier is None or self._host_tier.num_bytes < self.block_bytes:
             return b""
@@ -742,9 +746,9 @@ class RankStartup:
 
     @property
     def proof_tolerance(self) -> float:
-        """Maximum difference of logits between two starts, as a fraction of the logits' spread.
+        """Maximum difference of logits between starts, as a fraction of the range of the logits.
 
-        The tolerance is 0 if the logits must be equal.
+        It is 0 if the logits must be bit-identical.
         """
         is_deterministic = not self.library_refusal or self.step_limits.deterministic
         is_exact = is_deterministic and self.device.type == "cpu"
@@ -752,9 +756,9 @@ class RankStartup:
 
     @cached_property
     def proof_file(self) -> ProofFile:
-        """The file with the proofs of all ranks, which is known after the KV pool is allocated.
+        """The file with the proofs of all ranks, available once the KV pool is allocated.
 
-        The file depends on all facts that may change the bits of a proof.
+        The file name depends on everything that may change the bits of a proof.
         """
         layout = self.layout
         # The library adds in the same order with every instruction set. A proof still holds only
@@ -781,7 +785,7 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Check the allocated bytes against the cost formulas of admission and the router."""
+        """Check that the allocated bytes match the cost formulas of admission and the router."""
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
             # Parts of a mapped file count with their own bytes, not with those of the whole file.
@@ -803,8 +807,8 @@ class RankStartup:
     def _settle_workspace(self) -> None:
         """Record the final size of the workspace in bytes.
 
-        The KV pool may have taken freed parts of the workspace. Bytes beyond the workspace, for
-        example the pool's bookkeeping, count as staging.
+        The KV pool may have taken over freed parts of the workspace. Bytes in excess of the
+        reserved workspace, for example for the pool's bookkeeping, are recorded as staging.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
         workspace = entries["workspace"]
@@ -824,13 +828,14 @@ class RankStartup:
 
 
 def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_blocks: int) -> int:
-    """Count the KV blocks that fit on a device, which must hold the largest prompt chunk.
+    """Count the KV blocks that fit on a device. The largest prompt chunk must fit.
 
     Args:
         ledger: the ledger of the device.
-        limit: maximum bytes of the blocks, or None for the remaining bytes of the ledger.
+        limit: maximum total size of the blocks in bytes, or None for all remaining bytes of the
+            ledger.
         block_bytes: bytes per block on this device.
-        chunk_blocks: number of blocks of the largest prompt chunk.
+        chunk_blocks: number of blocks for the largest prompt chunk.
 
     Raises:
         WorkerStartError: the limit is too small for a prompt chunk.
@@ -851,10 +856,11 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
 
 
 def read_layout(config: EngineConfig) -> RankLayout:
-    """Read the arrangement of ranks from the configuration.
+    """Read the numbers of tensor and pipeline parallel ranks from the configuration.
 
     Raises:
-        WorkerStartError: the configuration contradicts itself or a guarantee of determinism.
+        WorkerStartError: the configuration is inconsistent, or incompatible with deterministic
+            answers.
     """
     ranks = config.parallelism
     pool = config.server.pool
@@ -872,5 +878,5 @@ def read_layout(config: EngineConfig) -> RankLayout:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of tensors, with each tensor rounded up to whole pages."""
+    """Return the total size of tensors in bytes, with each rounded up to whole pages."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

@@ -1,15 +1,14 @@
-"""Rank 0's side of a group of ranks: the processes, the messages, and a runner for the group.
+"""Rank 0's end of a group of ranks: the processes, the messages, and a runner for the group.
 
 Messages are encoded as msgpack and sent over one ZeroMQ pair per rank. At startup, ranks answer
-each of the commands `Join`, `WarmUp`, `Allocate` and `Finalize` with `Done` or `Failed`. Rank 0
-sends a command only after all ranks have answered the previous command. Ranks also answer once when
-they have loaded. Ranks wait for each other's part of a computation only in `WarmUp` and `Finalize`,
-so every other failure occurs in `Join` or `Allocate`. While serving, the rank that samples answers
-`Execute`, and all ranks answer `Sync`. A rank that fails while serving ends, and so does the group.
-`Loading` may arrive at any time.
+once when they have loaded, and then answer each of the commands `Join`, `WarmUp`, `Allocate` and
+`Finalize` with `Done` or `Failed`. Rank 0 sends a command only after all ranks have answered the
+previous one. Ranks only wait for each other's results in `WarmUp` and `Finalize`. Any other
+failure, such as a lack of memory, occurs in `Join` or `Allocate`. While serving, the rank that
+samples answers `Execute`, and all ranks answer `Sync`. If a rank fails while serving, it exits and
+so does the group. `Loading` may arrive at any time.
 
-If one process of the group ends, all other processes end, too. One thread per process waits for
-this.
+If one process of the group exits, all others exit too. One thread per process watches for this.
 """
 
 import contextlib
@@ -53,12 +52,12 @@ START_FAILED = 4
 """Exit status of a rank that has reported an unexpected error during its start."""
 
 _POLL_MS = 100
-"""Milliseconds between checks of whether a silent rank is alive."""
+"""Milliseconds between checks of whether an unresponsive rank is still alive."""
 _STOP_GRACE_S = 3.0
-"""Seconds within which ranks must end after `Stop`."""
+"""Seconds within which ranks must exit after `Stop`."""
 
 RankCommandLine = Callable[[int, str], Sequence[str]]
-"""Function that returns the command line for a rank's process, given the rank and an endpoint."""
+"""Function that returns the command line of a rank's process, given the rank and an endpoint."""
 
 Report = Callable[[Loading], None]
 """Callback that receives the progress of a rank's loading."""
@@ -75,7 +74,7 @@ class Join(GroupMessage, frozen=True):
     """Command to join the other ranks, and to allocate arenas and the memory for the warm-up."""
 
     store: str
-    """Path of the file through which ranks find each other. The file does not exist yet."""
+    """Path of the rendezvous file through which ranks find each other. It does not exist yet."""
 
 
 class WarmUp(GroupMessage, frozen=True):
@@ -83,19 +82,19 @@ class WarmUp(GroupMessage, frozen=True):
 
 
 class Allocate(GroupMessage, frozen=True):
-    """Command to allocate the KV pool, with as many blocks as fit on every rank."""
+    """Command to allocate the KV pool, with the number of blocks that fit on every rank."""
 
     num_blocks: int
 
 
 class Finalize(GroupMessage, frozen=True):
-    """Command to run the largest steps on the KV pool, and to prove the rank's arithmetic.
+    """Command to run the largest steps on the KV pool, and to compute the rank's proof.
 
     The answer contains the proof and the ledger.
     """
 
     verifies: bool = False
-    """Whether to compute the proof twice, because no earlier start was verified."""
+    """Whether to compute the proof twice and compare, because no start has been verified yet."""
 
 
 class Execute(GroupMessage, frozen=True):
@@ -111,7 +110,7 @@ class Move(GroupMessage, frozen=True):
 
 
 class Sync(GroupMessage, frozen=True):
-    """Command to answer once all earlier commands are done."""
+    """Command to send an answer once all earlier commands are done."""
 
 
 class Stop(GroupMessage, frozen=True):
@@ -131,9 +130,9 @@ class Done(GroupMessage, frozen=True, kw_only=True):
     ledger: list[ReservationState] = []
     """All memory reservations of the rank, after `Finalize`."""
     total_bytes: int = 0
-    """Memory of the rank's device in bytes, after `Finalize`."""
+    """Total memory of the rank's device in bytes, after `Finalize`."""
     proof: Proof | None = None
-    """Proof of the rank's arithmetic, after `Finalize`."""
+    """Digests of the rank's tensors and logits, after `Finalize`."""
 
 
 class Failed(GroupMessage, frozen=True):
@@ -142,7 +141,7 @@ class Failed(GroupMessage, frozen=True):
     error: str
     """One-line error message that names the configuration field or the file."""
     may_retry: bool = False
-    """Whether another start may succeed, because the error was unexpected."""
+    """Whether a restart may succeed, because the error was unexpected."""
     is_unproven: bool = False
     """Whether the rank's results differ from those of an earlier start."""
 
@@ -159,14 +158,14 @@ ToRank0 = Answer | Loading
 
 
 def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
-    """Return the parts of a plan that another rank needs.
+    """Return a copy of a plan, reduced to what another rank needs.
 
-    Moves are left out, because a separate command for them precedes the plan. Only the rank that
-    samples reads histories and masks.
+    Moves are omitted, because they are sent in a separate command before the plan. Histories and
+    masks are only included for the rank that samples.
 
     Args:
         plan: plan of rank 0.
-        sent: histories that the rank already has, or None if the rank does not sample.
+        sent: record of the histories that the rank already has, or None if it does not sample.
     """
     if sent is not None:
         sent.begin_plan()
@@ -180,16 +179,16 @@ def _as_read(chunk: Chunk, sent: SentHistories | None) -> Chunk:
 
 
 def reads_history(chunk: Chunk) -> bool:
-    """Return whether the chunk's next token depends on the history of its request."""
+    """Return whether sampling the chunk's next token requires the request's token history."""
     return chunk.sampling is not None and chunk.sampling.is_penalised
 
 
 class RankProcesses:
     """The processes of ranks 1 to n - 1.
 
-    When one of these processes dies, this process ends immediately. Otherwise a collective
-    operation would wait for the dead rank until a timeout. The supervisor restarts the whole group
-    anyway.
+    If one of these processes dies, this process exits immediately. Otherwise, a collective
+    operation would wait for the dead rank until it times out. The supervisor restarts the whole
+    group anyway.
     """
 
     def __init__(
@@ -198,13 +197,13 @@ class RankProcesses:
         """Start the processes.
 
         Call this on the main thread, because the kernel kills the processes when the thread that
-        started them ends.
+        started them exits.
 
         Args:
             world: number of ranks.
-            endpoint_base: path prefix of the sockets, to which each rank's number is appended.
+            endpoint_base: path prefix of the sockets. Each rank's number is appended to it.
             command: returns the command line for a rank.
-            report: called with the ranks' loading progress while waiting for their answers.
+            report: called with the ranks' loading progress while waiting for answers.
         """
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -234,7 +233,7 @@ class RankProcesses:
         self._links[rank].send(self._encoder.encode(command))
 
     def broadcast(self, command: ToRank) -> None:
-        """Send a command to all ranks. The command is encoded only once."""
+        """Send a command to all ranks, encoding it only once."""
         encoded = self._encoder.encode(command)
         for link in self._links.values():
             link.send(encoded)
@@ -252,7 +251,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report before the timeout, or None. Drop other answers."""
+        """Return the error that ranks report within the timeout, or None. Discard other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
 
@@ -271,10 +270,10 @@ class RankProcesses:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Wait for the tokens of the oldest step whose tokens have not been collected yet.
+        """Wait for the tokens of the oldest step that have not been collected yet.
 
         Raises:
-            GroupLostError: the rank has ended, or has sent another answer.
+            GroupLostError: the rank has exited or has sent a different answer.
         """
         answer = self._answer(rank)
         if not isinstance(answer, Sampled):
@@ -290,7 +289,7 @@ class RankProcesses:
         return total
 
     def stop(self) -> None:
-        """Ask the processes to end, and kill processes that still run after a grace period."""
+        """Ask the processes to exit, and kill those that are still running after a grace period."""
         self._is_stopping.set()
         encoded = self._encoder.encode(Stop())
         for link in self._links.values():
@@ -306,7 +305,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes immediately, because ranks that are still loading read no commands."""
+        """Kill the processes immediately. Ranks that are still loading do not read commands."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()
@@ -321,7 +320,7 @@ class RankProcesses:
         return link
 
     def _answer(self, rank: int) -> Answer:
-        """Wait for the next answer of a rank, and report the rank's loading in the meantime."""
+        """Wait for a rank's next answer, and report its loading progress in the meantime."""
         while isinstance(answer := self._message(rank), Loading):
             self._report(answer)
         return answer
@@ -338,7 +337,7 @@ class RankProcesses:
         return self._decoder.decode(link.recv())
 
     def _watch(self, rank: int) -> None:
-        """End this process as soon as another rank has ended without reporting an error."""
+        """Exit this process as soon as another rank exits without reporting an error."""
         status = self._popens[rank].wait()
         # A shortage of memory is reported even while the group is about to end because of it.
         if status in (OUT_OF_MEMORY, HOST_SHORT):
@@ -354,10 +353,10 @@ class RankProcesses:
 
 
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
-    """Combine the errors that ranks have reported into one error.
+    """Combine the errors reported by ranks into one.
 
-    An error that another start would not fix is taken as the cause of all unexpected errors. In
-    that case, only this error is returned.
+    If one of the errors cannot be fixed by a restart, it is assumed to have caused the others and
+    is returned alone.
     """
     for rank, each in failed.items():
         if not each.may_retry:
@@ -372,11 +371,11 @@ class DistributedRunner:
     """The runner of a group, which computes rank 0's part and collects the last stage's tokens.
 
     Every rank executes moves and steps in the order in which they are sent. With several pipeline
-    stages, the first stage therefore computes a plan while the next stage computes the previous
-    plan.
+    stages, the first stage computes a plan while the next stage is still computing the previous
+    one.
 
-    A step that fails on any rank ends the group. The other ranks wait in a collective operation
-    that the failed rank has left, so all ranks must restart before a step can be computed again.
+    If a step fails on any rank, the whole group has to restart, because the other ranks are stuck
+    in a collective operation that the failed rank has left.
     """
 
     def __init__(
@@ -411,8 +410,8 @@ class DistributedRunner:
     def submit(self, plan: StepPlan) -> None:
         """Start a step of a group with several pipeline stages.
 
-        The call returns when the first stage has computed the step and the next stage has received
-        the resulting rows.
+        The call returns once the first stage has computed its part and the next stage has received
+        the result.
 
         Raises:
             GroupLostError: the group can no longer compute.
@@ -434,7 +433,7 @@ class DistributedRunner:
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Send a plan to every rank, compute rank 0's part, and return the tokens sampled there."""
+        """Send a plan to every rank and compute rank 0's part. Return tokens sampled on rank 0."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank

@@ -1,6 +1,6 @@
-"""The worker's startup: from a configuration to an engine that serves, on one or several ranks.
+"""The worker's startup: turns a configuration into a serving engine, on one or more ranks.
 
-Rank 0 starts the other ranks' processes and sends a command for each phase of their startup.
+Rank 0 starts the processes of the other ranks, and sends them a command for each startup phase.
 """
 
 import logging
@@ -50,7 +50,7 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.worker")
 
 _FAILURE_GRACE_S = 2.0
-"""Seconds to wait for another rank to report the cause, after an error on rank 0."""
+"""Seconds to wait after an error on rank 0 for another rank to report the cause."""
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
 """Function that returns a rank's command line, given its number, endpoint and CPU budget."""
@@ -64,17 +64,18 @@ class Started:
     ledger: Ledger
     """Memory reservations of all ranks together."""
     used_bytes: Callable[[], int]
-    """Function that returns the number of bytes in use, as measured at most a second ago.
+    """Function that returns the number of bytes in use, measured at most a second ago.
 
     These are the resident bytes of all ranks, or the bytes of rank 0 on its CUDA device.
     """
     swap_seconds: Callable[[], float]
-    """Function that returns how many seconds rank 0 has spent on KV copies to and from host
+    """Function that returns the seconds that rank 0 has spent on copying KV to and from host
     memory."""
     swap_bytes_per_second: float
-    """Bandwidth to host memory, measured at startup, or 0 without host memory for KV."""
+    """Bandwidth to host memory in bytes per second, measured at startup, or 0 without host memory
+    for KV."""
     free_memory: FreeMemoryMonitor
-    """Monitor of the memory that other processes take on rank 0's device."""
+    """Monitors how much memory other processes use on rank 0's device."""
     stop_ranks: Callable[[], None]
     """Function that stops the other ranks."""
     throughput: ThroughputEstimator
@@ -86,14 +87,14 @@ class Started:
     """Name that clients use to request the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
-    """Fingerprint of everything on which the exact bits of the engine's answers depend."""
+    """Fingerprint of everything that affects the exact bits of the engine's answers."""
     kv_space: bytes
     """Namespace of KV blocks in tiers outside the device, or empty without tiers."""
     longest_step_s: float
     """Duration of the longest step in seconds, measured at startup."""
 
     def state(self) -> WorkerState:
-        """Measure memory and load, end idle sessions, and withhold KV that other processes took."""
+        """Measure memory and load, end idle sessions, and withhold KV memory taken by others."""
         engine = self.engine
         scheduler = self.engine.scheduler
         missing = self.free_memory.missing_bytes()
@@ -166,7 +167,7 @@ def start(
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
-        RankFailedError: another rank failed unexpectedly, so another start may succeed.
+        RankFailedError: another rank failed unexpectedly, so a restart may succeed.
         ProofError: a rank's results differ from those of a verified start.
     """
     own = RankStartup(config, 0, report, host_tier)
@@ -200,9 +201,9 @@ def start(
 
 
 def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
-    """Return the error of the rank that caused a startup error, or None if no rank caused it.
+    """Return the error of the rank that caused a startup failure, or None if there is none.
 
-    When one rank has ended, the other ranks fail too, in the middle of a common computation.
+    If one rank exits, the others fail as well, in the middle of a collective computation.
     """
     own = (WorkerStartError, LedgerError, WeightsError, ProofError)
     if isinstance(error, own) or not isinstance(error, Exception):
@@ -217,7 +218,7 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Start all ranks phase by phase. All ranks finish a phase before any rank begins the next."""
+    """Start all ranks phase by phase. All ranks finish a phase before any begins the next."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
         # The source may have changed meanwhile. The next start maps one file for all ranks.
@@ -356,7 +357,7 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Return the total of all ranks' reservations by name. Every rank stays within its budget."""
+    """Sum up all ranks' reservations by name. Each rank stays within its own budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
