@@ -1,7 +1,7 @@
 """Monitors the engine's GPUs to export metrics and to reduce the batch during throttling.
 
-A thread queries the driver about once per second. No other thread waits for this thread. If a call
-does not return, the event loop continues, logs the hang, and exports no stale gauges.
+A thread queries the driver about once per second, and no other thread ever waits for it. If a
+driver call hangs, the event loop continues, logs the hang, and stops exporting stale gauges.
 """
 
 import asyncio
@@ -26,18 +26,21 @@ class MonitorTimes:
 
     interval_s: float = 1.0
     links_every_s: float = 10.0
-    """Interval of samples that include NVLink counters, which take one call per link and kind."""
+    """Interval between samples that include NVLink counters.
+
+    Reading these counters takes one driver call per link and kind.
+    """
     silent_s: float = 10.0
     """Seconds without a response after which the driver is considered hung."""
 
 
 class GpuMonitor:
-    """The monitor of one engine's GPUs on one node, used in the event loop that started it.
+    """Monitors one engine's GPUs on one node. Use it only in the event loop that started it.
 
     Args:
         num_gpus: number of GPUs that the engine uses on this node.
-        throttling: the rules for the smaller batch.
-        on_boost: called with the state whenever the batch share changes.
+        throttling: the rules for reducing the batch.
+        on_boost: called with the new state whenever the allowed fraction of the batch changes.
         times: the intervals.
     """
 
@@ -56,12 +59,12 @@ class GpuMonitor:
         self._sampled_at = time.monotonic()
         self._silence: asyncio.TimerHandle | None = None
         self.is_silent = False
-        """Whether the driver hangs, because it has not responded for `silent_s` seconds."""
+        """Whether the driver is hung: it has not responded for `silent_s` seconds."""
         self._failures: set[tuple[str, str]] = set()
-        """Failures that have already been logged, as pairs of GPU index and error."""
+        """Failures already logged, as (GPU index, error) pairs."""
         self._stopping = threading.Event()
         self.samples: Sequence[GpuSample] = ()
-        """The latest samples. Empty before the first samples and while the driver hangs."""
+        """The latest samples. Empty before the first sample and while the driver is hung."""
         self.xid_errors: Counter[tuple[str, str, int]] = Counter()
         """Number of Xid errors since startup, by GPU index, GPU UUID and error code."""
 
@@ -73,7 +76,7 @@ class GpuMonitor:
         threading.Thread(target=self._ask_driver, name="nvml", daemon=True).start()
 
     def close(self) -> None:
-        """Tell the thread to end, without waiting for it."""
+        """Tell the thread to exit, without waiting for it."""
         self._stopping.set()
         if self._silence is not None:
             self._silence.cancel()
@@ -112,7 +115,7 @@ class GpuMonitor:
             return None
 
     def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
-        """Receive Xid errors until the next sample is due.
+        """Wait until the next sample is due, and report Xid errors in the meantime.
 
         Returns:
             The stream of Xid errors, or None if it has ended.
@@ -130,7 +133,7 @@ class GpuMonitor:
         return events
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, unless the loop is closed."""
+        """Schedule a call in the event loop. If the loop is closed, stop the thread."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:

@@ -1,9 +1,9 @@
 """GPU metrics from NVIDIA's driver, through NVML (the package nvidia-ml-py).
 
-Any call may fail independently of other calls. A metric is None if the GPU, the MIG instance, the
+Any call may fail independently of the others. A metric is None if the GPU, the MIG instance, the
 driver or the container does not provide it. After any other failure, the metric is also None, and
-the failure is counted. A call to a hung driver does not return, so make all calls from one thread
-that no other thread waits for.
+the failure is counted. A call to a hung driver never returns, so make all calls from a single
+thread that no other thread waits for.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ THROTTLE_REASONS: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "hw_power_brake": 0x80,
 }
-"""Bits of NVML's clock event reasons that slow down a GPU, by DCGM's names."""
+"""NVML's bits for the reasons that a GPU's clocks are slowed down, by DCGM's names."""
 
 NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 """Kinds of NVLink errors, in the order of NVML's constants."""
@@ -42,29 +42,29 @@ class GpuSample:
     memory_used_bytes: float | None
     memory_free_bytes: float | None
     memory_reserved_bytes: float | None
-    """Memory that the driver reserves. It is not counted as used."""
+    """Memory that the driver reserves for itself. It does not count as used."""
     power_watts: float | None
     power_limit_watts: float | None
     temperature_celsius: float | None
     sm_clock_hertz: float | None
     memory_clock_hertz: float | None
     utilization_ratio: float | None
-    """Share of the last sample period in which a kernel ran, 0 to 1."""
+    """Fraction of the last sample period in which a kernel was running, 0 to 1."""
     memory_utilization_ratio: float | None
-    """Share of the last sample period in which memory was read or written, 0 to 1."""
+    """Fraction of the last sample period in which memory was being read or written, 0 to 1."""
     throttle_reasons: frozenset[str] | None
-    """Throttle reasons that are active, with the names from `THROTTLE_REASONS`."""
+    """Active throttle reasons, with the names from `THROTTLE_REASONS`."""
     ecc_uncorrected_errors: float | None
     """Number of uncorrected ECC errors since the driver was loaded."""
     remapped_rows: Mapping[str, int]
     """Number of remapped memory rows, by cause: corrected or uncorrected errors."""
     row_remap_pending: float | None
-    """1 while a row needs a GPU reset to be remapped, otherwise 0."""
+    """1 while a memory row is waiting for a GPU reset to be remapped, otherwise 0."""
     row_remap_failed: float | None
-    """1 if a row could not be remapped, otherwise 0."""
+    """1 if a memory row could not be remapped, otherwise 0."""
     nvlinks_active: float | None
     nvlink_errors: Mapping[str, int]
-    """Number of errors on all links together, by kind."""
+    """Total number of errors across all NVLinks, by kind."""
     pcie_replays: float | None
     failed_calls: Mapping[str, int]
     """Number of failed NVML calls so far, by error."""
@@ -101,7 +101,7 @@ class Nvml:
         return name if name != "NVMLError" else f"error {error.value}"
 
     def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the result of the first function that exists, or None if the function fails.
+        """Call the first function that exists and return its result, or None if it fails.
 
         Args:
             errors: counter of failures. A metric that the driver does not provide is not counted as
@@ -122,10 +122,10 @@ class Nvml:
         return None
 
     def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
-        """Return the first `limit` GPUs that CUDA sees in an environment.
+        """Return the first `limit` GPUs that CUDA would see with these environment variables.
 
-        By default, CUDA numbers GPUs by speed, and NVML numbers them by bus. If all GPUs of a node
-        are of the same model, both orders are the same.
+        By default, CUDA numbers GPUs by speed and NVML numbers them by bus. The two orders match if
+        all GPUs of a node are the same model.
 
         Raises:
             NvmlUnavailableError: there is no such GPU.
@@ -145,7 +145,7 @@ class Nvml:
             yield handle
 
     def _find(self, entry: str, count: int) -> Any:
-        """Return the GPU of an entry in CUDA_VISIBLE_DEVICES, or None if there is no such GPU."""
+        """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names, or None if there is none."""
         if entry.isdecimal():
             handle = self._ask("nvmlDeviceGetHandleByIndex", int(entry))
             return handle and self._first_instance(handle)
@@ -158,7 +158,7 @@ class Nvml:
         return None
 
     def _first_instance(self, handle: Any) -> Any:
-        """Return the MIG instance that CUDA uses on a partitioned GPU, or the GPU itself."""
+        """Return the MIG instance that CUDA uses on a partitioned GPU, otherwise the GPU itself."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0]:
             return handle
@@ -173,10 +173,10 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU or MIG instance. All metrics except memory are those of the whole GPU."""
+    """One GPU or MIG instance. All metrics except memory describe the whole GPU."""
 
     def __init__(self, nvml: Nvml, handle: Any, number: int) -> None:
-        """Query the GPU's index and UUID. If the driver provides no index, use `number`."""
+        """Query the GPU's index and UUID. If the driver does not provide an index, use `number`."""
         self._nvml = nvml
         self._handle = handle
         self._failed: Counter[str] = Counter()
@@ -192,11 +192,11 @@ class Gpu:
 
     @property
     def address(self) -> int | None:
-        """The driver's identifier of the whole GPU, which Xid events also contain."""
+        """The driver's identifier of the whole GPU, which also appears in Xid events."""
         return _address(self._whole)
 
     def sample(self, *, with_links: bool) -> GpuSample:
-        """Query all metrics. NVLink metrics take many calls and are only read with `with_links`."""
+        """Query all metrics. NVLink metrics take many calls, so they need `with_links`."""
         module = self._nvml.module
         if with_links:
             self._ask_links()
@@ -233,17 +233,17 @@ class Gpu:
         )
 
     def free_and_total_bytes(self) -> tuple[int, int] | None:
-        """Return the free and the total bytes of GPU memory, or None if they are unknown.
+        """Return the free and total bytes of GPU memory, or None if they are unknown.
 
-        Unlike CUDA, NVML needs no context. A context would itself take GPU memory.
+        Unlike CUDA, NVML works without a context, which would itself take GPU memory.
         """
         memory = self._memory()
         return None if memory is None else (int(memory.free), int(memory.total))
 
     def process_bytes(self) -> dict[int, int]:
-        """Return the GPU memory in bytes of each compute process, by the driver's process ID.
+        """Return the GPU memory in bytes used by each compute process, by the driver's process ID.
 
-        The result is empty if the driver provides no such data, as in some containers, under MPS
+        The result is empty if the driver does not provide this, as in some containers, under MPS
         and on Windows.
         """
         listed = self._query(
@@ -258,7 +258,7 @@ class Gpu:
         return dict(sizes)
 
     def register_xid_events(self, event_set: Any) -> bool:
-        """Register for Xid errors of the GPU. Return False if the GPU sends no such events."""
+        """Register for Xid errors of the GPU. Return False if the GPU does not report them."""
         module = self._nvml.module
         try:
             module.nvmlDeviceRegisterEvents(
@@ -316,10 +316,10 @@ class Gpu:
 
 
 class XidEvents:
-    """The stream of the driver's Xid errors.
+    """The stream of Xid errors that the driver reports.
 
     Raises:
-        NvmlUnavailableError: no GPU sends Xid errors.
+        NvmlUnavailableError: no GPU reports Xid errors.
     """
 
     def __init__(self, nvml: Nvml, gpus: list[Gpu]) -> None:
@@ -336,10 +336,10 @@ class XidEvents:
             raise NvmlUnavailableError("no GPU sends events")
 
     def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
-        """Wait for the next Xid error. Return None after a timeout.
+        """Wait for the next Xid error. Return None on timeout.
 
         Raises:
-            NvmlUnavailableError: the driver reports no more errors.
+            NvmlUnavailableError: the driver has stopped reporting errors.
         """
         module = self._module
         try:

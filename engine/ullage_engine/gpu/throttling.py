@@ -1,7 +1,7 @@
-"""Pure functions that reduce the batch while GPUs are throttled (boost off).
+"""Pure functions that reduce the batch size while GPUs are throttled.
 
 The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
-power, so that the clocks recover.
+power, so that the clocks recover. While the batch is reduced, boost is said to be off.
 """
 
 from collections.abc import Iterable
@@ -10,35 +10,38 @@ from dataclasses import dataclass, replace
 from ullage_common.config.engine import ThrottlingSection
 
 MAX_GAP_S = 2.0
-"""Maximum number of seconds that are counted between two samples, because the state of a GPU
-between samples is unknown."""
+"""Maximum number of seconds between two samples that count towards throttled or unthrottled time.
+
+The state of a GPU between samples is unknown, so any longer gap is cut to this.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostState:
-    """The current batch share, and the measurements for its next change."""
+    """The fraction of the batch that may run, and the timers that decide when it changes."""
 
     batch_share: float = 1.0
-    """Fraction of the largest batch that may run. Boost is off if this fraction is below 1."""
+    """Fraction of the largest batch that may run. Boost is off if this is below 1."""
     reasons: frozenset[str] = frozenset()
-    """Reasons why the share has been reduced since it was 1."""
+    """All throttle reasons that have led to reductions since the fraction was last 1."""
     throttled_s: float = 0.0
-    """Seconds with throttling minus seconds without, at least 0, since the share last changed."""
+    """Throttled minus unthrottled seconds since the fraction last changed, never below 0."""
     clear_s: float = 0.0
-    """Seconds since GPUs were last throttled or the share last changed."""
+    """Seconds since GPUs were last throttled or the fraction last changed."""
 
     @property
     def is_off(self) -> bool:
-        """Whether boost is off, so that only a fraction of the largest batch may run."""
+        """Whether boost is off, which means that only a fraction of the largest batch may run."""
         return self.batch_share < 1.0
 
 
 def counted_reasons(
     section: ThrottlingSection, gpus: Iterable[frozenset[str] | None]
 ) -> frozenset[str] | None:
-    """Return the union of the GPUs' throttle reasons, because the slowest GPU sets the pace.
+    """Return the throttle reasons of all GPUs together, because the slowest GPU sets the pace.
 
-    Return None if the driver provides no reasons.
+    Power capping is left out unless the rules include it. Return None if the driver provides no
+    reasons.
     """
     reported = [reasons for reasons in gpus if reasons is not None]
     if not reported:
@@ -55,9 +58,9 @@ def advance(
 ) -> BoostState:
     """Return the state after a sample.
 
-    Intermittent throttling adds up if GPUs are throttled for more than half of the time. The batch
-    grows again after a time without throttling. The state stays as it is while the reasons are
-    unknown.
+    If GPUs have been throttled long enough, the batch shrinks. Intermittent throttling accumulates
+    if GPUs are throttled more than half of the time. After enough time without throttling, the
+    batch grows again. If the reasons are unknown, the state does not change.
 
     Args:
         section: the configured rules.

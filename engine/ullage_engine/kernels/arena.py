@@ -2,13 +2,14 @@
 
 oneDNN prepares a kernel for every new shape of a matrix product. That takes about a millisecond and
 0.6 MB, and oneDNN caches only the 100 most recent kernels (`ullage_engine.server.worker_env`).
-Sizes are rounded up to buckets, so that this cache seldom misses.
+Sizes are rounded up to buckets so that this cache rarely misses.
 
 The ledger reserves the arena's bytes and the runner allocates them, so both follow one layout.
-Buffers that are never in use at the same time share memory: the buffers of attention, of the MLP
-and of the experts overlap. Two rules bound the sizes of other buffers: a mixture-of-experts layer
-processes a long step in slices, and decode attention divides the context into splits (split-KV).
-The partial result of a split is one float32 vector per head and the logarithm of the softmax sum.
+Buffers that are never in use at the same time share memory, so the buffers of attention, the MLP
+and the experts overlap. Two techniques bound the remaining buffers: a mixture-of-experts layer
+processes a long step in slices of tokens, and decode attention divides the context into splits
+(split-KV). The partial result of each split is one float32 vector per head plus the log of its
+softmax sum.
 """
 
 from dataclasses import dataclass
@@ -21,37 +22,41 @@ from ullage_engine.quantization.formats import TILE_GROUPS
 MAX_TILE_ROWS = 128
 """Maximum number of prompt tokens whose scores are computed at once.
 
-Of the values from 32 to 256, this value was the fastest."""
+This value was the fastest of those tried between 32 and 256.
+"""
 
 MIN_TILE_ROWS = 32
 
 SCORE_TOKENS = 1 << 19
-"""Number of scores per head (rows times context) above which prefill tiles get fewer rows."""
+"""Number of attention scores per head (query rows times context) above which prefill tiles shrink.
+"""
 
 MIN_BLOCKS = 8
 
 MAX_ROW_WASTE = 0.25
-"""Maximum fraction of padding rows that is accepted in order to avoid one more decode group."""
+"""Maximum fraction of padding rows in a decode group. Above this, decodes are split further."""
 
 
 UNIT_ROWS = 8
 """Number of rows in the smallest matrix product (matmul) of a deterministic step.
 
-The number of rows in every matmul is a multiple of this value. In any matmul of at least 4 rows,
-MKL and oneDNN compute the same bits for a given row. With 8 rows, two threads compute 4 rows
-each."""
+Every matmul has a multiple of this many rows. MKL and oneDNN produce bit-identical results for a
+given row in any matmul of at least 4 rows. With 8 rows, two threads compute 4 rows each.
+"""
 
 SERIAL_ELEMENTS = 32_767
 """Maximum number of elements that torch computes on one thread (ATen/Parallel.h, GRAIN_SIZE).
 
-Torch splits larger tensors between threads, even in the middle of a row. Different instructions
-compute the last elements of each thread's part, so a sigmoid may differ in its last bit
-(docs/reasons/decisions/0007-determinism.md)."""
+Torch splits larger tensors between threads, even in the middle of a row. The last elements of each
+thread's chunk go through different instructions, so a sigmoid may differ in its last bit
+(docs/reasons/decisions/0007-determinism.md).
+"""
 
 SPAN_TOKENS = 256
-"""Tokens per span. Deterministic attention computes each span of the context separately.
+"""Tokens per span. Deterministic attention splits the context into spans of this fixed size.
 
-Spans are counted from the sequence's first token."""
+Spans are counted from the sequence's first token.
+"""
 
 
 def pad_rows(rows: int) -> int:
@@ -60,7 +65,7 @@ def pad_rows(rows: int) -> int:
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Round a step's number of tokens up to the number of rows that the layers' matmuls compute."""
+    """Return the number of rows, with padding, of the layers' matmuls in a step of this size."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512
@@ -68,14 +73,14 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round the longest sequence's block count up to the number of blocks gathered per sequence."""
+    """Round a context length in blocks up to the number of blocks gathered per sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return how many of `rows` decodes form the next group, and the group's padded number of rows.
+    """Return the size of the next decode group, without and with padding, for `rows` decodes.
 
-    The padded number is a power of two and at most `max_rows`.
+    The padded size is a power of two and at most `max_rows`.
     """
     above = 1 << (rows - 1).bit_length()
     if above <= max_rows and (above - rows) <= MAX_ROW_WASTE * above:
@@ -85,13 +90,13 @@ def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
 
 
 def tile_rows(blocks: int, block_tokens: int) -> int:
-    """Return the number of prompt tokens in a tile whose context has `blocks` blocks."""
+    """Return the number of prompt tokens per prefill tile when the context has `blocks` blocks."""
     affordable = SCORE_TOKENS // (blocks * block_tokens)
     return next((r for r in (128, 64) if r <= affordable), MIN_TILE_ROWS)
 
 
 def tile_bucket(rows: int) -> int:
-    """Round a prefill tile's number of rows up to the number of rows after padding."""
+    """Return the number of rows of a prefill tile after padding."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
@@ -143,7 +148,7 @@ def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
 def padding_rows(pairs: int) -> int:
     """Return the maximum number of padding rows that the last expert's matmul may write.
 
-    The padding rows follow `pairs` real rows, because the row counts of matmuls are rounded up
+    The matmul writes past the `pairs` real rows because its row count is rounded up
     (`ullage_engine.layers.moe.LoopedExperts`).
     """
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
@@ -152,8 +157,8 @@ def padding_rows(pairs: int) -> int:
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
     """Return the number of elements in each activation buffer of the experts, by buffer name.
 
-    The buffers are large enough for slices of up to `tokens` rows. Most of them need a row for each
-    pair of a token and one of its experts. The result is empty for a model without experts.
+    The buffers hold slices of up to `tokens` tokens. Most of them need one row for each pair of a
+    token and one of its experts. The result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -172,8 +177,8 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
     """Return the size in four-byte words of each buffer for expert routing, by buffer name.
 
-    The buffers are large enough for slices of up to `tokens` rows. An int64 index takes two words.
-    The result is empty for a model without experts.
+    The buffers hold slices of up to `tokens` tokens. An int64 index takes two words. The result is
+    empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -197,14 +202,14 @@ MAX_SPLITS = 64
 """Maximum number of splits per context. The results of all splits are merged in registers."""
 
 SPLIT_TOKENS = 128
-"""Number of context tokens per split below which a split costs more time than it saves."""
+"""Minimum number of context tokens per split. Smaller splits cost more time than they save."""
 
 
 def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
     """Return the number of splits per context in decode attention, which is a power of two.
 
-    The number of splits depends on shapes alone, never on lengths, so a captured CUDA graph stays
-    valid.
+    The result depends only on shapes, never on actual context lengths, so a captured CUDA graph
+    stays valid.
 
     Args:
         rows: number of sequences in the step.
@@ -225,10 +230,11 @@ def partial_elements(model_config: ModelConfig) -> int:
 
 
 ALIGNMENT = 64
-"""Alignment of buffers, in bytes: a cache line, which suffices for every vector instruction.
+"""Alignment of buffers in bytes: one cache line, enough for every vector instruction.
 
-The alignment is a multiple of 16, because Triton compiles another variant of a kernel for pointers
-that are not aligned to 16 bytes."""
+The alignment is a multiple of 16 because Triton compiles a separate kernel variant for pointers
+that are not 16-byte aligned.
+"""
 
 
 def aligned(offset: int) -> int:
@@ -283,14 +289,14 @@ class StepLimits:
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Return the number of tokens in the largest expert slice of a step of this size."""
+        """Return the number of tokens in the largest expert slice of a step of `tokens` tokens."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
-        """Round the longest sequence's number of blocks up to the number that attention reads.
+        """Round a context length in blocks up to the number of blocks that attention reads.
 
-        A deterministic step rounds up to whole spans, since its results must not depend on buckets.
-        Other steps round up to a bucket.
+        A deterministic step rounds up to whole spans, because its results must not depend on
+        buckets. Other steps round up to a bucket.
         """
         span = SPAN_TOKENS // self.block_tokens
         return -(-blocks // span) * span if self.deterministic else context_bucket(blocks)
@@ -330,7 +336,7 @@ class ArenaLayout:
 
 
 def span_mask_width() -> int:
-    """Return the number of columns in the mask of deterministic attention.
+    """Return the number of columns in the causal mask of deterministic attention.
 
     The columns cover the span in which a tile begins, the tile itself, and the rest of the span in
     which the tile ends.
@@ -339,15 +345,15 @@ def span_mask_width() -> int:
 
 
 def mask_width(max_model_len: int) -> int:
-    """Return the number of columns in the causal mask: all possible earlier tokens, then a tile."""
+    """Return the number of columns in the causal mask: the longest earlier context, plus a tile."""
     return max_model_len + MAX_TILE_ROWS
 
 
 def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Lay out a step's activations, gather workspace, rotary tables and attention mask.
 
-    The arena has space for the activations of one layer, because all layers use the same buffers in
-    turn.
+    The arena has space for the activations of only one layer, because all layers reuse the same
+    buffers.
     """
     if limits.library_threads:
         return native_arena(model_config, limits)
@@ -392,13 +398,13 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 ROWS_TOGETHER = 64
-"""Maximum number of consecutive query rows whose attention the C++ library computes together."""
+"""Maximum number of consecutive query rows that the C++ library processes together in attention."""
 
 MAX_PARTIALS = 4 << 20
 """Maximum number of float32 elements for the C++ library's partial attention results.
 
-A step with many threads and a long context may need more. In such a step, contexts are not
-split."""
+A step that would exceed this limit (many threads and a long context) does not split contexts.
+"""
 
 
 def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
@@ -486,7 +492,7 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     """Return the size in bytes of each buffer of float8 codes that a step writes or gathers.
 
-    Keys and values are written one after the other, so they share one buffer.
+    Keys and values are written one after the other, so they can share one buffer.
     """
     width = model_config.num_kv_heads * model_config.head_dim
     return {
@@ -496,10 +502,10 @@ def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Return the number of four-byte words for the index arrays of any step, each array aligned.
+    """Return the number of four-byte words that a step's index arrays need, with alignment.
 
     The arrays are the fields of `ullage_engine.kernels.batch.StepBatch`. If layers with sliding
-    windows have separate KV blocks, each array that refers to blocks is counted twice.
+    windows have separate KV blocks, arrays of slots or blocks count twice.
     """
     rows = limits.product_rows(limits.max_tokens)
     chunks = limits.product_rows(limits.max_rows)

@@ -1,9 +1,9 @@
 """Attention over paged KV with torch operations, prepared once per step and run once per layer.
 
-KV blocks are gathered into a workspace and multiplied there. The query heads of a KV head are
-combined into one matrix. On a CPU this is several times faster than `scaled_dot_product_attention`
-for decodes, and for prompts in bfloat16. Views are created once per step, so that each layer runs
-only tensor operations.
+KV blocks are gathered into a workspace and multiplied there. All query heads that share a KV head
+form one matrix. On a CPU this is several times faster than `scaled_dot_product_attention` for
+decodes, and for prompts in bfloat16. Views are created once per step, so that each layer runs only
+tensor operations.
 """
 
 import math
@@ -20,7 +20,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Attention buffers that the sequences of a step use in turn."""
+    """Attention buffers that the sequences of a step take turns using."""
 
     model_config: ModelConfig
     block_tokens: int
@@ -53,8 +53,7 @@ def fill_mask(mask: torch.Tensor) -> None:
     """Write the causal mask [rows, columns] of a tile: 0 for visible positions, else -inf.
 
     Row i sees column c if c <= i + earlier, where earlier = columns - rows is the number of tokens
-    before the tile. To get the mask of a tile with fewer earlier tokens, drop the first columns of
-    this matrix.
+    before the tile. Drop leading columns to get the mask for a tile with fewer earlier tokens.
     """
     rows, columns = mask.shape
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=mask.device)
@@ -62,7 +61,7 @@ def fill_mask(mask: torch.Tensor) -> None:
 
 
 class DecodeAttention:
-    """Attention of a group of decodes, which are one token from each of several sequences."""
+    """Attention for a group of decodes, each of which is one token of a different sequence."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class DecodeAttention:
         self._out = out.transpose(0, 1)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
+        """Compute attention for one layer. The cache must already hold the KV of these tokens."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         torch.mul(self._heads, self._scale, out=self._queries)
         torch.bmm(self._folded, self._keys, out=self._scores)
@@ -113,10 +112,10 @@ class DecodeAttention:
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
     """Compute the softmax of scores over the last dimension with attention sinks, in place.
 
-    A sink is a logit that takes part in the softmax but has no value vector, as in gpt-oss. `sinks`
-    broadcasts to the shape of `scores` without its last dimension. If m is the largest score and p
-    its weight in the plain softmax, log(sum(exp(scores))) is m - log(p). The scores' share of the
-    softmax is therefore sigmoid(m - log(p) - sink).
+    A sink is an extra logit that takes part in the softmax but has no value vector, as in gpt-oss.
+    `sinks` broadcasts to the shape of `scores` without its last dimension. If m is the largest
+    score and p its weight in the plain softmax, log(sum(exp(scores))) is m - log(p). The plain
+    weights are therefore scaled by sigmoid(m - log(p) - sink).
     """
     peaks = scores.amax(-1).float()
     torch.softmax(scores, -1, out=scores)
@@ -135,7 +134,7 @@ def _length_mask(lengths: Ints, padded: int, window: int, like: torch.Tensor) ->
 
 
 class PrefillAttention:
-    """Attention of a tile: consecutive tokens of one prompt, after any number of cached tokens."""
+    """Attention for a tile: consecutive tokens of one prompt, after any number of cached tokens."""
 
     def __init__(
         self,
@@ -164,7 +163,7 @@ class PrefillAttention:
         self._is_fused = fused and not window
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
+        """Compute attention for one layer. The cache must already hold the KV of these tokens."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         if self._is_fused and sinks is None:
             self._fused()
@@ -214,7 +213,7 @@ def _hidden_by_window(
 ) -> torch.Tensor | None:
     """Return a mask of the positions before each row's sliding window: bool [rows, earlier + rows].
 
-    Return None if every window reaches back to the first position, so that no position is hidden.
+    Return None if every window reaches back to the first position, so that nothing is hidden.
     """
     if not window or earlier + rows <= window:
         return None

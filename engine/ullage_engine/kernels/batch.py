@@ -1,8 +1,8 @@
 """Converts a step plan to the index arrays of one flat batch of tokens, decodes first.
 
-The module only does arithmetic on whole arrays. It also divides a batch into groups of decodes and
-tiles of prompts, because some attention code gathers KV by group or tile instead of reading KV
-pages in place.
+Everything here is arithmetic on whole arrays. The module also divides a batch into groups of
+decodes and tiles of prompts, because some attention code gathers KV by group or tile instead of
+reading KV pages in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from ullage_engine.protocol.step_plan import Chunk, StepPlan
 GROUP_WASTE_TOKENS = 1024
 """Maximum number of padding tokens in a decode group.
 
-A group has a fixed cost of about 60 µs per layer. In that time, about this many tokens of context
-could be gathered and scored."""
+Every group has a fixed cost of about 60 µs per layer, which is roughly the time it takes to gather
+and score this many tokens of context.
+"""
 
 NO_SLOT = -1
-"""Slot id that stands for no slot. Reading this slot gives zeros, and writing to it does
-nothing."""
+"""Sentinel slot id for "no slot". Reads return zeros, and writes are dropped."""
 
 Longs = npt.NDArray[np.int64]
 """Indices for `index_copy_`, for which torch accepts only int64."""
@@ -43,7 +43,7 @@ Bucket = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Runs of consecutive prompt tokens. Every array has one entry per run."""
+    """Runs (stretches of consecutive tokens of one prompt). Every array has one entry per run."""
 
     first_rows: Ints
     """Row of each run's first token in the flat batch."""
@@ -55,7 +55,7 @@ class Spans:
     """Row of each run's block table in `PagedRows.prompt_tables`."""
 
     def cut(self, size: int) -> "Spans":
-        """Return the same tokens, split into runs of at most `size` tokens."""
+        """Split the runs further, so that none has more than `size` tokens."""
         if len(self.counts) == 0:
             return self
         pieces = -(-self.counts // size)
@@ -73,7 +73,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The slots to which a step writes KV, and the blocks to which its rows attend."""
+    """The KV slots that a step writes to, and the blocks that its rows attend to."""
 
     slots: Longs
     """KV slot of each row, or NO_SLOT for a padding row."""
@@ -86,38 +86,37 @@ class PagedRows:
     prompts: Spans
     """The prompts' chunks, one run per chunk."""
     tiles: Spans
-    """The tokens of `prompts` again, in runs of at most MAX_TILE_ROWS."""
+    """The same tokens as `prompts`, in runs of at most MAX_TILE_ROWS."""
     prompt_tables: Ints
     """Block ids [prompts, width], padded like `decode_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvPlan:
-    """The inputs of each row's convolution, as indices into a source of columns.
+    """Indices that tell each row where to find the inputs of its convolution.
 
-    The source begins with the T input columns of a layer, one per row. After them come the states
-    of the C chunks, in the order of the chunks. A chunk's state is the kernel - 1 columns before
-    its first row, oldest first.
+    The indices point into a source matrix of columns. Its first T columns are a layer's inputs, one
+    per row. They are followed by the states of the C chunks, in chunk order. A chunk's state is the
+    kernel - 1 columns before its first row, oldest first.
     """
 
     taps: Ints
     """Indices [kernel, T]. If row i is at position p of its sequence, taps[j, i] is the sequence's
     column at position p - (kernel - 1 - j)."""
     tails: Ints
-    """Indices [C, kernel - 1] of the columns that form the state after each chunk."""
+    """Indices [C, kernel - 1] of the columns that become the state after each chunk."""
     slots: Ints
-    """Slot of the state before each chunk, or NO_SLOT if the chunk begins from a state of zeros."""
+    """Slot that holds the state before each chunk, or NO_SLOT if the chunk starts from zeros."""
     next_slots: Longs
-    """Slot for the state after each chunk, or NO_SLOT for padding. The step reads none of these
-    slots."""
+    """Slot for the state after each chunk, or NO_SLOT for padding. The step reads none of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step in the form that the model computes: one flat batch of rows."""
+    """A step in the form that the model computes: one flat batch of token rows."""
 
     num_tokens: int
-    """Number of rows that are tokens of the plan. The rows after them are padding."""
+    """Number of rows that hold tokens of the plan. All later rows are padding."""
     token_ids: Ints
     positions: Ints
     rows: PagedRows
@@ -131,11 +130,10 @@ class StepBatch:
     conv: ConvPlan | None = None
     """Plan of the convolutions, or None if the model has no convolutions."""
     windowed: PagedRows | None = None
-    """Slots and blocks in layers with sliding windows, or None if they are the same as in
-    `rows`."""
+    """KV slots and blocks for sliding-window layers, or None if they are the same as in `rows`."""
 
     def paged(self, window: int) -> PagedRows:
-        """Return the rows' KV slots and blocks in layers with this window size (0: no window)."""
+        """Return the KV slots and blocks for layers with this window size (0 means no window)."""
         return self.rows if self.windowed is None or not window else self.windowed
 
 
@@ -150,7 +148,7 @@ PADDING = Chunk(
     num_prompt_tokens=0,
     next_state_slot=NO_SLOT,
 )
-"""A decode that pads a step. This decode stores no KV and attends to no token."""
+"""A decode that pads a step. It stores no KV and attends to no tokens."""
 
 
 def build_batch(
@@ -171,7 +169,7 @@ def build_batch(
         block_tokens: tokens per KV block.
         bucket: rounds a number of blocks up to the width of a block table.
         padded_decodes: rounds up the number of decodes in a step without prompts, so that all steps
-            of a bucket have arrays of the same shapes. If None, no rows are added.
+            in the same bucket have arrays of the same shapes. If None, no rows are added.
         conv_kernel: number of taps in the model's convolutions, or 0 if it has no convolutions.
         scratch_block: block for the KV of replayed tokens, not in any sequence's block table. Only
             models with convolutions need this block.
@@ -210,7 +208,7 @@ def build_batch(
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
-    """Yield the ids of the blocks that the step starts but does not fill completely."""
+    """Yield the ids of the blocks that the step starts to fill but leaves partly empty."""
     for chunk in plan.chunks:
         last = (chunk.end - 1) // block_tokens
         if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:
@@ -225,7 +223,7 @@ def _is_decode(chunk: Chunk) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The chunks in the order of their rows, and the position of every row in its chunk."""
+    """The chunks in row order, and the position of every row in its chunk."""
 
     chunks: list[Chunk]
     num_decodes: int
@@ -254,7 +252,7 @@ class _Layout:
         return cls(chunks, num_decodes, num_padding, *places)
 
     def windowed(self) -> "_Layout":
-        """Return the same layout with the block tables of the layers with sliding windows."""
+        """Return the same layout, but with the block tables of the sliding-window layers."""
         chunks = [replace(chunk, block_ids=chunk.window_block_ids) for chunk in self.chunks]
         return dataclass_replace(self, chunks=chunks)
 
@@ -332,7 +330,7 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
     num_rows = len(layout.owners)
 
     def index(chunk: Ints, place: Ints) -> Ints:
-        """Return the source indices of a chunk's columns.
+        """Return the indices of a chunk's columns in the source matrix of `ConvPlan`.
 
         Column 0 is the first column of the state before the chunk.
         """
@@ -355,7 +353,7 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes of similar length whose attention is computed together, rows `start` to `end`."""
+    """Decodes of similar context length that are computed together, rows `start` to `end`."""
 
     start: int
     end: int
@@ -365,8 +363,7 @@ class DecodeGroup:
     block_ids: Ints
     """Block tables [padded_rows, num_blocks]. Padding rows repeat the last row's table."""
     lengths: Ints
-    """Context length of each row, including the row's own token. Padding rows also have an
-    entry."""
+    """Context length of each row, including the row's own token and the padding rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +376,7 @@ class PrefillTile:
     earlier: int
     """Number of the sequence's tokens before the tile."""
     block_ids: Ints
-    """Block ids of the last row's context, with padding."""
+    """Block ids of the context up to the tile's last row, with padding."""
 
 
 def decode_groups(
@@ -404,7 +401,7 @@ def decode_groups(
 
 
 def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
-    """Return how many leading rows form a group that needs little padding, at least 1."""
+    """Return how many of the first rows can share a group without much padding, at least 1."""
     waste = 0
     for index, own in enumerate(buckets):
         # Padding to the row's own bucket is needed in any group, so it does not count.
@@ -417,7 +414,7 @@ def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
 def prefill_tiles(
     rows: PagedRows, block_tokens: int, bucket: Bucket = context_bucket
 ) -> list[PrefillTile]:
-    """Split prompts into tiles that are small enough to compute all scores of a tile at once."""
+    """Split prompts into tiles small enough to compute all attention scores of a tile at once."""
     spans = rows.prompts
     tiles = []
     columns = (spans.first_rows, spans.counts, spans.earlier)

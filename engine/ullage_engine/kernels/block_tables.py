@@ -25,15 +25,15 @@ class _Row:
 
 
 class BlockTables:
-    """A row of block ids for each sequence, so that a step writes only the new ids.
+    """Keeps a row of block ids for each sequence, so that each step only writes the new ids.
 
-    A row is reused if the sequence's next chunk has the same list object of block ids. Such a list
-    only grows, and its entries never change (`Chunk.block_ids`). If the list is another object, the
-    whole row is rewritten.
+    A row is reused if the sequence's next chunk passes the same list object of block ids. Such a
+    list only grows, and its entries never change (`Chunk.block_ids`). Any other list causes the
+    whole row to be rewritten.
     """
 
     def __init__(self, num_kept: int) -> None:
-        """Allocate rows for `num_kept` sequences. A larger step allocates more rows."""
+        """Allocate rows for `num_kept` sequences. More rows are allocated if a step is larger."""
         self._table = np.zeros((num_kept, _FIRST_COLUMNS), np.int32)
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """The row of each request, least recently used first."""

@@ -1,15 +1,15 @@
 """Batch-invariant matrix products and attention: a row's result does not depend on other rows.
 
-Libraries choose the summation order by the shape of the whole product, and rounding depends on this
-order. The reference is therefore a product of `UNIT_ROWS` rows. A larger product is computed in one
-call if a check on this machine has shown that the call gives the same bits with these shapes and
-threads. Otherwise the product is computed in parts.
+Libraries choose the summation order by the shape of the whole product, and this order affects
+rounding. A product of `UNIT_ROWS` rows therefore serves as the reference. A larger product is
+computed in one call only if a check on this machine has shown that, with these shapes and threads,
+the result is bit-identical to the reference. Otherwise it is computed a few rows at a time.
 
 Attention divides the context into spans of `SPAN_TOKENS`, counted from the sequence's first token.
-The scores, the softmax and the weighted sum of a span have the same shape in every step. Spans are
-merged in order, each weighted by its share of the softmax (split-KV; Dao et al., "Flash-Decoding",
-2023). If a row must not see a span, the span's share is 0, so the lengths of other rows do not
-matter. Decodes and prompt rows use the same code.
+The scores, softmax and weighted sum of a span have the same shape in every step. Spans are merged
+in order, each weighted by its fraction of the softmax total (split-KV; Dao et al.,
+"Flash-Decoding", 2023). A span that a row must not see has weight 0, so the lengths of other rows
+do not matter. Decodes and prompt rows use the same code.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class RowProducts:
         self._batches: set[tuple[_Shape, _Shape]] = set()
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Write x @ weight to out."""
+        """Compute x @ weight and write it to out."""
         for rows in self._parts(x.shape[0], weight.shape):
             torch.mm(x[rows], weight, out=out[rows])
 
@@ -50,17 +50,17 @@ class RowProducts:
             out[rows].addmm_(x[rows], weight)
 
     def multiply_each(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the batched product x [batch, rows, in] @ y [batch, in, out] to out."""
+        """Compute the batched product x [batch, rows, in] @ y [batch, in, out] into out."""
         if (x.shape, y.shape) in self._batches:
             torch.bmm(x, y, out=out)
         else:
             _multiply_each_unit(x, y, out)
 
     def verify_row_invariance(self, weight: torch.Tensor, sizes: Iterable[int]) -> bool:
-        """Find how many rows `multiply` may compute at once with a weight of this shape.
+        """Find the row counts that `multiply` may compute in one call with this weight shape.
 
-        A row count qualifies if a product of that many rows gives each row the same bits as a
-        product of `UNIT_ROWS` rows.
+        A row count qualifies if a single product of that many rows is bit-identical, row by row, to
+        products of `UNIT_ROWS` rows.
 
         Returns:
             Whether `UNIT_ROWS` itself qualifies. If not, a row's result depends on its position
@@ -73,9 +73,9 @@ class RowProducts:
         return UNIT_ROWS in equal
 
     def verify_batched(self, x: _Shape, y: torch.Tensor) -> bool:
-        """Check whether a batched product of these shapes gives the same bits as separate products.
+        """Check whether a batched product of these shapes is bit-identical to separate products.
 
-        If the bits are the same, `multiply_each` computes each batch in one call from now on.
+        If it is, `multiply_each` computes each batch of these shapes in one call from now on.
 
         Args:
             x: shape of the first operand, [batch, rows, in].
@@ -92,9 +92,9 @@ class RowProducts:
         return True
 
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
-        """Return whether products with `size` and with `UNIT_ROWS` rows give the same bits.
+        """Return whether a product of `size` rows is bit-identical to products of `UNIT_ROWS` rows.
 
-        Each row is at different positions in the two products.
+        Each row is at a different position in the two computations.
         """
         for seed in range(_probes(size * weight.shape[1], weight.dtype)):
             x = fill_random(weight.new_empty(size, weight.shape[0]), seed)
@@ -121,10 +121,10 @@ def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
 
 
 def _probes(size: int, dtype: torch.dtype) -> int:
-    """Return how many random products must agree to prove that two methods sum in the same order.
+    """Return how many random products to compare to prove that two methods sum in the same order.
 
-    A different order changes many float32 results, but only one bfloat16 result in ten thousand.
-    `size` is the number of results per product.
+    A different summation order changes many float32 results, but only one bfloat16 result in ten
+    thousand. `size` is the number of results per product.
     """
     return 1 if dtype == torch.float32 else min(_MAX_PROBES, -(-_PROBED_NUMBERS // size))
 
@@ -138,7 +138,7 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Return the results of `multiply`, and of `add` to `start`, stacked: [2, rows, out]."""
+    """Compute x @ weight and start + x @ weight, and return both stacked: [2, rows, out]."""
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])
@@ -155,7 +155,7 @@ def _multiply_each_unit(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Buffers of deterministic attention that the sequences of a step use in turn."""
+    """Buffers of deterministic attention that the sequences of a step take turns using."""
 
     model_config: ModelConfig
     block_tokens: int
@@ -171,9 +171,9 @@ class SplitWorkspace:
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Return the value that masks a score, so that the score's softmax weight is 0.
+    """Return the score for a masked position, low enough that its softmax weight is 0.
 
-    The value is not -inf, so that a row does not become NaN if all its scores are masked.
+    The value is finite, because a row of only -inf scores would become NaN.
     """
     return torch.finfo(dtype).min / 2
 
@@ -181,15 +181,15 @@ def hidden_score(dtype: torch.dtype) -> float:
 def fill_span_mask(mask: torch.Tensor) -> None:
     """Write the causal mask of a tile that may begin anywhere in a span.
 
-    Row i sees column c if c <= i + SPAN_TOKENS. A tile that begins at token t of its span uses the
-    columns starting at SPAN_TOKENS - t.
+    Row i sees column c if c <= i + SPAN_TOKENS. A tile that begins t tokens into its span uses the
+    columns from SPAN_TOKENS - t on.
     """
     hidden = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
     mask.zero_().masked_fill_(hidden.triu_(SPAN_TOKENS + 1), hidden_score(mask.dtype))
 
 
 class SplitAttention:
-    """Attention over the spans of the context, for several decodes or for a tile of one prompt."""
+    """Attention computed span by span, for several decodes or for a tile of one prompt."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class SplitAttention:
         """Set the views that `run` reads and writes.
 
         Args:
-            heads: query heads whose attention is computed.
+            heads: query heads for which attention is computed.
             placed: the view of `queries` to which scaled `heads` are written.
             masked: the view of `scores` to which `mask` is added.
             mask: 0 where a query sees a position, otherwise `hidden_score`.
@@ -254,7 +254,7 @@ class SplitAttention:
         self._mask = mask
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
+        """Compute attention for one layer. The cache must already hold the KV of these tokens."""
         assert sinks is None, "refused at start"
         torch.mul(self._heads, self._heads.shape[-1] ** -0.5, out=self._placed)
         for block_ids, scores in zip(self._spans, self.scores, strict=True):
@@ -281,7 +281,7 @@ class SplitAttention:
         self._folded.copy_(self._merged)
 
     def _sum_span(self, cache: LayerCache, span: int) -> None:
-        """Overwrite the queries with the span's weighted sum of values.
+        """Compute the span's weighted sum of values, and overwrite the queries with it.
 
         The queries are no longer needed at this point.
         """
@@ -290,7 +290,7 @@ class SplitAttention:
 
 
 def span_shares(peaks: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
-    """Return each span's share of the softmax over all spans, float32 [spans, ...].
+    """Return each span's fraction of the softmax over all spans, float32 [spans, ...].
 
     Args:
         peaks: largest score of each span.
@@ -330,7 +330,7 @@ def split_decodes(
 
 
 def _length_mask(lengths: Ints, scores: torch.Tensor) -> torch.Tensor:
-    """Return the mask of positions beyond each context: [spans, 1, sequences, 1, SPAN_TOKENS]."""
+    """Return a mask of positions beyond each context: [spans, 1, sequences, 1, SPAN_TOKENS]."""
     columns = torch.arange(scores.shape[0] * SPAN_TOKENS, device=scores.device)
     hidden = columns >= torch.from_numpy(lengths).to(scores.device)[:, None]
     mask = scores.new_zeros(hidden.shape).masked_fill_(hidden, hidden_score(scores.dtype))
@@ -344,7 +344,7 @@ def split_prefill(
     workspace: SplitWorkspace,
     window: int,
 ) -> SplitAttention:
-    """Prepare deterministic attention for a tile, which is consecutive tokens of one prompt."""
+    """Prepare deterministic attention for a tile (consecutive tokens of one prompt)."""
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape

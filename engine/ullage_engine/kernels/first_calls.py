@@ -1,8 +1,8 @@
 """Calls each of torch's vector functions once per process, on one thread, before steps use them.
 
 Torch is built with a vector library. Each function of that library initialises itself in its first
-call, and this initialisation is not thread-safe. In a case where two threads made the first call
-together, half of the tensor was wrong by 1.5e-4.
+call, and this initialisation is not thread-safe. When two threads raced to make the first call,
+half of the tensor was wrong by 1.5e-4.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 _NUMBERS = 4096
-"""Tensor size that runs every vector loop. One more element also runs the remainder loop."""
+"""Tensor size that exercises every vector loop. One more element also exercises the remainder loop.
+"""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -29,13 +30,13 @@ _FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: F.log_softmax(x, dim=-1),
     lambda x: F.rms_norm(x, (x.shape[-1],)),
 )
-"""Functions that steps and calibrations call, and similar ones that later code may call."""
+"""Torch functions that steps and calibrations call, and similar ones that later code may call."""
 
 
 def make_first_calls() -> None:
-    """Call every vector function once, with torch limited to this thread.
+    """Call every vector function once, with torch limited to the current thread.
 
-    Call this before any step, since steps call the functions from several threads.
+    This must happen before any step, because steps call these functions from several threads.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,9 +1,8 @@
 """KV cache memory: the paged pool, host slots for swapped blocks, and convolution states.
 
-Pages hold KV in the activations' type, or in float8 E4M3 with one scale per head. A scale is a
-power of two, so multiplying and dividing by it is exact, and only the conversion to E4M3 rounds. A
-kernel may therefore apply the scale to queries and sums instead of keys and values and get the same
-bits.
+Pages hold KV in the activations' dtype, or in float8 E4M3 with one scale per head. Scales are
+powers of two, so multiplying or dividing by them is exact and only the conversion to E4M3 rounds. A
+kernel may therefore scale queries and sums instead of keys and values, with bit-identical results.
 """
 
 import math
@@ -20,30 +19,33 @@ from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.protocol.step_plan import Moves
 
 LARGEST = 448.0
-"""Largest finite value of E4M3. The format has no infinity, so larger values are stored as this
-value."""
+"""Largest finite value of E4M3. The format has no infinity, so larger values are clamped to this.
+"""
 
 MIN_EXPONENT = -15
 MAX_EXPONENT = 7
-"""Bounds of the scales' exponents. Within these bounds, float16 can represent every stored value
-and scale."""
+"""Bounds of the scales' exponents.
+
+Within these bounds, float16 can represent every stored value and every scale.
+"""
 
 
 LAYOUT_VERSION = 1
-"""Version of the layout and the content of a stored block.
+"""Version of the layout and contents of a stored block.
 
-Increment this version if the layout or the content changes, so that KV stored by an older version
-is not reused."""
+Increment this if the layout or the contents change, so that KV stored by an older version is not
+reused.
+"""
 
 
 class _Bits(NamedTuple):
-    """The position of E4M3's bits in a wider floating-point type."""
+    """Where the bits of an E4M3 code go in a wider floating-point type."""
 
     integers: torch.dtype
     shift: int
     mask: int
     bias: int
-    """Difference between the exponent biases: the moved bits represent the value times 2^-bias."""
+    """Difference between the exponent biases. Shifted bits represent the value times 2^-bias."""
 
 
 _BITS = {
@@ -61,7 +63,7 @@ class HeadScales(NamedTuple):
 
 
 def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.device) -> HeadScales:
-    """Return, per head, the smallest power of two that scales the head's values into E4M3's range.
+    """Return each head's scale: the smallest power of two that fits its values into E4M3's range.
 
     Args:
         bounds: largest absolute value per head, key heads first.
@@ -95,16 +97,16 @@ def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> 
 
 
 def widening_factor(dtype: torch.dtype) -> float:
-    """Return the factor that `widen` needs to read codes without a scale."""
+    """Return the factor that `widen` needs to decode float8 values that have no scale."""
     return float(2.0 ** _BITS[dtype].bias)
 
 
 def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor) -> None:
     """Convert float8 codes exactly to the dtype of `out`, several times faster than torch.
 
-    The bits are moved to their positions in the wider type. The exponent of that type has a
-    different bias, for which `factors` must compensate (`widening_factor`). NaN reads as 480.
-    `narrow` writes NaN only for NaN.
+    The bits are shifted into the wider type. Its exponent has a different bias, which `factors`
+    must compensate for (`widening_factor`). NaN decodes to 480, and `narrow` writes the NaN code
+    only for NaN.
     """
     layout = _BITS[out.dtype]
     bits = out.view(layout.integers)
@@ -114,7 +116,7 @@ def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor)
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer, with views of their memory as blocks and as slots.
+    """The keys and values of one layer, with views of their memory by block and by slot.
 
     A token's slot is its block id times the tokens per block, plus its position in the block.
     """
@@ -127,9 +129,9 @@ class LayerCache(NamedTuple):
 
 
 def scratch_blocks(model_config: ModelConfig) -> int:
-    """Return the number of extra blocks for the KV of recomputed tokens.
+    """Return the number of extra blocks that hold the KV of recomputed tokens.
 
-    Only models with convolutions recompute tokens, to restore a convolution's state.
+    Only models with convolutions recompute tokens, in order to restore a convolution's state.
     """
     return 1 if model_config.conv_kernel else 0
 
@@ -149,9 +151,9 @@ def kv_block_bytes(
 
 
 class KVPool:
-    """The device's KV cache for all sequences, in one allocation whose pages are all touched.
+    """The device's KV cache for all sequences, in one allocation that is fully touched up front.
 
-    Heads are the first dimension, so that gathering the blocks of one head gives a matrix. A model
+    Heads are the first dimension, so that gathering the blocks of one head yields a matrix. A model
     with convolutions has one block more than `num_blocks`. That block is written but never read.
     """
 
@@ -175,8 +177,9 @@ class KVPool:
             dtype: type of the stored elements, unless KV is float8.
             device: device of the pool.
             scales: float8 scales of each attention layer, or None to store KV as `dtype`.
-            windowed: whether a block belongs either to the layers with sliding windows or to the
-                other layers. The i-th layers of both kinds then use the same position in a block.
+            windowed: whether layers with sliding windows have separate blocks. If so, each block
+                serves either those layers or the others, and the i-th layer of each kind uses the
+                same position in its blocks.
         """
         heads = 2 * model_config.num_kv_heads
         width = block_tokens * model_config.head_dim
@@ -198,10 +201,10 @@ class KVPool:
         return self.num_blocks
 
     def clear(self, block: int) -> None:
-        """Fill one block with zeros in all layers.
+        """Zero one block in all layers.
 
-        Attention multiplies the slots after a block's last token by zero. An infinity or NaN from
-        an earlier sequence would survive this multiplication.
+        Attention multiplies the unused slots at the end of a block by zero. An infinity or NaN left
+        by an earlier sequence would survive this multiplication.
         """
         self.blocks[:, block].zero_()
 
@@ -231,7 +234,7 @@ def _layer_cache(
 
 
 class StatePool:
-    """The convolution states of all sequences, in one allocation whose pages are all touched.
+    """The convolution states of all sequences, in one allocation that is fully touched up front.
 
     A state is the last kernel - 1 input columns of each convolution, oldest first.
     """
@@ -253,10 +256,10 @@ class StatePool:
 class HostPool:
     """Slots in host memory. Each slot can hold one KV block of all layers.
 
-    All pages of the memory are touched. For a GPU, the memory is pinned as long as the pool exists.
-    Torch copies only contiguous memory between devices without a temporary, so a block is copied
-    through a staging block on the device. Prefetched blocks are copied through a second staging
-    block, on a separate stream.
+    All pages of this memory are touched up front. For a GPU, the memory stays pinned for the
+    lifetime of the pool. Torch needs a temporary buffer to copy non-contiguous memory between
+    devices, so blocks are copied through a staging block on the device. Prefetched blocks use a
+    second staging block, on a separate stream.
     """
 
     def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
@@ -288,14 +291,14 @@ class HostPool:
         return self._slots.shape[0]
 
     def swap_out(self, block: int, slot: int) -> None:
-        """Copy a block to a host slot. Device work that is queued later may overwrite the block."""
+        """Copy a block to a host slot. Work queued on the device later may overwrite the block."""
         source = self._pool.blocks[:, block]
         if self._staging is not None:
             source = self._staging.copy_(source)
         self._slot(slot).copy_(source, non_blocking=True)
 
     def swap_in(self, slot: int, block: int) -> None:
-        """Copy a host slot to a block. Device work that is queued later reads the new content."""
+        """Copy a host slot to a block. Work queued on the device later sees the new contents."""
         self._copy_in(slot, block, self._staging)
 
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -318,7 +321,8 @@ class HostPool:
     def finish_prefetch(self) -> None:
         """Wait until all prefetched blocks are copied.
 
-        After that, the host slots may be overwritten, and later device work reads the new blocks.
+        Afterwards the host slots may be overwritten, and work queued on the device sees the new
+        blocks.
         """
         if self._is_prefetching and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -326,9 +330,9 @@ class HostPool:
         self._is_prefetching = False
 
     def measure(self) -> float:
-        """Return how many seconds it takes to copy one block to the host or back.
+        """Measure how many seconds it takes to copy one block to the host or back.
 
-        The result is the minimum of many copies. The copies do not change the blocks.
+        The result is the fastest of many copies. The blocks keep their contents.
         """
         count = max(1, min(self.num_slots, self._pool.num_blocks))
         timers = [CopyTimer(self._pool.blocks.device) for _ in range(_MEASUREMENTS)]
@@ -386,7 +390,7 @@ class CopyTimer:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of all copies so far. Reading this property waits for unfinished copies."""
+        """Total seconds of all copies so far. Reading this property waits for pending copies."""
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -413,8 +417,8 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """Allocate an arena, touch all its pages, and return a flat view of each buffer by name.
 
-    A buffer with four bytes per element is float32, a buffer with one byte per element is uint8,
-    and other buffers are `dtype`.
+    Buffers with four bytes per element are float32, buffers with one byte per element are uint8,
+    and all others have the type `dtype`.
     """
     types = {1: torch.uint8, 4: torch.float32}
     # empty and zero_, because zeros would leave the pages unbacked until first use.
@@ -434,7 +438,7 @@ def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], alignment: int = 1) -> int:
-    """Return the size in bytes of the storages of these tensors, counting each storage once.
+    """Return the total size in bytes of these tensors' storages, counting shared storage once.
 
     Each storage is rounded up to a multiple of `alignment`, as in a file with aligned tensors.
     """

@@ -1,8 +1,9 @@
-"""The operations of a mixture of experts (MoE) before, between and after the experts' matmuls.
+"""The operations of a mixture of experts (MoE) around the experts' matmuls.
 
-Each operation writes to memory that the caller passes. No operation waits for the device. A pair is
-a token and one of its experts. Pairs are sorted by expert, so that the rows of each expert are
-consecutive. `places` holds the row of each pair after sorting.
+They run before, between and after the matmuls. Each operation writes to memory that the caller
+passes, and none waits for the device. A pair is a token and one of its experts. Pairs are sorted by
+expert, so that the rows of each expert are consecutive. `places` holds the row of each pair after
+sorting.
 """
 
 import torch
@@ -11,12 +12,10 @@ import torch.nn.functional as F
 from ullage_engine.model_config.model_config import ExpertsSpec
 
 BIAS_ROWS = 512
-"""Number of rows to which biases are added at once. This limit bounds the size of the temporary
-tensor."""
+"""Number of rows to which biases are added at once. This caps the size of the temporary tensor."""
 
 SIGMOID_EPS = 1e-6
-"""Value that LFM2 adds to the sum of a token's expert weights before it divides the weights by this
-sum."""
+"""Epsilon that LFM2 adds to the sum of a token's expert weights before normalising them."""
 
 GATE_LIMIT = 7.0
 """Clamping limit of gpt-oss's gate, see `clamped_gate`."""
@@ -38,7 +37,7 @@ def choose(
     Args:
         spec: the model's experts.
         scores: the router's logits, float32 [tokens, experts]. They are overwritten.
-        bias: float32 [experts], added to the scores for ranking the experts.
+        bias: float32 [experts], added to the scores only to rank the experts.
         ranks: scratch memory with the shape and type of `scores`.
         chosen: output, int64 [tokens, experts_per_token].
         weights: output, float32 [tokens, experts_per_token].
@@ -110,7 +109,7 @@ def add_biases(rows: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) 
 
 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write gpt-oss's gated activation: (up + 1) * gate * sigmoid(1.702 * gate).
+    """Compute gpt-oss's gated activation, (up + 1) * gate * sigmoid(1.702 * gate).
 
     `gate` is clamped to at most 7, and `up` to the range from -7 to 7.
 

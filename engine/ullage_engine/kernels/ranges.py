@@ -14,7 +14,7 @@ _Make = Callable[[str], AbstractContextManager[object]]
 
 
 class Ranges:
-    """Opens the profiling ranges of this process. Only the computing thread may use this object."""
+    """Opens the profiling ranges of this process. Use it only on the thread that computes steps."""
 
     def __init__(self) -> None:
         self._off: AbstractContextManager[object] = nullcontext()
@@ -38,7 +38,7 @@ class Ranges:
         self._make = record_function
 
     def restore(self) -> None:
-        """Restore the kind of ranges that was in use before `to_profiler`."""
+        """Go back to the kind of ranges that was in use before `to_profiler`."""
         self._make = self._usual
 
 

@@ -1,8 +1,8 @@
 """Uploads several host arrays to a GPU in one asynchronous copy.
 
 `upload` allocates memory in each call. `Staging` copies a step's index arrays to fixed memory on
-the device. If two steps put arrays of the same shapes in the same order, the arrays have the same
-addresses, as a captured CUDA graph needs.
+the device. If two steps put arrays of the same shapes in the same order, the arrays end up at the
+same addresses, which captured CUDA graphs rely on.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,9 @@ _TYPES = {
 
 
 def upload(arrays: HostArrays, device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy arrays to the device asynchronously. Return views of one buffer, by array name.
+    """Upload arrays to the device asynchronously. Return views into one buffer, by array name.
 
-    The host memory is pinned for a GPU. Torch reuses this memory only after the copy has finished
-    reading.
+    For a GPU, the host memory is pinned. Torch reuses this memory only after the copy has read it.
     """
     if not arrays:
         return {}
@@ -72,12 +71,12 @@ class CopyEvent(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the stream has passed the mark. Return at once if there is no mark."""
+        """Wait until the stream has passed the mark. Return immediately if there is no mark."""
         ...
 
 
 class _AtOnce:
-    """The event of a copy on a CPU. Such a copy is synchronous, so there is nothing to wait for."""
+    """Stands in for `CopyEvent` on a CPU, where copies are synchronous and need no waiting."""
 
     def record(self) -> None:
         pass
@@ -95,13 +94,13 @@ class Staging:
     """Packs the index arrays of every step into the same device memory.
 
     In each step, call `begin`, `put` for each array, and `upload`. Only then launch the kernels
-    that read the arrays. Two buffers of pinned host memory are used alternately, because the copy
-    of the previous step may still wait behind older kernels while the next step is prepared. The
-    device needs only one buffer, since its stream runs in order.
+    that read the arrays. Two buffers of pinned host memory take turns, because the previous step's
+    copy may still be queued behind older kernels while the next step is prepared. The device needs
+    only one buffer because its stream runs in order.
     """
 
     def __init__(self, place: torch.Tensor) -> None:
-        """Create a packer that writes arrays to `place`, a uint8 tensor on the device."""
+        """Create a packer that uploads arrays to `place`, a uint8 tensor on the device."""
         device = place.device
         self._place = place
         self._hosts = [_host_memory(place.numel(), device) for _ in range(2)]

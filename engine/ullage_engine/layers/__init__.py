@@ -1,5 +1,5 @@
-"""The layers of a decoder, and the decoder that consists of these layers.
+"""The layers of a decoder, and the decoder that is built from them.
 
-Layers compute with the weights that they are given. They do not depend on the scheduler, on
-processes, or on the source of the weights.
+Layers use whatever weights they are given. They do not depend on the scheduler, on processes or on
+where the weights come from.
 """

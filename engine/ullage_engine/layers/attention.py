@@ -1,16 +1,17 @@
 """Token-mixing layers: attention with its backends, and LFM2's gated short convolution.
 
 Attention consists of projections, head norms, rotation and paged KV. Rotary position embedding
-rotates halves (Su et al., 2021, in GPT-NeoX's order). Norms are root mean square norms (Zhang and
-Sennrich, 2019). `DefaultBackend` gathers KV pages on any device, `DeterministicBackend` is
-batch-invariant, and `PagedBackend` reads pages in place with Triton kernels.
+rotates the two halves of each head (Su et al., 2021, in GPT-NeoX's order). Norms are root mean
+square norms (Zhang and Sennrich, 2019). `DefaultBackend` gathers KV pages on any device,
+`DeterministicBackend` is batch-invariant, and `PagedBackend` reads pages in place with Triton
+kernels.
 
 The convolution runs over a flat batch of sequences:
 
     B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-k+1+j};  hidden += out(y)
 
-A sequence's state is the last k - 1 rows of B·u. One matrix holds all rows that a step's taps read:
-first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
+A sequence's state is the last k - 1 rows of B·u. All rows that the taps of a step read are in one
+matrix: first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
 
 `ForwardContext` holds a step's rows and provides views of the arena's buffers.
 """
@@ -71,8 +72,10 @@ from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import ModelConfig
 
 NORMALISED_AT_ONCE = 4 << 20
-"""Number of elements normalised at once. This limit bounds the size of the temporary tensor. A
-usual step needs only one launch."""
+"""Number of elements normalised at once.
+
+This caps the size of the temporary tensor. A typical step needs only one launch.
+"""
 
 HeadNorms = tuple[torch.Tensor, torch.Tensor]
 """Weights [head_dim] of the query norm and of the key norm."""
@@ -82,7 +85,7 @@ class Attention(Protocol):
     """Computes attention for some of a step's rows."""
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute one layer's attention, after the KV of the rows' own tokens is in the cache.
+        """Compute attention for one layer. The cache must already hold these tokens' KV.
 
         Args:
             cache: KV of the layer.
@@ -93,7 +96,7 @@ class Attention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Interface of a backend, which creates linear layers and prepares a step's attention."""
+    """Interface of an attention backend: creates linear layers and prepares a step's attention."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
         """Create an unquantised linear layer from `rows` [out, in], the layout of checkpoints."""
@@ -102,7 +105,7 @@ class AttentionBackend(Protocol):
     def attentions(
         self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
-        """Prepare the attention of every row of a step, for all layers with the same window.
+        """Prepare attention for every row of a step, for all layers with the same window.
 
         Args:
             rows: rows of the step and their pages.
@@ -114,13 +117,13 @@ class AttentionBackend(Protocol):
         ...
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
-        """Check all layers created so far for batch invariance, if the backend guarantees it.
+        """Check that all layers created so far are batch-invariant, if the backend guarantees it.
 
         Args:
-            head: the layer that multiplies only sampled rows.
+            head: the layer that computes logits, which multiplies only sampled rows.
 
         Returns:
-            A description of the violation, or None if there is no violation.
+            A description of the violation, or None if there is none.
         """
         ...
 
@@ -128,7 +131,7 @@ class AttentionBackend(Protocol):
 def _gathered_parts(
     rows: PagedRows, limits: StepLimits
 ) -> tuple[list[DecodeGroup], list[PrefillTile]]:
-    """Split a step into groups of decodes and tiles of prompts whose context fits the workspace."""
+    """Split a step into groups of decodes and tiles of prompts that fit in the gather workspace."""
     block_tokens = limits.block_tokens
     bucket = limits.context_blocks
     groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
@@ -136,7 +139,7 @@ def _gathered_parts(
 
 
 class DefaultBackend:
-    """The backend for any device: unsplit matmuls, and attention over gathered pages."""
+    """The default backend, for any device: unsplit matmuls, and attention over gathered pages."""
 
     def __init__(
         self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -164,10 +167,10 @@ class DefaultBackend:
 
 
 class DeterministicBackend:
-    """The batch-invariant backend: each row depends only on its token's context.
+    """The batch-invariant backend: a row's result depends only on its token's context.
 
-    The bits of a row depend neither on the other rows of the step nor on how the context was split
-    into chunks.
+    Results are bit-identical regardless of the other rows in the step and of how the context was
+    split into chunks.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class DeterministicBackend:
         return None
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
-        """Return (sequences, query rows per KV head) for every matmul of attention."""
+        """Return (sequences, query rows per KV head) for every shape of attention matmul."""
         size = self._model_config.group_size
         limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
@@ -253,7 +256,7 @@ class PagedBackend:
     """The backend with Triton kernels, which read KV pages in place."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
-        """Create a backend that writes the partial results of splits to `partials`.
+        """Create a backend that writes the partial results of context splits to `partials`.
 
         The buffer is float32 [`ullage_engine.kernels.arena.partial_elements`].
         """
@@ -272,9 +275,9 @@ class PagedBackend:
 
 
 class ForwardContext:
-    """The rows of a step and views of the arena.
+    """The rows of a step, and views of the arena.
 
-    The views are created once per step, so that layers only launch operations.
+    Views are created once per step, so that layers only have to launch operations.
     """
 
     def __init__(
@@ -313,7 +316,7 @@ class ForwardContext:
         return self._arena.get(name)
 
     def indices(self, values: Indices) -> torch.Tensor:
-        """Return a device tensor that holds these values after `upload`."""
+        """Return a device tensor that will hold these values after `upload`."""
         if self._staging is not None:
             return self._staging.put(values)
         return torch.from_numpy(values).to(self.device)
@@ -336,7 +339,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Ten
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """Write x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
+    """Compute x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
     shape = (x.shape[-1],)
     size = max(1, NORMALISED_AT_ONCE // x.shape[-1])
     for start in range(0, x.shape[0], size):
@@ -362,13 +365,13 @@ class RotaryTables:
         self.sin = sin
 
     def read(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Write the rows of both tables at `positions` to cos and sin [tokens, head_dim]."""
+        """Copy the rows of both tables at `positions` to cos and sin [tokens, head_dim]."""
         torch.index_select(self.cos, 0, positions, out=cos)
         torch.index_select(self.sin, 0, positions, out=sin)
 
 
 class Rotary(Protocol):
-    """The operations on a layer's queries, keys and values before attention."""
+    """The operations on a layer's queries, keys and values that precede attention."""
 
     def run(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
@@ -378,7 +381,7 @@ class Rotary(Protocol):
 
 
 class TorchRotary:
-    """Rotary embedding in torch: a sequence of operations, each for all heads."""
+    """Rotary embedding in torch: a series of operations, each on all heads."""
 
     def __init__(
         self,
@@ -418,7 +421,7 @@ class TorchRotary:
 
 
 class FusedRotary:
-    """Rotary embedding in Triton: one kernel reads the tables and writes the pages in place."""
+    """Rotary embedding in Triton: a single kernel reads the tables and writes KV pages in place."""
 
     def __init__(
         self,
@@ -456,7 +459,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """Prepare a step. If `fused`, use Triton kernels, which need no buffer for rotated keys."""
+        """Prepare a step. With `fused`, use Triton kernels, which need no rotated-key buffer."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -487,7 +490,7 @@ class AttentionStep:
         self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
-        """Write the attention of a layer with this window size to `attended`."""
+        """Compute attention for a layer with this window size, and write it to `attended`."""
         for attention in self._attentions[window]:
             attention.run(cache, sinks)
 
@@ -496,7 +499,7 @@ class AttentionStep:
 class AttentionLayer:
     """Attention layer: hidden += out(softmax(rotate(q) rotate(k)ᵀ / √d) v).
 
-    Some model families add head norms, biases, sinks or a window.
+    Some model families also have head norms, biases, sinks or a sliding window.
     """
 
     qkv: Linear
@@ -511,7 +514,7 @@ class AttentionLayer:
     output_bias: torch.Tensor | None = None
 
     def run(self, step: ForwardContext, shared: AttentionStep, cache: LayerCache) -> None:
-        """Add the layer's result for `step.normed` to `step.hidden`, and store every token's KV."""
+        """Add the layer's output for `step.normed` to `step.hidden`, and store every token's KV."""
         self.qkv.forward(step.normed, shared.qkv)
         if self.qkv_bias is not None:
             shared.qkv.add_(self.qkv_bias)
@@ -533,7 +536,7 @@ class ConvStep:
     def __init__(
         self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
     ) -> None:
-        """Prepare a step. If `fused`, use one Triton kernel, which needs no other buffers."""
+        """Prepare a step. With `fused`, use one Triton kernel, which needs no other buffers."""
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)
@@ -547,7 +550,7 @@ class ConvStep:
 
 
 class GatheredConvolution:
-    """The convolution for any device, which gathers the rows of each tap."""
+    """The convolution for any device, which gathers the input rows of each tap."""
 
     def __init__(
         self,
@@ -557,7 +560,7 @@ class GatheredConvolution:
         projected: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Prepare the convolution of projected [tokens, 3 * channels] to out [tokens, channels]."""
+        """Prepare a convolution from projected [tokens, 3 * channels] to out [tokens, channels]."""
         tokens, channels = out.shape
         state_rows = len(plan.slots) * (model_config.conv_kernel - 1)
         self._b, self._c, self._u = projected.chunk(3, dim=1)
@@ -581,7 +584,7 @@ class GatheredConvolution:
         self._fresh = step.indices(fresh) if len(fresh) else None
 
     def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """Write C · Σ_j taps_j (B·u) for every row, and the states after the step.
+        """Compute C · Σ_j taps_j (B·u) for every row, and store the states after the step.
 
         Args:
             taps: weights [kernel, channels], oldest tap first.
@@ -612,10 +615,10 @@ class ConvLayer:
     output: Linear
 
     def run(self, step: ForwardContext, shared: ConvStep, state: torch.Tensor) -> None:
-        """Add the layer's result for `step.normed` to `step.hidden`.
+        """Add the layer's output for `step.normed` to `step.hidden`.
 
         For each chunk, the layer reads one slot of `state` [slots, kernel - 1, channels] and writes
-        another slot.
+        another.
         """
         self.project.forward(step.normed, shared.projected)
         shared.convolution.run(self.taps, state)

@@ -1,15 +1,15 @@
 """The decoder that computes every model: embedding, layers, norm, projection to logits.
 
 Each layer computes x += mixer(norm(x)); x += feed_forward(norm(x)). `ModelConfig` defines which
-mixers and feed-forwards the layers have (`ullage_engine.model_config.registry`). A rank of a group
-computes some consecutive layers, or a part of each layer.
+mixers and feed-forwards the layers have (`ullage_engine.model_config.registry`). In a group of
+ranks, each rank computes some consecutive layers, or a part of each layer.
 
-Scales of float8 KV come from the largest key and value that a layer can compute from any input.
-This bound follows from the layer's weights alone. A normalised row is at most √hidden long, so |w ·
-(row * norm)| is at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below this bound
-by about the same √hidden: 5 or 6 of the 14 powers of two between E4M3's smallest normal value and
-its largest. Scales from these bounds never saturate, keep the precision of floating point, and need
-no calibration text.
+The scales of float8 KV come from the largest key and value that a layer can produce for any input.
+This bound follows from the layer's weights alone. A normalised row has a length of at most √hidden,
+so |w · (row * norm)| is at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below
+this bound by about the same factor √hidden, which takes 5 or 6 of the 14 powers of two between
+E4M3's smallest normal value and its largest. Scales from these bounds never saturate, keep the
+precision of floating point, and need no calibration text.
 """
 
 import math
@@ -61,7 +61,7 @@ class MlpStep:
         self.gate_up = step.view("gate_up", step.rows, 2 * model_config.intermediate)
         self.gated = step.view("gated", step.rows, model_config.intermediate)
         self.rows_at_once = step.rows
-        """Number of rows that one gate operation processes."""
+        """Number of rows per call of the gate operation."""
         if deterministic:
             self.rows_at_once = max(1, SERIAL_ELEMENTS // model_config.intermediate)
 
@@ -79,7 +79,7 @@ class MlpLayer:
         return self.gate_up, self.down
 
     def run(self, step: ForwardContext, shared: MlpStep) -> None:
-        """Add the layer's result for `step.normed` to `step.hidden`."""
+        """Add the layer's output for `step.normed` to `step.hidden`."""
         self.gate_up.forward(step.normed, shared.gate_up)
         for start in range(0, step.rows, shared.rows_at_once):
             rows = slice(start, start + shared.rows_at_once)
@@ -88,7 +88,7 @@ class MlpLayer:
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write silu(gate) * up for gate_up [tokens, 2 * intermediate], and overwrite its gate half."""
+    """Compute silu(gate) * up for gate_up [tokens, 2 * intermediate], overwriting its gate half."""
     width = out.shape[-1]
     torch.mul(F.silu(gate_up[:, :width], inplace=True), gate_up[:, width:], out=out)
 
@@ -103,7 +103,7 @@ class Operations:
 
 
 def make_operations(*, fused: bool) -> Operations:
-    """Return operations that are one Triton kernel each, or a composition of torch operations."""
+    """Return the row-wise operations, each as one Triton kernel or as a series of torch calls."""
     if not fused:
         return Operations(rms_norm, gate, clamped_gate)
 
@@ -120,7 +120,7 @@ def kv_bounds(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the bounds of each head's rotated keys, then of its values: float32 [2 * kv_heads]."""
+    """Return upper bounds for each head's rotated keys, then its values: float32 [2 * kv_heads]."""
     lengths = _lengths(layer, norm, model_config, limits, arena)
     return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
 
@@ -131,7 +131,7 @@ def head_bounds(
     k_norm: torch.Tensor | None = None,
     qkv_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the bounds of `kv_bounds`, computed from the lengths of the weight rows.
+    """Compute the bounds that `kv_bounds` returns from the lengths of the weight rows.
 
     Args:
         lengths: |w * norm| of each row w of the key and value projections, float32 [2 * kv_heads *
@@ -163,12 +163,11 @@ def _lengths(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Compute |w * norm| of each row w of the key and value projections.
+    """Compute |w * norm| for each row w of the key and value projections.
 
-    The result is float32 [2 * kv_heads * head_dim].
-
-    The linear layer is applied to the diagonal matrix of the norm's weights, because this works for
-    layers of every format.
+    The result is float32 [2 * kv_heads * head_dim]. The rows are obtained by applying the linear
+    layer to the diagonal matrix of the norm's weights, because this works for weights in any
+    format.
     """
     hidden = model_config.hidden
     rows = limits.product_rows(min(limits.max_tokens, hidden))
@@ -198,13 +197,15 @@ class Weights:
     embedding: TiledEmbedding | None = None
     """The embedding if it is stored in tiles, otherwise None."""
     reduce: Reduce | None = None
-    """Function that sums a tensor over the ranks, each of which has a part of every expert. None on
-    a single rank."""
+    """Function that sums a tensor over the ranks, which hold slices of every expert.
+
+    None on a single rank.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One decoder layer. `memory` is the index of the layer's KV cache or convolution state."""
+    """One decoder layer. `memory` is the index of its KV cache or convolution state."""
 
     mixer_norm: torch.Tensor
     mixer: AttentionLayer | ConvLayer
@@ -215,8 +216,8 @@ class DecoderLayer:
     def formats(self) -> tuple[object, ...]:
         """Return the encodings of the layer's matrices, which determine the matmul kernels.
 
-        The layers of a model may differ. For example, a GGUF file may have some layers in a
-        different format.
+        Layers of the same model may differ. For example, a GGUF file may store some layers in
+        another format.
         """
         mixer = self.mixer
         mlp = self.mlp
@@ -226,7 +227,7 @@ class DecoderLayer:
 
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
-    """Pad rows to the number of rows that a matmul needs, by repeating the last row."""
+    """Pad rows to the row count that a matmul needs, by repeating the last row."""
     count = limits.product_rows(len(rows)) if len(rows) else 0
     padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
     return padded
@@ -304,8 +305,8 @@ class Decoder:
     def prepare(self, batch: StepBatch) -> DecoderStep:
         """Lay out a step in the arena, and start copying the step's index arrays to the device.
 
-        Steps with the same shapes use the same addresses. The operations of one step can therefore
-        be replayed for a later step.
+        Steps with the same shapes use the same addresses, so operations captured from one step can
+        be replayed for a later one.
         """
         model_config = self._model_config
         limits = self._limits
@@ -330,7 +331,7 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute a prepared step. The result is that of `forward`.
+        """Compute a prepared step. The result is the same as that of `forward`.
 
         With Triton kernels, the host reads no tensors unless the model has experts.
         """
@@ -347,7 +348,7 @@ class Decoder:
         return rows.hidden[:num_tokens]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of the batch's sampled rows to out [rows and padding, vocab].
+        """Compute the logits of the batch's sampled rows into out [rows and padding, vocab].
 
         `hidden` is the result of the last `forward`.
         """
@@ -356,12 +357,12 @@ class Decoder:
         self._project(chosen, out)
 
     def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of some rows of a `forward` result to out [rows, vocab]."""
+        """Compute the logits of some rows of a `forward` result into out [rows, vocab]."""
         chosen = shaped(self._arena["normed"], *rows.shape)
         self._project(chosen.copy_(rows), out)
 
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the logits of hidden states [rows, hidden], overwriting the states."""
+        """Compute the logits of hidden states [rows, hidden], which are overwritten."""
         assert self._head is not None, "not the last stage"
         assert self._norm is not None, "not the last stage"
         eps = self._model_config.rms_eps
@@ -379,7 +380,7 @@ class Decoder:
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute the scales with which all keys and values of each layer fit into float8.
+        """Compute float8 scales for each layer that are large enough for all keys and values.
 
         The computation overwrites the arena.
         """

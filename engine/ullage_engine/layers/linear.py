@@ -1,8 +1,8 @@
 """Linear layers, plain or quantised.
 
-The C++ library and Triton kernels read quantised weights directly. The other layers dequantise a
-panel of weights into scratch memory and multiply by this panel. All layers of a model share one
-scratch buffer, so no step allocates memory for dequantised weights.
+The C++ library and Triton kernels read quantised weights directly. Other layers dequantise one
+panel of weights (a few rows of the matrix) at a time into scratch memory and multiply by it. All
+layers of a model share one scratch buffer, so no step allocates memory for dequantised weights.
 
 w8a8 rounds activations to int8, with one scale per row. Products are summed in int32. Each sum is
 then multiplied by the scales of its row and its column. Integer sums are exact, so w8a8 is
@@ -31,18 +31,18 @@ from ullage_engine.quantization.formats import (
 PANEL_BYTES = 2 << 20
 """Number of bytes of weights that are dequantised at a time.
 
-About this many bytes stay in a core's cache until the matmul reads them.
+Roughly this much stays in a core's cache until the matmul reads it.
 """
 
 # Products of int8.
 PASS_ROWS = 64
-"""Number of rows rounded and multiplied at a time. This limit bounds the scratch memory."""
+"""Number of rows that w8a8 rounds and multiplies at a time. This caps the scratch memory."""
 _MOST = 127
 """Largest value of a rounded activation."""
 _LEAST_SCALE = 1e-12
-"""Minimum scale of a row of activations. It avoids a division by zero for rows of zeros."""
+"""Minimum scale of a row of activations, which prevents a division by zero for all-zero rows."""
 _EXACT_TERMS = 1024
-"""Number of int8 products whose float32 sum is exact: 1024 * 127 * 127 < 2^24."""
+"""Number of int8 products that can be summed exactly in float32: 1024 * 127 * 127 < 2^24."""
 _CUDA_LEAST_ROWS = 32
 """Number of rows to which int8 matmuls are padded on CUDA: cuBLAS needs at least 17 rows."""
 
@@ -51,7 +51,7 @@ FusedProduct = Callable[..., None]
 
 
 class Linear(Protocol):
-    """A linear layer with weights [in, out]. The forward methods write to memory of the caller."""
+    """A linear layer with weights [in, out]. Its methods write to memory that the caller passes."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Linear(Protocol):
         ...
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write x @ weights to out.
+        """Compute x @ weights and write the result to out.
 
         x is [rows, in] and out is [rows, out]. Both are contiguous and have the same dtype.
         """
@@ -106,10 +106,10 @@ class RowInvariantLinear:
 
 
 class Dequantizer(Protocol):
-    """Dequantises one matrix, a panel of rows at a time."""
+    """Dequantises one matrix, one panel of rows at a time."""
 
     def fill(self, start: int, end: int) -> torch.Tensor:
-        """Return rows `start` to `end` of the matrix in dequantised form, [end - start, in].
+        """Dequantise rows `start` to `end` of the matrix, and return them as [end - start, in].
 
         The rows are in scratch memory, which the next call overwrites.
         """
@@ -135,11 +135,11 @@ def nibble_bytes(encoding: Encoding, rows: int) -> int:
 def make_dequantizer(
     packed: Packed, rows: int, dtype: torch.dtype, scratch: torch.Tensor
 ) -> Dequantizer:
-    """Create the dequantiser of a matrix, for panels of at most `rows` rows.
+    """Create a dequantiser for a matrix, for panels of at most `rows` rows.
 
     `scratch` (uint8) holds dequantised weights at its start and unpacked int4 values at its end.
-    All matrices share this memory. The unpacked int4 values of one matrix never overwrite the
-    dequantised weights of another matrix.
+    All matrices share this memory, and it is laid out so that the unpacked int4 values of one
+    matrix never overwrite the dequantised weights of another.
     """
     encoding = packed.encoding
     end = dequant_bytes(encoding, rows, dtype.itemsize)
@@ -203,7 +203,7 @@ def _split(
 
 
 def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.Tensor:
-    """Multiply a panel by its scales and add its zeros, in place."""
+    """Apply the scales and zeros of a panel, in place."""
     grouped = panel.view(end - start, packed.encoding.num_groups, -1)
     grouped.mul_(packed.scales[start:end].unsqueeze(2))
     if packed.zeros is not None:
@@ -252,7 +252,7 @@ class Int8Linear:
             out[rows].add_(self._product(x[rows]))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of x and this layer's weights in float32, in scratch memory."""
+        """Compute x @ weights of this layer in float32, in scratch memory."""
         count = x.shape[0]
         self._round(x)
         padded = max(count, self._least_rows)
@@ -263,7 +263,7 @@ class Int8Linear:
         return products
 
     def _round(self, x: torch.Tensor) -> None:
-        """Round rows to int8 so that |x - rounded * scale| <= scale / 2, scale = max|row| / 127."""
+        """Round rows to int8: |x - rounded * scale| <= scale / 2, where scale = max|row| / 127."""
         count = x.shape[0]
         floats = self._floats[:count].copy_(x)
         scales = self._row_scales[:count]
@@ -279,7 +279,7 @@ def native_scratch_bytes(shape: tuple[int, int]) -> int:
 
 
 def native_matrix(packed: Packed) -> Matrix:
-    """Return the C++ library's description of a tiled matrix."""
+    """Return the description of a tiled matrix that the C++ library expects."""
     encoding = packed.encoding
     sizes = (*encoding.shape, FORMATS[encoding.format], encoding.group)
     return Matrix(packed.values.data_ptr(), *sizes)
@@ -329,7 +329,7 @@ class NativeLinear:
 
 
 def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the exact x @ weight to `out` (int32), for int8 x [rows, in] and weight [in, out]."""
+    """Compute x @ weight exactly into `out` (int32), for int8 x [rows, in] and weight [in, out]."""
     multiple_of_8 = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
     if hasattr(torch, "_int_mm") and (multiple_of_8 or not x.is_cuda):
         torch._int_mm(x, weight, out=out)
@@ -404,8 +404,8 @@ def row_invariant_linear(
     """Create a batch-invariant linear layer for a quantised matrix.
 
     Layers with tiled or w8a8 weights are already batch-invariant, because integer sums are exact.
-    Any other matrix is dequantised as a whole before each product, and `plain` creates the layer
-    for the dequantised weights [out, in].
+    Any other matrix is dequantised in full before each product. `plain` creates the layer that
+    multiplies by the dequantised weights [out, in].
     """
     if packed.encoding.is_tiled:
         return NativeLinear(packed, scratch)
@@ -464,7 +464,7 @@ class DequantizedLinear:
 
 
 class FusedQuantizedLinear:
-    """Linear layer whose kernel reads quantised weights, for any number of rows."""
+    """Linear layer whose kernel reads quantised weights directly, for any number of rows."""
 
     def __init__(self, packed: Packed, product: FusedProduct) -> None:
         self._packed = packed
@@ -485,18 +485,18 @@ class FusedQuantizedLinear:
 
 
 def has_kernel(encoding: Encoding, format: triton.Format) -> bool:
-    """Return whether a Triton kernel supports matrices with these groups of scales."""
+    """Return whether a Triton kernel supports a matrix with these groups of weights per scale."""
     return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
 
 
 class TiledEmbedding:
-    """An embedding that is stored in tiles, with a lookup by token."""
+    """An embedding that is stored in tiles, with lookup by token."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
 
     def read(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the rows of some tokens to out [tokens, hidden]."""
+        """Copy the embedding rows of these tokens to out [tokens, hidden]."""
         for start in range(0, len(token_ids), TILE_ROWS):
             some = token_ids[start : start + TILE_ROWS]
             rows = out[start : start + TILE_ROWS]

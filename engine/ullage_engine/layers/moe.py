@@ -1,13 +1,14 @@
 """The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
 
-The linear layers of experts hold one matrix for every expert. They multiply by one matrix after
-another, by all matrices in one grouped matmul, or only by the matrices that a few tokens chose.
+The linear layers of experts hold one matrix per expert. They multiply by one matrix after another,
+by all matrices in one grouped matmul, or, for a few tokens, only by the matrices of their chosen
+experts.
 
 MXFP4, in which gpt-oss stores its experts, has 4 bits per element and 8 bits for the scale of each
 group of 32. An element has 1 sign bit, 2 exponent bits and 1 mantissa bit. A scale is the power of
-two 2^(byte - 127), and byte 255 is NaN (OCP Microscaling Formats 1.0). Weights stay packed: one
-panel of rows at a time is decoded into scratch memory and multiplied there. The decoded values are
-exact in float32 and bfloat16.
+two 2^(byte - 127), and byte 255 is NaN (OCP Microscaling Formats 1.0). Weights stay packed. One
+panel of rows at a time is decoded into scratch memory and multiplied from there. The decoded values
+are exact in float32 and bfloat16.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,17 +44,17 @@ GROUPED_ALIGNMENT = 16
 PANEL_ELEMENTS = 1 << 24
 """Number of elements of a grouped matmul that are computed at once.
 
-This limit bounds the size of the temporary tensor, because `grouped_mm` has no `out` parameter.
+`grouped_mm` has no `out` parameter, so this caps the size of the temporary tensor.
 """
 
 PANEL_COLUMNS = 16
-"""Minimum number of columns in a panel. Every panel has a multiple of this number."""
+"""Minimum number of columns in a panel. The number of columns is always a multiple of this."""
 
 FEW_PAIRS = 4
 """Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
 
-One token has this many pairs. With two tokens, an expert that both tokens chose would be read
-twice. The command `python -m benchmarks experts` measures this.
+A single token has this many pairs. With two tokens, an expert that both chose would be read twice.
+The command `python -m benchmarks experts` measures this.
 """
 
 EXPERT_KERNELS: dict[Format, triton.Format] = {
@@ -64,16 +65,18 @@ EXPERT_KERNELS: dict[Format, triton.Format] = {
 }
 """The Triton kernels' format for each format of expert weights.
 
-With w8a8, activations are not rounded: an expert has few rows, so the gain comes from reading small
-weights.
+With w8a8, activations are not rounded here. Each expert has few rows, so the gain comes from
+reading smaller weights.
 """
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""Integer type with the size of two elements."""
+"""Integer type as wide as two elements."""
 
 GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
-"""Function that writes the gated activation of gate_up [rows, 2 * width] to out [rows, width]. The
-function may overwrite gate_up."""
+"""Function that computes the gated activation of gate_up [rows, 2 * width] into out [rows, width].
+
+The function may overwrite gate_up.
+"""
 
 Reduce = Callable[[torch.Tensor], None]
 """Function that sums a tensor [tokens, hidden] over all ranks, in place."""
@@ -84,7 +87,7 @@ class ExpertLinears(Protocol):
 
     @property
     def few_pairs(self) -> int:
-        """Maximum number of pairs for which `forward_each` is faster than a sort and `forward`."""
+        """Maximum number of pairs for which `forward_each` is faster than sorting and `forward`."""
         ...
 
     @property
@@ -93,7 +96,7 @@ class ExpertLinears(Protocol):
         ...
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
-        """Write the product of each row and its expert's matrix, for rows sorted by expert.
+        """Multiply each row by its expert's matrix, for rows sorted by expert.
 
         Args:
             x: [pairs and padding, in], sorted by expert. Padding rows may be overwritten.
@@ -105,7 +108,7 @@ class ExpertLinears(Protocol):
         ...
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the product of each row and its expert's matrix, for few rows in any order.
+        """Multiply each row by its expert's matrix, for a few rows in any order.
 
         Args:
             x: [pairs, in], or [tokens, in] if the pairs of a token are consecutive.
@@ -118,9 +121,9 @@ class ExpertLinears(Protocol):
 class LoopedExperts:
     """Linear layers of any kind, computed one expert after another.
 
-    On a CPU, an expert's number of rows is rounded up to a size for which matmuls are prepared. The
-    matmul then includes rows of the next expert. These rows hold wrong results until the matmul of
-    the next expert overwrites them.
+    On a CPU, an expert's row count is rounded up to a size for which matmuls are prepared, so the
+    matmul also covers rows of the next expert. Those rows hold wrong results until the next
+    expert's matmul overwrites them.
     """
 
     def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
@@ -128,9 +131,8 @@ class LoopedExperts:
 
         Args:
             matrices: one matrix for each expert.
-            deterministic: whether the rows of each matrix product are padded to a multiple of a
-                fixed number, so that results do not depend on the batch
-                (`ullage_engine.kernels.arena`).
+            deterministic: whether each matmul's rows are padded to a multiple of a fixed number, so
+                that results do not depend on the batch (`ullage_engine.kernels.arena`).
         """
         self._matrices = matrices
         self._deterministic = deterministic
@@ -167,7 +169,7 @@ class LoopedExperts:
 class GroupedExperts(LoopedExperts):
     """Unquantised linear layers, computed by one grouped matmul with group sizes on the device.
 
-    Before compute capability 9.0, torch reads the group sizes back to the host and runs a loop.
+    Before compute capability 9.0, torch copies the group sizes to the host and runs a loop.
     """
 
     def __init__(self, weights: torch.Tensor, matrices: Sequence[Linear]) -> None:
@@ -191,14 +193,14 @@ class GroupedExperts(LoopedExperts):
 
 @dataclass(frozen=True, slots=True)
 class PickedExperts:
-    """Linear layers with one implementation for few pairs and another for sorted pairs."""
+    """Linear layers with one implementation for a few pairs and another for sorted pairs."""
 
     few: ExpertLinears
     many: ExpertLinears
 
     @property
     def encoding(self) -> object:
-        """Format of the kernels that multiply few pairs."""
+        """Format of the kernels that multiply a few pairs."""
         return getattr(self.few, "encoding", None)
 
     @property
@@ -247,7 +249,7 @@ def packed_experts(
 
 
 def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
-    """Create linear layers with Triton kernels, which find each expert's rows on the device.
+    """Create linear layers that use Triton kernels, which find each expert's rows on the device.
 
     Args:
         packed: quantised matrices of all experts, stacked along their rows.
@@ -267,7 +269,7 @@ def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
 
 
 def can_group(weights: torch.Tensor) -> bool:
-    """Return whether CUDA supports weights [experts, out, in] in one grouped matmul."""
+    """Return whether CUDA can multiply weights [experts, out, in] in one grouped matmul."""
     return (
         hasattr(F, "grouped_mm")
         and weights.dtype == torch.bfloat16
@@ -278,14 +280,14 @@ def can_group(weights: torch.Tensor) -> bool:
 def column_panels(columns: int, max_columns: int) -> list[slice]:
     """Split columns into panels of at most `max_columns` columns.
 
-    Panels have a multiple of `PANEL_COLUMNS` columns, which all kernels support.
+    Panel sizes are multiples of `PANEL_COLUMNS`, which all kernels support.
     """
     size = max(PANEL_COLUMNS, max_columns // PANEL_COLUMNS * PANEL_COLUMNS)
     return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
 
 
 def decodes(device: torch.device) -> bool:
-    """Return whether MXFP4 weights are decoded before the matmul, as they are without Triton."""
+    """Return whether MXFP4 weights are decoded before the matmul, as is the case without Triton."""
     return not triton.runs_on(device)
 
 
@@ -293,7 +295,7 @@ class Mxfp4Decoder:
     """Decodes MXFP4 weights, one panel at a time, into scratch memory that all layers share."""
 
     def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
-        """Create a decoder that decodes to `dtype`, in a `scratch` of `mxfp4_scratch_bytes` bytes.
+        """Create a decoder to `dtype` that uses `scratch`, of `mxfp4_scratch_bytes` bytes.
 
         Raises:
             ValueError: the type cannot represent every scale.
@@ -398,7 +400,7 @@ class Mxfp4Experts(LoopedExperts):
     def forward_grouped(
         self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
     ) -> None:
-        """Write the same results as `forward`, without reading `ends` on the host."""
+        """Compute the same results as `forward` without reading `ends` on the host."""
         experts, columns, groups = self._scales.shape
         for panel in column_panels(columns, self._decoder.elements // (experts * groups * GROUP)):
             weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])
@@ -411,8 +413,8 @@ def mxfp4_experts(
 ) -> ExpertLinears:
     """Create the fastest linear layers for MXFP4 weights.
 
-    Triton kernels decode weights within the matmul. Otherwise (see `decodes`) weights are decoded
-    into `scratch`, uint8 of `mxfp4_scratch_bytes`.
+    Triton kernels decode weights within the matmul. Without them (see `decodes`), weights are
+    decoded into `scratch`, a uint8 buffer of `mxfp4_scratch_bytes`.
     """
     if not decodes(blocks.device):
         return packed_experts(blocks.flatten(2), scales, "mxfp4")
@@ -431,20 +433,19 @@ class ExpertWeights:
     """Matrices [width, hidden], one per expert."""
     gate: GatedActivation
     router_bias: torch.Tensor | None = None
-    """Bias, float32 [experts], added to the scores for choosing experts."""
+    """Bias, float32 [experts], added to the scores when experts are chosen."""
     gate_up_bias: torch.Tensor | None = None
     """Bias [experts, 2 * width]."""
     down_bias: torch.Tensor | None = None
-    """Bias [experts, hidden]. Only one rank of a group has this bias, since ranks add their
-    results."""
+    """Bias [experts, hidden]. Only one rank of a group holds it, since ranks sum their results."""
 
 
 class Experts:
     """One mixture-of-experts layer, computed in buffers that all such layers share.
 
-    If there are few (token, expert) pairs, they are multiplied one by one. Otherwise the pairs are
-    sorted by expert, so that all rows of an expert are multiplied together. The tokens are computed
-    in slices, one after another.
+    A small number of (token, expert) pairs is multiplied one by one. Otherwise the pairs are sorted
+    by expert, so that all rows of an expert are multiplied together. Tokens are processed in
+    slices, one after another.
     """
 
     def __init__(
@@ -480,9 +481,10 @@ class Experts:
         return self._weights.gate_up, self._weights.down
 
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the experts' result for normed [tokens, hidden] to out [tokens, hidden].
+        """Add the experts' output for normed [tokens, hidden] to out [tokens, hidden].
 
-        A deterministic layer needs a multiple of `UNIT_ROWS` rows (`ullage_engine.kernels.arena`).
+        A deterministic layer requires a multiple of `UNIT_ROWS` rows
+        (`ullage_engine.kernels.arena`).
         """
         for start in range(0, normed.shape[0], self._slice_tokens):
             rows = slice(start, start + self._slice_tokens)
@@ -537,7 +539,7 @@ class Experts:
     def _run_sorted(
         self, x: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same as `_run_each`, with all rows of an expert in one matmul."""
+        """Compute the same as `_run_each`, but with one matmul for all rows of an expert."""
         pairs = chosen.numel()
         weights = self._weights
         experts, order, places = (
@@ -565,16 +567,16 @@ class Experts:
         return rows, places
 
     def _gate(self, gate_up: torch.Tensor, gated: torch.Tensor, experts: torch.Tensor) -> None:
-        """Add biases to gate_up, and write the gated activation to `gated`."""
+        """Add biases to gate_up, and compute the gated activation into `gated`."""
         if self._weights.gate_up_bias is not None:
             add_biases(gate_up, self._weights.gate_up_bias, experts)
         for part in self._parts(len(gated), gated.shape[1], 1):
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Split rows into parts. Each part is computed by one call of an elementwise operation.
+        """Split rows into slices, each of which takes one call of an elementwise operation.
 
-        A deterministic layer computes at most as many rows at once as torch computes on one thread.
+        A deterministic layer limits each call to the size that torch computes on a single thread.
         """
         size = max(unit, SERIAL_ELEMENTS // width // unit * unit) if self._deterministic else rows
         return [slice(start, start + size) for start in range(0, rows, size)]

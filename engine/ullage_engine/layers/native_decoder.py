@@ -1,10 +1,10 @@
 """The decoder that computes with the C++ library: one call computes all layers of a step.
 
 This decoder computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are
-float32, and rows are rounded to int8 before each product with quantised weights. The decoder is
-batch-invariant: a row's results depend only on the row's own sequence.
+float32, and activations are rounded to int8 before each matmul with quantised weights. The decoder
+is batch-invariant: a row's results depend only on its own sequence.
 
-In the KV cache, a block of keys has the layout [head_dim, tokens], which only this decoder reads.
+In the KV cache, a block of keys has the layout [head_dim, tokens], which no other decoder reads.
 """
 
 import ctypes
@@ -39,22 +39,21 @@ from ullage_engine.protocol import step_plan
 from ullage_engine.quantization.formats import unpack_tiles
 
 _VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm", "router", "router_bias")
-"""Tensors of a layer that are converted to float32 for the library."""
+"""Tensors of a layer that are converted to float32 for the C++ library."""
 
 _FORMATS = {
     torch.float32: FORMATS["float32"],
     torch.bfloat16: FORMATS["bfloat16"],
     torch.uint8: FORMATS["float8"],
 }
-"""The library's codes for the dtypes of KV and convolution states."""
+"""The C++ library's codes for the dtypes of KV and convolution states."""
 
 _TILES_AT_ONCE = 16
-"""Number of tiles of a matrix that are dequantised at once. This limit bounds the size of the
-temporary tensor."""
+"""Number of tiles of a matrix that are dequantised at once. This caps the temporary tensor."""
 
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
-    """Return the names of a layer's matrices, keyed by the library's names for them."""
+    """Return the names of a layer's matrices, keyed by the C++ library's names for them."""
     is_conv = spec.mixer == "conv"
     is_dense = spec.feed_forward == "dense"
     return {
@@ -68,9 +67,9 @@ def _matrix_names(spec: LayerSpec) -> dict[str, str]:
 def library_refusal(
     loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Return the reason why the C++ library cannot compute the steps of a model.
+    """Return why the C++ library cannot compute a model's steps, or "" if it can.
 
-    The reason names a remedy if there is one. It is empty if the library computes every step.
+    The reason includes the remedy if there is one.
     """
     if device.type != "cpu":
         return "the device is no CPU"
@@ -111,9 +110,9 @@ def library_refusal(
 
 
 def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for KV that is not stored as float8, if `model.dtype` is `auto`.
+    """Return the dtype of KV that is not stored as float8 when `model.dtype` is `auto`.
 
-    The library computes in float32 and reads bfloat16 as fast as float32 on any processor.
+    The C++ library computes in float32 and reads bfloat16 as fast as float32 on any processor.
 
     Args:
         refusal: the result of `library_refusal`.
@@ -138,7 +137,7 @@ class NativeDecoder:
         self.team = shared_team(self._num_threads)
         self._tables = BlockTables(limits.max_rows)
         self._kept: dict[str, torch.Tensor] = {}
-        """Converted tensors, which the library reads by address."""
+        """Converted tensors, kept alive because the C++ library reads them by address."""
 
         cos, sin = self._rotary_tables()
         fill_half_tables(self._config, cos, sin)
@@ -147,7 +146,7 @@ class NativeDecoder:
         self._best = torch.zeros(max(limits.max_rows, limits.max_tokens), dtype=torch.int32)
 
     def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
-        """Use these tensors for KV and convolution states from now on."""
+        """Switch to these tensors for KV and convolution states."""
         remaining_caches = iter(caches)
         remaining_states = iter(states)
         for index, (layer, spec) in enumerate(zip(self._layers, self._config.layers, strict=True)):
@@ -166,7 +165,7 @@ class NativeDecoder:
             self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute the scales with which all keys and values of each layer fit into float8."""
+        """Compute float8 scales for each layer that are large enough for all keys and values."""
         config = self._config
         tensors = self._loaded.tensors
         scales = []
@@ -189,7 +188,7 @@ class NativeDecoder:
         return different_table(self._config, cos, sin)
 
     def _kv_lengths(self, prefix: str) -> torch.Tensor:
-        """Compute |w * norm| of each row w of the key and value projections, in float32."""
+        """Compute |w * norm| for each row w of the key and value projections, in float32."""
         matrix = self._loaded.packed(prefix + "qkv")
         norm = self._loaded.tensors[prefix + "mixer_norm"].float()
         tiles = matrix.values[self._config.query_width // TILE_ROWS :]
@@ -206,7 +205,7 @@ class NativeDecoder:
         logits: torch.Tensor,
         layers: range | None = None,
     ) -> list[int]:
-        """Compute a step, and write the logits of its sampled rows in the order of chunks.
+        """Compute a step, and write the logits of its sampled rows in chunk order.
 
         Args:
             chunks: chunks of the step.
@@ -269,7 +268,7 @@ class NativeDecoder:
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
     def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:
-        """Write the logits of `rows` of the last step to out, float32 [rows, vocab]."""
+        """Compute the logits of `rows` of the last step into out, float32 [rows, vocab]."""
         kept, sampled_rows = _int32(rows)
         step = Step(
             num_sampled=len(kept),
@@ -356,9 +355,10 @@ class NativeDecoder:
         return None if tensor is None else self._address(name, tensor.t())
 
     def _address(self, name: str, tensor: torch.Tensor) -> int:
-        """Return the address of a tensor converted to float32.
+        """Convert a tensor to float32 and return its address.
 
-        The decoder keeps the converted tensor until another tensor with the same name replaces it.
+        The decoder keeps the converted tensor alive until another tensor with the same name
+        replaces it.
         """
         self._kept[name] = tensor.to(torch.float32).contiguous()
         return self._kept[name].data_ptr()

@@ -1,12 +1,12 @@
-"""Tables of cosine and sine for rotary position embedding, with the same bits on every machine.
+"""Cosine and sine tables for rotary position embedding, bit-identical on every machine.
 
-Frequencies and angles are rounded to float32 where the reference implementations round them, so
-that models get the position embeddings with which they were trained. Each rounding is applied to an
-exact value. The cosine and sine of an angle are computed in float64 and rounded once.
+Frequencies and angles are rounded to float32 wherever the reference implementations round them, so
+that models get the position embeddings they were trained with. Each rounding is applied to an exact
+value. The cosine and sine of an angle are computed in float64 and rounded once.
 
-The bits depend only on additions, products and comparisons, which IEEE 754 defines. The vector
-functions of torch and numpy give different results on different processors, and torch's results
-have been wrong by 1.5e-4 on one of two threads at the first call in a process.
+The results depend only on additions, products and comparisons, which IEEE 754 defines exactly. The
+vector functions of torch and numpy differ between processors, and torch's results have been wrong
+by 1.5e-4 on one of two threads at the first call in a process.
 
 The reduction to a quarter turn and both polynomials are taken from fdlibm (Sun Microsystems, 1993).
 """
@@ -27,7 +27,7 @@ _BLOCK_ANGLES = 1 << 14
 """Number of angles that are computed at once, so that temporary arrays stay in a core's cache."""
 
 _DIGITS = 40
-"""Number of decimal digits in powers before the powers are rounded to float32."""
+"""Number of decimal digits to which powers are computed before they are rounded to float32."""
 
 _QUARTERS_PER_RADIAN = 6.36619772367581382433e-01
 _QUARTER_TURN = (
@@ -35,7 +35,7 @@ _QUARTER_TURN = (
     6.07710050630396597660e-11,
     2.02226624879595063154e-21,
 )
-"""π/2 as a sum of 33 bits, 33 bits and the rest.
+"""π/2, split into a sum of two 33-bit terms and a remainder.
 
 The products of the first two terms with an integer of up to 20 bits are exact.
 """
@@ -62,7 +62,7 @@ _COSINE = (
 
 
 def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write the cosine and sine tables for every position, each [positions, head_dim].
+    """Fill the cosine and sine tables for every position, each [positions, head_dim].
 
     The first half of `sin` is negated, so that a rotation is x * cos + swap_halves(x) * sin.
     """
@@ -75,17 +75,17 @@ def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write half tables for every position, [positions, head_dim / 2], with no negated values."""
+    """Fill half tables for every position, [positions, head_dim / 2], with no negated values."""
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
         cos[rows] = cosine
         sin[rows] = sine
 
 
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Recompute both tables. Return "cos" or "sin" if that table differs from memory, otherwise "".
+    """Recompute both tables. Return "cos" or "sin" if that table in memory differs, otherwise "".
 
-    For tables [positions, head_dim], only the second half is compared. Half tables are compared as
-    a whole.
+    For tables [positions, head_dim], only the second half is compared. Half tables are compared in
+    full.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
@@ -117,7 +117,7 @@ def _rounded(numbers: Float64s) -> torch.Tensor:
 
 
 def rotary_frequencies(model_config: ModelConfig) -> Float32s:
-    """Return the angle, in radians, by which one position rotates each pair of columns."""
+    """Return the rotation angle per position, in radians, of each pair of columns."""
     head_dim = model_config.head_dim
     exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
     base = decimal.Decimal(float(np.float32(model_config.rope_theta)))
@@ -134,8 +134,9 @@ def rotary_frequencies(model_config: ModelConfig) -> Float32s:
 def cosine_and_sine(angles: Float32s) -> tuple[Float64s, Float64s]:
     """Return the cosine and the sine of angles in radians.
 
-    Rounded to float32, the results are correct to the last bit, except halfway between two float32
-    values. Angles beyond a million quarter turns lose precision, in the same way on every machine.
+    Rounded to float32, the results are correct to the last bit, except for ties halfway between two
+    float32 values. Angles beyond a million quarter turns lose precision, in the same way on every
+    machine.
     """
     wide = angles.astype(np.float64)
     quarters = np.rint(wide * _QUARTERS_PER_RADIAN)

@@ -1,10 +1,10 @@
-"""The layout of ranks: the part of the model that each rank computes, and the transfer sizes.
+"""The layout of ranks: which part of the model each rank computes, and how much it transfers.
 
 The layout is pure arithmetic, so it is the same after every restart, and the ledger can reserve
-transfer buffers before they are allocated. The rank is stage * tensor + tensor rank. Ranks that
-share a layer are adjacent, because these ranks communicate twice per layer, whereas stages
-communicate only once per step. Layers are split into stages so that the largest stage is as small
-as possible, by several criteria in turn.
+transfer buffers before they are allocated. A rank's number is stage * tensor + tensor rank. Ranks
+that share a layer are adjacent because they communicate twice per layer, whereas stages communicate
+only once per step. Layers are split into stages so that the largest stage is as small as possible.
+Size is measured by several criteria, of which later ones only break ties.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +18,17 @@ from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.protocol.worker_state import RankPlace
 
 Criterion = Callable[[int, int, int], int]
-"""A function of `index`, `start` and `end` that returns the cost of the run at this index.
+"""A function that returns the cost of the run (contiguous range of items) from `start` to `end`.
 
-A longer run never costs less.
+Its arguments are the run's `index`, `start` and `end`. A longer run never costs less.
 """
 
 
 def split_runs(count: int, parts: int, criteria: Sequence[Criterion]) -> list[tuple[int, int]]:
-    """Split `count` items into `parts` contiguous runs, none of them empty.
+    """Split `count` items into `parts` contiguous, non-empty runs.
 
-    The split minimises the largest cost of a run by the first criterion. The next criteria break
-    ties in their order. The last tie goes to the split whose first runs are shortest.
+    The split minimises the maximum cost of a run under the first criterion. Ties are broken by the
+    remaining criteria in order, and finally in favour of the split whose first runs are shortest.
     """
     assert 0 < parts <= count, f"{count} things cannot make {parts} runs"
 
@@ -45,7 +45,7 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Return the smallest maximum cost of any split within the limits, by one criterion."""
+    """Return the lowest achievable maximum cost per run under one criterion, within the limits."""
 
     @cache
     def best(index: int, start: int) -> float:
@@ -89,21 +89,21 @@ def _first_cut(
 
 
 class LayoutError(ValueError):
-    """The ranks cannot share the model.
+    """The model cannot be divided among the ranks.
 
     The message is one line that names the field, the value and the remedy.
     """
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A run of consecutive layers, heads or channels."""
+    """A contiguous range of layers, heads or channels that belongs to one rank."""
 
     start: int
     end: int
 
     @property
     def count(self) -> int:
-        """Length of the run."""
+        """Number of layers, heads or channels in the range."""
         return self.end - self.start
 
 
@@ -114,7 +114,7 @@ class RankLayout:
     tensor: int = 1
     """Number of ranks that share each layer."""
     pipeline: int = 1
-    """Number of pipeline stages, each with a run of consecutive layers."""
+    """Number of pipeline stages, each of which computes a contiguous range of layers."""
 
     @property
     def world(self) -> int:
@@ -148,7 +148,7 @@ class RankLayout:
 
 
 def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
-    """Return the rank layout that a configuration describes.
+    """Return the rank layout that a pool's configuration describes.
 
     Raises:
         LayoutError: the configured values contradict each other.
@@ -168,8 +168,8 @@ def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> Non
     """Check that every rank gets a part of the model.
 
     KV heads are distributed, unevenly if necessary. For example, two tensor ranks get 3 and 6 of
-    SmolLM2's 9 query heads, and 1 and 2 of its 3 KV heads. With fewer KV heads than ranks, several
-    ranks keep a copy of each head, and every head must have equally many copies.
+    SmolLM2's 9 query heads, and 1 and 2 of its 3 KV heads. If there are fewer KV heads than ranks,
+    several ranks hold a copy of each head, and every head must have the same number of copies.
 
     Raises:
         LayoutError: the ranks cannot share the layers or the heads.
@@ -195,14 +195,14 @@ def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> Non
 
 
 def share(count: int, parts: int, index: int) -> Share:
-    """Split `count` items into `parts` runs, as evenly as possible. Return the run at `index`."""
+    """Split `count` items into `parts` ranges, as evenly as possible, and return range `index`."""
     return Share(count * index // parts, count * (index + 1) // parts)
 
 
 def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
     """Return the KV heads of a rank.
 
-    With more tensor ranks than heads, the result is one head, which several ranks share.
+    If there are more tensor ranks than KV heads, this is a single head that several ranks share.
     """
     tensor = layout.tensor
     index = layout.tensor_rank(rank)
@@ -213,7 +213,7 @@ def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
 
 
 def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return a rank's query heads: all that use its KV heads, or the rank's part of these."""
+    """Return a rank's query heads: all or, if ranks share a KV head, some of those that use it."""
     if layout.tensor > model_config.num_kv_heads:
         return share(model_config.num_heads, layout.tensor, layout.tensor_rank(rank))
     held = kv_heads(model_config, layout, rank)
@@ -224,8 +224,8 @@ def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
     """Return the layers of each stage.
 
     The split first minimises the largest number of attention layers in a stage, because the stage
-    with the least memory for KV limits the number of blocks. Among equal splits, it minimises the
-    work of the slowest stage, and then the largest weights of a stage.
+    with the least memory for KV limits the number of blocks. Ties are broken by the work of the
+    slowest stage, and then by the largest weights of any stage.
     """
     if pipeline == 1:
         return [Share(0, model_config.num_layers)]
@@ -234,12 +234,12 @@ def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
 
 
 def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return the layers of a rank."""
+    """Return the layers that a rank computes."""
     return stage_layers(model_config, layout.pipeline)[layout.stage(rank)]
 
 
 def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) -> ModelConfig:
-    """Return the part of a model that one rank computes."""
+    """Return the configuration of the part of a model that one rank computes."""
     layers = rank_layers(model_config, layout, rank)
 
     def part(count: int) -> int:
@@ -301,7 +301,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return a layer's number of parameters, either all or only those active per token."""
+    """Return a layer's number of parameters: all of them, or only those active per token."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts
@@ -325,7 +325,7 @@ def group_kv_bytes(
 ) -> int:
     """Return the bytes per token in a KV block, summed over all ranks.
 
-    Heads that several ranks keep are counted once per rank. With `windowed`, layers with sliding
+    Heads that are copied to several ranks count once per rank. With `windowed`, layers with sliding
     windows have separate blocks.
     """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]

@@ -1,11 +1,11 @@
 """Pipeline parallelism: process groups, micro-batches, and the transfers of hidden states.
 
 Groups use NCCL between GPUs and gloo between processes on a CPU. Every rank creates every group, in
-the same order. There are two kinds of groups: the ranks that share a layer, and the pairs of a rank
-and its successor in the next stage. A pair has a separate communicator, so that a stage's receives
+the same order. There are two kinds of groups: all ranks that share a layer, and pairs of a rank and
+its successor in the next stage. Each pair has its own communicator, so that a stage's receives
 never wait behind its sends. A step is split into micro-batches that flow through the stages one
-behind the other. Hidden states are received one micro-batch ahead, and sent while the next
-micro-batch is computed.
+after another. Hidden states are received one micro-batch ahead, and sent while the next micro-batch
+is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,13 @@ from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 
 MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
-"""Minimum tokens per micro-batch, by device. A smaller micro-batch costs more than it hides.
+"""Minimum tokens per micro-batch, by device. Smaller micro-batches cost more than they save.
 
-Every micro-batch reads the weights of a stage again. The read costs no time while the matmuls take
-longer: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a CPU, a bfloat16 matmul
-of 16 rows takes 1.4 times as long as a matmul of a single row. The limit for GPUs is lower, so that
-a prompt chunk of 512 tokens is split into four micro-batches, of which a stage waits for one.
+Every micro-batch rereads the weights of a stage. This is free as long as the matmuls take longer
+than the read: from about 190 tokens on an H200 (788 TFLOP/s against 4.3 TB/s). On a CPU, a bfloat16
+matmul of 16 rows takes 1.4 times as long as a matmul of a single row. The limit for GPUs is below
+190, so that a prompt chunk of 512 tokens is split into four micro-batches and each stage only waits
+for one of them.
 """
 
 
@@ -39,15 +40,15 @@ class RankGroup:
     def __init__(
         self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
     ) -> None:
-        """Wait until all ranks have joined.
+        """Join the group, and wait until all ranks have joined.
 
         Args:
             layout: arrangement of the ranks.
             rank: index of this rank.
             store: path of a file that does not exist yet, the same for all ranks.
             device: device of this rank.
-            timeout_s: seconds after which a transfer fails. On CUDA the failure ends the process,
-                on a CPU it raises an error.
+            timeout_s: seconds after which a transfer fails. On CUDA the failure terminates the
+                process, on a CPU it raises an error.
 
         Raises:
             RuntimeError: a rank did not join in time.
@@ -78,14 +79,14 @@ class RankGroup:
                 distributed.all_reduce(tensor, group=self._tensor)
 
     def send(self, tensor: torch.Tensor) -> distributed.Work:
-        """Start sending to the next stage. The tensor must not change until the send is done."""
+        """Start sending to the next stage. Do not modify the tensor until the send completes."""
         with ranges("transfer"):
             work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
         assert work is not None, "a rank of the pair"
         return work
 
     def receive(self, tensor: torch.Tensor) -> distributed.Work:
-        """Start receiving from the previous stage as many rows as the tensor has."""
+        """Start receiving from the previous stage. The tensor's size sets the number of rows."""
         work = distributed.irecv(tensor, self.rank - self.layout.tensor, group=self._before)
         assert work is not None, "a rank of the pair"
         return work
@@ -95,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create groups, and return the group to which this rank belongs, or None."""
+        """Create groups. Return the one that this rank belongs to, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -115,7 +116,7 @@ def _pairs(layout: RankLayout) -> list[list[int]]:
 
 
 class StepTransfers:
-    """The hidden states that a step's micro-batches receive and send, in their order."""
+    """Receives and sends the hidden states of a step's micro-batches, in order."""
 
     def __init__(
         self,
@@ -132,9 +133,9 @@ class StepTransfers:
         self._receiving = self._begin_receiving(0)
 
     def receive(self, index: int) -> torch.Tensor | None:
-        """Receive the hidden states of a micro-batch, and start receiving the next micro-batch.
+        """Wait for the hidden states of a micro-batch, and start receiving those of the next one.
 
-        Micro-batches are received in order. The first stage embeds tokens and gets None.
+        Micro-batches are received in order. The first stage embeds tokens, so it gets None.
         """
         if not self._received:
             return None
@@ -174,7 +175,7 @@ class StepTransfers:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Launch transfers on a separate stream, after the work queued on the compute stream."""
+        """Launch transfers on a separate stream, after all work queued on the compute stream."""
         if self._stream is None:
             yield
             return
@@ -185,11 +186,10 @@ class StepTransfers:
 
 
 class PipelineRank:
-    """One rank's share of its group's work: micro-batches, transfers and sums.
+    """One rank's part in its group's work: micro-batches, transfers and sums.
 
-    Buffers are allocated once. On CUDA, transfers overlap with the computation. They are launched
-    on a separate stream, and NCCL makes the compute stream wait for the hidden states that it
-    needs.
+    Buffers are allocated once. On CUDA, transfers overlap with computation. They are launched on a
+    separate stream, and NCCL makes the compute stream wait for the hidden states it needs.
     """
 
     def __init__(
@@ -205,14 +205,14 @@ class PipelineRank:
         """Allocate the buffers of a rank.
 
         Args:
-            group: the group, or None for a rank that computes alone and therefore splits, sums and
-                sends nothing.
+            group: the group, or None for a rank that computes alone, so that there is nothing to
+                split, sum or send.
             max_rows: number of rows in the largest matmul of a whole step, including padding.
             hidden: width of the hidden states.
             dtype: dtype of the hidden states.
             max_batches: maximum number of micro-batches in a step.
-            splits_chunks: whether a chunk may be split over several micro-batches, which is false
-                if a layer has a convolution state.
+            splits_chunks: whether a chunk may be split over several micro-batches. This must be
+                false if a layer has a convolution state.
         """
         layout = group.layout if group else RankLayout()
         rank = group.rank if group else 0
@@ -221,7 +221,7 @@ class PipelineRank:
         self.samples = rank == layout.sampling_rank
         """Whether this rank samples tokens."""
         self.is_alone = group is None
-        """Whether this rank is the only rank."""
+        """Whether this rank computes alone."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
         """Sums a tensor in place over the ranks that share a layer. None if no layer is shared."""
 
@@ -236,14 +236,14 @@ class PipelineRank:
             return torch.zeros(max_rows * hidden * is_needed, dtype=dtype, device=device)
 
         self.partial_sums = buffer(layout.tensor > 1)
-        """Flat buffer for the largest partial matmul result. Results are summed one by one."""
+        """Flat buffer for the largest partial matmul result. Results are summed one at a time."""
         self._received = buffer(not layout.is_first(rank))
         self._sent = buffer(not layout.is_last(rank))
         self._stream = _side_stream(device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, which `transfer_bytes` computes in advance."""
+        """Size of the buffers in bytes, which `transfer_bytes` computes in advance."""
         return self.partial_sums.nbytes + self._received.nbytes + self._sent.nbytes
 
     def split(self, plan: StepPlan) -> list[StepPlan]:
@@ -280,10 +280,11 @@ def micro_batches(
 ) -> list[StepPlan]:
     """Split a plan into at most `max_batches` micro-batches of about equal size.
 
-    Chunks are not split by default. With `splits_chunks`, chunks of several tokens fill the
-    micro-batches evenly, one after another. The later parts of a split chunk find the KV of the
-    earlier parts, because every stage computes micro-batches in their order. Every rank splits the
-    same plan the same way. Moves are left out, because they are executed before the step.
+    Chunks are not split by default. With `splits_chunks`, chunks of several tokens are split where
+    needed to fill the micro-batches evenly, one after another. The later parts of a split chunk
+    find the KV of the earlier parts in the cache, because every stage computes micro-batches in
+    order. Every rank splits a plan in the same way. Block moves are left out because they are
+    executed before the step.
 
     Args:
         plan: plan to split.
@@ -314,7 +315,7 @@ def micro_batches(
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Append chunks to batches. Split a chunk where a batch reaches its share of the tokens."""
+    """Distribute chunks over batches in order, splitting chunks so that batches become equal."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0
@@ -337,9 +338,9 @@ def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> 
 
 
 def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
-    """Return consecutive tokens of a chunk as a separate chunk.
+    """Return tokens `first` to `end` of a chunk as a separate chunk.
 
-    Only the piece with the chunk's last token samples.
+    Only the chunk that contains the original's last token is sampled.
     """
     is_last = end == len(chunk.token_ids)
     return replace(

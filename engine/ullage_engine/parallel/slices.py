@@ -2,13 +2,13 @@
 
 Column-parallel matrices (qkv, gate_up, conv_in) are split along their outputs, by heads or
 channels. Row-parallel matrices (output, down, conv_out) are split along the matching inputs, so
-that a layer needs one sum over its ranks after each row-parallel matrix. Norms and the router are
-small, so every rank holds them completely. Tensors over the vocabulary are not split either, and
-only the first and the last stage hold them.
+that a layer needs just one sum over its ranks after each row-parallel matrix. Norms and the router
+are small, so every rank holds a full copy of them. Tensors over the vocabulary are not split
+either, and only the first and the last stage hold them.
 
-One rule splits both plain matrices and the tensors of quantised matrices: along rows or columns.
-Each tensor defines its axes of rows and columns, and how many rows or columns one element holds
-(`quantization.formats.Piece`).
+The same code splits plain matrices and the tensors of quantised matrices, along rows or columns.
+For each quantised tensor, `quantization.formats.Piece` says which axes are rows and columns, and
+how many rows or columns one element covers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,30 +32,30 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.quantization.formats import Encoding, encoding_of_one, piece_of, pieces_of
 
 ROW_PARALLEL = ("output", "down", "conv_out")
-"""Matrices whose matmul results are partial sums, one on each tensor rank."""
+"""Matrices split along their inputs, so that each tensor rank's matmul result is a partial sum."""
 
 ADDED_ONCE = ("experts_down_bias",)
-"""Biases that are added to a partial sum: all tensor ranks except the first have zeros instead."""
+"""Biases that only the first tensor rank adds to its partial sum. All other ranks hold zeros."""
 
 ROWS = -2
 COLUMNS = -1
-"""Axes of matrices [..., out, in]. The only axis of a vector is `COLUMNS`."""
+"""Axes of matrices [..., out, in]. A vector's only axis is `COLUMNS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The index ranges of one axis that a rank holds. Without ranges, the tensor stays whole."""
+    """The index ranges that a rank holds along one axis. Without ranges, it holds everything."""
 
     axis: int
     runs: tuple[Share, ...]
 
 
 WHOLE = Cut(0, ())
-"""The cut that leaves a tensor whole."""
+"""The cut that keeps a tensor whole."""
 
 
 class Slicer:
-    """Cuts one rank's parts out of the whole model's tensors."""
+    """Cuts one rank's slices out of the whole model's tensors."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class Slicer:
         rank: int,
         encodings: Mapping[str, Encoding] = MappingProxyType({}),
     ) -> None:
-        """Determine how the rank's part is cut from each tensor.
+        """Determine how to cut the rank's slice from each tensor.
 
         Args:
             model_config: configuration of the whole model.
             layout: arrangement of the ranks.
-            rank: rank whose parts are cut.
-            encodings: encodings of the whole model's quantised matrices, which ranks cut between
-                groups (`check_groups`).
+            rank: rank whose slices are cut.
+            encodings: encodings of the whole model's quantised matrices. Ranks cut these only
+                between groups (`check_groups`).
         """
         self._layers = rank_layers(model_config, layout, rank)
         self._is_first = layout.is_first(rank)
@@ -86,10 +86,10 @@ class Slicer:
             for name, each in encodings.items()
             if self.holds(name)
         }
-        """Encodings of the rank's parts of quantised matrices, by name."""
+        """Encodings of the rank's slices of quantised matrices, by name."""
 
     def holds(self, name: str) -> bool:
-        """Return whether the rank computes with a part of a tensor."""
+        """Return whether the rank needs a tensor, in full or in part."""
         if name.startswith("layers."):
             return self._layers.start <= int(name.split(".")[1]) < self._layers.end
         if name.partition(".")[0] == "embedding":
@@ -97,7 +97,7 @@ class Slicer:
         return self._is_last
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a tensor, as a view if it is contiguous, else as a copy."""
+        """Return the rank's slice of a tensor, as a view if it is contiguous, else as a copy."""
         matrix, _, kind = name.rpartition(".")
         if matrix in self.encodings:
             return self._cut_piece(matrix, kind, tensor)
@@ -107,7 +107,7 @@ class Slicer:
         return _joined(tensor, cut.axis, cut.runs) if cut.runs else tensor
 
     def _cut_piece(self, matrix: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Cut one tensor of a quantised matrix."""
+        """Cut one of the tensors that store a quantised matrix."""
         cut = self._cut_of(matrix)
         count = self._counts[matrix]
         piece = piece_of(encoding_of_one(self._whole[matrix], count), kind)
@@ -136,12 +136,12 @@ class Slicer:
         return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's part of a tensor, or None if the rank holds no part."""
+        """Return the rank's slice of a tensor, or None if the rank holds none."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 
 def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
-    """Return runs of an axis one after another, as a view if they are contiguous."""
+    """Concatenate ranges of an axis. The result is a view if it is contiguous."""
     parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
 
@@ -149,7 +149,7 @@ def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Ten
 def check_groups(
     pool: str, model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> None:
-    """Check that ranks split quantised matrices only between groups of packed values.
+    """Check that ranks never split a group of packed values in a quantised matrix.
 
     Raises:
         LayoutError: a rank would get a part of a group.
@@ -185,7 +185,7 @@ def _is_possible(
 def _broken_groups(
     model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> Iterator[str]:
-    """Yield a description of every group of packed values that a cut would split."""
+    """Describe every group of packed values that the layout would split between ranks."""
     for rank in range(layout.tensor if layout.tensor > 1 else 0):
         cuts = _cuts(model_config, layout, rank)
         for name, encoding in encodings.items():
@@ -247,7 +247,7 @@ def _expert_cuts(model_config: ModelConfig, tensor: int, index: int) -> dict[str
 
 
 def _qkv_rows(model_config: ModelConfig, queries: Share, keys: Share) -> tuple[Share, ...]:
-    """Return the rows of the fused projection: queries of all heads, then keys, then values."""
+    """Return a rank's rows of the fused QKV projection: its queries, then keys, then values."""
     first_key = model_config.num_heads
     first_value = first_key + model_config.num_kv_heads
     heads = (queries, _moved(keys, first_key), _moved(keys, first_value))

@@ -1,4 +1,4 @@
 """Number formats: how quantised weights are packed, scaled and rounded.
 
-This package has only arithmetic on tensors. It must not depend on checkpoints, layers or kernels.
+This package contains only tensor arithmetic. It must not depend on checkpoints, layers or kernels.
 """

@@ -3,19 +3,19 @@
 weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
 
 In MXFP4, values and scales are codes: a value is one of 16 floating-point values, and a scale is a
-power of two. A block has a scale of one byte, and 16 bytes whose low halves are the codes of the
-first 16 values.
+power of two. A block holds 32 values. It has a scale of one byte, and 16 bytes whose low halves are
+the codes of the first 16 values.
 
 Matrices have the same layout in memory and in prepared files.
 
 * int4 stored by rows has two columns per byte, with the even column in the low half. mxfp4 has the
   same layout, and each of its scales takes one byte.
-* int8 and int4 in tiles, as `ullage_engine.native` reads them, have a tile for each 16 rows and
-  each group of columns. A tile has the codes, 16 scales and 16 offsets. Scales and offsets are
-  float16. A code is the value minus the smallest value of the format. The offset is the weight of
-  code 0 in int4, and of value 0 in int8. The codes are stored in runs of four columns: the first
-  run of every row, then the second run of every row, and so on. In int4, the upper halves of the
-  bytes hold the second half of the group.
+* int8 and int4 in tiles, as `ullage_engine.native` reads them, have one tile per 16 rows and group
+  of columns. A tile contains the codes, 16 scales and 16 offsets. Scales and offsets are float16. A
+  code is the value minus the smallest value of the format. The offset is the weight of code 0 in
+  int4, and of value 0 in int8. The codes are stored in runs of four columns: the first run of every
+  row, then the second run of every row, and so on. In int4, the upper halves of the bytes hold the
+  second half of the group.
 
 Scales are rounded to their stored dtype before values are rounded, so the rounding error of a value
 is at most half a step for every dtype.
@@ -35,18 +35,19 @@ from ullage_engine.native.library import TILE_ROWS, instruction_set
 Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
 """Name of a number format.
 
-* int8 and int4 are integers. Activations are not rounded, except for matmuls with tiles, which
-  round activations to int8 by group.
+* int8 and int4 are integers. Activations are not rounded, except in matmuls with tiled weights,
+  which round activations to int8 by group.
 * fp8 is E4M3.
 * w8a8 is int8 with activations that are also rounded to int8, row by row.
-* mxfp4 is for checkpoints whose experts are stored in this format. No weights are rounded to
-  mxfp4."""
+* mxfp4 is for checkpoints that already store their experts in this format. No weights are rounded
+  to mxfp4.
+"""
 
 INT4_GROUP = 32
-"""Number of columns that share a scale and a zero when weights are rounded to int4."""
+"""Number of columns that share a scale and zero in matrices that this engine rounds to int4."""
 
 TILE_GROUPS = (16, 32)
-"""Possible group sizes of tiles: numbers of columns that share a scale."""
+"""Possible group sizes of tiles (numbers of columns that share a scale)."""
 
 MIN_VALUE: dict[Format, int] = {"int8": -128, "int4": -8, "w8a8": -127}
 MAX_VALUE: dict[Format, int] = {"int8": 127, "int4": 7, "w8a8": 127}
@@ -63,14 +64,13 @@ MXFP4_BIAS = 127
 
 
 class Encoding(msgspec.Struct, frozen=True, kw_only=True):
-    """The storage of a matrix: its format, shape and layout."""
+    """How a matrix is stored: its number format, shape and layout."""
 
     format: Format
     shape: tuple[int, int]
     """Shape (out, in)."""
     group: int
-    """Number of columns that share a scale. If all columns share a scale, each row has one
-    scale."""
+    """Number of columns that share a scale. If this is all columns, each row has a single scale."""
     has_zeros: bool = False
     is_tiled: bool = False
     """Whether int8 or int4 values are stored in tiles instead of rows."""
@@ -81,7 +81,7 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scaled_by_row(self) -> bool:
-        """Whether a row has one scale and the kernels accept any number of columns."""
+        """Whether each row has a single scale, in a format that allows any number of columns."""
         is_any_group = self.format != "mxfp4" and not self.is_tiled
         return is_any_group and self.num_groups == 1
 
@@ -125,7 +125,7 @@ class Quantized:
 
 
 def mxfp4_numbers() -> torch.Tensor:
-    """Return the value of each MXFP4 code, float32 [16]."""
+    """Return the number that each MXFP4 code stands for, float32 [16]."""
     magnitudes = torch.tensor(MXFP4_MAGNITUDES)
     return torch.cat([magnitudes, -magnitudes])
 
@@ -137,7 +137,7 @@ def mxfp4_powers() -> torch.Tensor:
 
 
 def stacked(parts: list[Quantized]) -> Quantized:
-    """Stack matrices along their rows. Encodings may differ only in the number of rows."""
+    """Stack matrices along their rows. Their encodings may differ only in the number of rows."""
     first = parts[0]
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Quantized(
@@ -149,14 +149,14 @@ def stacked(parts: list[Quantized]) -> Quantized:
 
 
 def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
-    """Return some rows of a matrix. This is the inverse of `stacked`."""
+    """Return a range of a matrix's rows. This is the inverse of `stacked`."""
     rows = slice(start, start + count)
     zeros = None if matrix.zeros is None else matrix.zeros[rows]
     return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Return the same weights in an encoding that has wider values, smaller groups or zeros."""
+    """Convert a matrix without loss to an encoding with wider values, smaller groups or zeros."""
     scales = quantized.scales
     zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
@@ -169,9 +169,9 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 
 
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
-    """Return the encoding for weights of this shape.
+    """Choose the encoding for weights of this shape.
 
-    If the group size of int4 does not divide the number of columns, the encoding is int8.
+    Fall back to int8 if the int4 group size does not divide the number of columns.
     """
     columns = shape[1]
     if format != "int4":
@@ -202,29 +202,29 @@ _FACTOR_BYTES = 2 * 2 * TILE_ROWS
 
 
 class Axis(NamedTuple):
-    """An axis of a stored tensor that corresponds to a matrix's rows or columns."""
+    """The axis of a stored tensor that runs along a matrix's rows or columns."""
 
     dim: int
     unit: int = 1
-    """Number of rows or columns per element."""
+    """Number of matrix rows or columns that one element of the tensor covers."""
 
 
 class Piece(NamedTuple):
-    """One tensor of a stored matrix."""
+    """The layout of one of the tensors that store a matrix, such as its values or scales."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: Axis = Axis(0)
     columns: Axis | None = Axis(1)
-    """Axis of the columns, or None if every element applies to all columns."""
+    """Axis along the columns, or None if each element applies to all columns."""
 
     def axis(self, is_of_rows: bool) -> Axis | None:
         return self.rows if is_of_rows else self.columns
 
 
 class Packed(NamedTuple):
-    """A matrix in stored form, as packed tensors."""
+    """A matrix as it is stored: several packed tensors."""
 
     encoding: Encoding
     pieces: dict[str, torch.Tensor]
@@ -235,12 +235,12 @@ class Packed(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """Scales [out, groups]. In tiles, scales are part of the values."""
+        """Scales [out, groups]. Tiled matrices have none here, as tiles contain their scales."""
         return self.pieces[SCALES]
 
     @property
     def zeros(self) -> torch.Tensor | None:
-        """Offsets [out, groups], or None if there are none or if they are part of the values."""
+        """Offsets [out, groups]. None if the matrix has no offsets or if its tiles contain them."""
         return self.pieces.get(ZEROS)
 
     def split(self, count: int) -> "list[Packed]":
@@ -253,7 +253,7 @@ class Packed(NamedTuple):
 
 
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
-    """List the stored tensors of a matrix.
+    """Describe the tensors that store a matrix.
 
     Args:
         encoding: encoding of the matrix.
@@ -275,9 +275,9 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
 
 def piece_of(encoding: Encoding, name: str) -> Piece:
-    """Return the piece of `pieces_of` with this name.
+    """Return the description from `pieces_of` with this name.
 
-    The dtype of the piece may differ from the stored dtype.
+    Its dtype may differ from the stored dtype.
     """
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
@@ -289,12 +289,12 @@ def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
 
 
 def code_bytes(encoding: Encoding) -> int:
-    """Return the size in bytes of a tile's codes."""
+    """Return the number of bytes that the codes of one tile take."""
     return encoding.group * TILE_ROWS // (2 if encoding.format == "int4" else 1)
 
 
 def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors in which the matrix is stored, named as in `pieces_of`."""
+    """Pack a matrix into the tensors that store it, named as in `pieces_of`."""
     if encoding.is_tiled:
         return {VALUES: pack_tiles(widened(quantized, encoding), encoding)}
     stored = scale_type(encoding, dtype)
@@ -305,7 +305,7 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
 
 
 def unpack(packed: Packed) -> Quantized:
-    """Return the matrix that is stored in packed tensors. This is the inverse of `pack`."""
+    """Rebuild a matrix from the packed tensors that store it. This is the inverse of `pack`."""
     encoding = packed.encoding
     if encoding.is_tiled:
         return unpack_tiles(packed.values, encoding)
@@ -332,7 +332,7 @@ def _stored_values(quantized: Quantized) -> torch.Tensor:
 
 
 def scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
-    """Return the stored dtype of scales and zeros for the computing dtype `dtype`."""
+    """Return the dtype in which scales and zeros are stored for the computing dtype `dtype`."""
     if encoding.is_tiled:
         return torch.float16
     types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
@@ -354,7 +354,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
-    """Pack a matrix with the encoding's groups into tiles [rows / 16, groups, bytes per tile]."""
+    """Pack a matrix into tiles [rows / 16, groups, bytes per tile], with the encoding's groups."""
     least = MIN_VALUE[encoding.format]
     group = encoding.group
     tiles = encoding.shape[0] // TILE_ROWS
@@ -376,7 +376,7 @@ def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
 
 
 def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
-    """Return the matrix in these tiles or in some rows of tiles, the inverse of `pack_tiles`."""
+    """Unpack tiles, or some rows of tiles. This is the inverse of `pack_tiles`."""
     least = MIN_VALUE[encoding.format]
     size = code_bytes(encoding)
     group = encoding.group
@@ -393,20 +393,20 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 
 
 def _code_shift(encoding: Encoding) -> int:
-    """Return the value whose weight is a tile's offset.
+    """Return the value whose dequantised weight a tile stores as its offset.
 
-    For int4, this is the smallest value, as in Q4_1. For int8, it is 0, because the weight of the
-    smallest value is so large that its rounding to float16 would cause a noticeable error.
+    For int4, this is the smallest value, as in Q4_1. For int8, it is 0. The weight of the smallest
+    int8 value is so large that rounding it to float16 would cause a noticeable error.
     """
     return MIN_VALUE["int4"] if encoding.format == "int4" else 0
 
 
 def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1) -> Encoding:
-    """Return the encoding of the same matrix in the layout that the device's kernels read.
+    """Return the same encoding, but in the layout that the device's kernels read.
 
     Args:
         encoding: encoding of a matrix, or of several stacked ones.
-        device: the device that computes.
+        device: the device to compute on.
         num_matrices: number of stacked matrices.
     """
     rows, columns = encoding.shape
@@ -419,7 +419,7 @@ def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1
 
 
 _TINY = 1e-12
-"""Scale for weights that are all zero. All dtypes except float16 can represent this scale."""
+"""Scale to use if all weights are zero. All dtypes except float16 can represent it."""
 
 _LEAST_FLOAT16 = 2.0**-24
 
@@ -444,7 +444,7 @@ def quantise_symmetric(
 ) -> Quantized:
     """Round to 127 steps on each side of zero, with one scale per group of a row.
 
-    |weight - dequantised| <= scale / 2, for scale = max|group| / 127.
+    |weight - dequantised| <= scale / 2, where scale = max|group| / 127.
     """
     limit = MAX_VALUE[format]
     rows = weights.shape[0]
@@ -458,8 +458,8 @@ def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
     """Round to E4M3, with one scale per row.
 
     |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 mantissa bits,
-    and half of the smallest subnormal step 2^-9. If a scale is rounded down, values beyond 448
-    scales are clamped.
+    and half of the smallest subnormal step 2^-9. If a scale was rounded down, weights beyond 448
+    times the scale are clamped.
     """
     scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
     values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)
@@ -467,12 +467,12 @@ def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quantized:
-    """Round to 16 steps from the group's smallest to its largest weight, including zero.
+    """Round to 16 steps that span each group's smallest weight, largest weight and zero.
 
-    The zero point is a whole number of steps, as in GPTQ and AWQ, so weights of zero stay zero.
-    Narrower ranges have a smaller squared error, but were measured to be worse
-    (docs/guide/quantization.md). |weight - dequantised| <= scale / 2, except for the rounding of
-    scale and zero to `dtype`. Rounding the zero point shortens the range by half a step at most.
+    The zero point is a whole number of steps, as in GPTQ and AWQ, so that zero weights stay zero.
+    Narrower ranges have a smaller squared error but performed worse in measurements
+    (docs/guide/quantization.md). |weight - dequantised| <= scale / 2, apart from the rounding of
+    scale and zero to `dtype`. Rounding the zero point shortens the range by at most half a step.
     """
     rows, columns = weights.shape
     grouped = weights.view(rows, columns // group, group)

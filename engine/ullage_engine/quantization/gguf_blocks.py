@@ -1,8 +1,8 @@
-"""Reads GGUF's quantised blocks and keeps them as int4 or int8 with the same groups.
+"""Converts GGUF's quantised blocks to int4 or int8 with the same groups.
 
-weight = value * scale + zero, with a scale and a zero for each group of a row. Kinds with four bits
-are kept as int4, and wider kinds as int8. The result is exact, except for the rounding of scales
-and zeros to their stored type.
+weight = value * scale + zero, with a scale and a zero for each group of a row. Four-bit block types
+become int4, and wider ones int8. The conversion is exact, apart from rounding scales and zeros to
+their stored type.
 
 Blocks of 32 values:
 
@@ -66,7 +66,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Convert unsigned codes to values around 0, so that zeros and their rounding are small."""
+    """Shift unsigned codes to values around 0, which keeps zeros and their rounding small."""
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
 
@@ -100,7 +100,7 @@ def _q8_0(blocks: torch.Tensor) -> _Groups:
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read eight scales and eight minimums of six bits from twelve bytes, float32."""
+    """Unpack eight 6-bit scales and eight 6-bit minimums from twelve bytes, as float32."""
     low, middle, high = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=-1)
     minimums = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=-1)
@@ -108,7 +108,7 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
-    """Return the groups of a Q4_K or Q5_K matrix with these codes [out, blocks, 8, 32]."""
+    """Decode a Q4_K or Q5_K matrix, given its unpacked codes [out, blocks, 8, 32]."""
     scales, minimums = _six_bits(blocks[..., 4:16])
     scales *= _half(blocks, 0).unsqueeze(-1)
     zeros = middle * scales - _half(blocks, 2).unsqueeze(-1) * minimums
@@ -116,7 +116,10 @@ def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
 
 
 def _large_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Split 128 bytes into eight runs of 32: the low halves of 32 bytes, then their high halves."""
+    """Split 128 bytes into eight groups of 32 codes.
+
+    Each 32 bytes hold two groups: one in their low halves, and the next in their high halves.
+    """
     return _split(_nibbles(_split(packed, 4, 32)).flatten(-2), 8, 32)
 
 
@@ -156,7 +159,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Return the encoding for a matrix of these blocks, or None if no encoding fits."""
+    """Return the encoding for a matrix of blocks of this kind, or None if it is unsupported."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None
@@ -164,7 +167,7 @@ def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
 
 
 def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
-    """Read a matrix of blocks of one kind from the bytes of its rows [out, bytes]."""
+    """Convert a matrix of blocks of one kind, given the bytes of its rows [out, bytes]."""
     layout = _KINDS[kind]
     blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, layout.num_bytes)
     groups = layout.read(blocks)

@@ -1,11 +1,11 @@
-"""GPTQ: rounds matrices to int4 and minimises the error of matmul results, not of weights.
+"""GPTQ: rounds matrices to int4 so as to minimise the error of matmul results, not of weights.
 
 Over all inputs x of a matrix W, rounding it to Q costs Σ |(W - Q) x|², which is the trace of (W -
 Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after another, and the
-columns that are not rounded yet compensate the error (Frantar et al. 2022, arXiv:2210.17323).
-Scales and zeros of groups are chosen first, from all weights of a group. Each error is weighted by
-the mean square of its input. Therefore columns can be rounded in any order, and columns with the
-largest inputs come first.
+columns that are not rounded yet compensate for the error (Frantar et al. 2022, arXiv:2210.17323).
+The scales and zeros of groups are chosen up front, from all weights of a group, with each error
+weighted by the mean square of its input. Columns can therefore be rounded in any order, and those
+with the largest inputs go first.
 
 Rows are rounded independently of each other.
 """
@@ -24,33 +24,32 @@ from ullage_engine.quantization.formats import (
 )
 
 DAMPING = 0.01
-"""Fraction of the mean diagonal of the Gram matrix that is added to its diagonal, so that inputs
-that did not occur in calibration also have a small weight."""
+"""Fraction of the Gram matrix's mean diagonal that is added to its diagonal.
+
+This gives inputs that did not occur in calibration a small weight, too.
+"""
 
 RATIOS = (1.0, 0.85)
-"""Ranges that are tried for a group, as fractions of the distance between the group's smallest and
-largest weight."""
+"""Ranges to try for each group, as fractions of the range from its smallest to largest weight."""
 
 REFITS = 2
 """Number of times that scale and zero are refitted to the rounded values."""
 
 BLOCK_COLUMNS = 32
-"""Number of columns whose errors are compensated together in all later columns."""
+"""Number of columns per block. A block's errors are compensated in all later columns at once."""
 
 ROW_ELEMENTS = 1 << 24
-"""Maximum number of weights that are rounded at once, in whole rows. This limit bounds the
-memory."""
+"""Maximum number of weights that are rounded at once, in whole rows. This caps memory use."""
 
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Lower bound for the weight of an error and for the spread and scale of a regression, to avoid
-zeros."""
+"""Lower bound that avoids zeros in error weights and in the spread and scale of a regression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values to which weights are rounded: value * scale + zero, by group."""
+    """The values that weights can take after rounding: value * scale + zero, by group."""
 
     scales: torch.Tensor
     """Scales [out, groups] in their stored dtype."""
@@ -58,7 +57,7 @@ class Grid:
     """Zeros [out, groups] in their stored dtype."""
 
     def round(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the values nearest to weights [out, in], as float32."""
+        """Return the grid values nearest to weights [out, in], as float32."""
         grouped = _grouped(weights, self.scales.shape[1])
         scales = self.scales.float().unsqueeze(2)
         zeros = self.zeros.float().unsqueeze(2)
@@ -79,8 +78,8 @@ def fit_grid(
 ) -> Grid:
     """Choose the scales and zeros that minimise the squared error of the rounded weights.
 
-    Several ranges are tried for each group. In each case, a weighted regression fits scale and zero
-    to the rounded values, and the weights are rounded again.
+    Several ranges are tried for each group. For each range, a weighted regression refits scale and
+    zero to the rounded values, and the weights are rounded again.
 
     Args:
         weights: float32 [out, in].
@@ -114,7 +113,7 @@ def fit_grid(
 
 
 class _Fit:
-    """Weighted squared errors of groups, and the scale and zero that minimise them."""
+    """Computes weighted squared errors of groups, and the scale and zero that minimise them."""
 
     def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
         """Create the fit for one matrix.
@@ -129,12 +128,12 @@ class _Fit:
         self._sum = (weight * grouped).sum(dim=2)
 
     def error(self, values: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Return the error of each group, [out, groups]."""
+        """Return the weighted squared error of each group, [out, groups]."""
         rounded = values * grid.scales.float().unsqueeze(2) + grid.zeros.float().unsqueeze(2)
         return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
 
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and the zero with which these values are nearest to the weights."""
+        """Return the scale and zero that bring these values closest to the weights."""
         weighted = self._weight * values
         first = weighted.sum(dim=2)
         second = (weighted * values).sum(dim=2)
@@ -145,10 +144,10 @@ class _Fit:
 
 
 def rounding_operations(rows: int, columns: int) -> float:
-    """Estimate the floating-point operations of `quantise_calibrated`.
+    """Estimate the number of floating-point operations in `quantise_calibrated`.
 
-    On average, half of the columns compensate each column's errors. The calibrated and the nearest
-    rounding are compared, and three matrices are factored.
+    On average, half of the columns compensate for each column's errors. The calibrated rounding is
+    compared with rounding to nearest, and three matrices are factored.
     """
     return columns**2 * (3.0 * rows + 2.0 * columns)
 
@@ -156,9 +155,8 @@ def rounding_operations(rows: int, columns: int) -> float:
 def rounding_bytes(rows: int, columns: int) -> int:
     """Estimate the peak memory of `quantise_calibrated` in bytes.
 
-    The function first needs five matrices of the Gram matrix's size. Later it needs three such
-    matrices and a dozen tensors with the size of a slice of weights. All of these tensors are
-    float32.
+    The function first needs five matrices the size of the Gram matrix. Later it needs three of
+    these and a dozen tensors the size of a slice of weights. All of these tensors are float32.
     """
     return 4 * max(5 * columns**2, 3 * columns**2 + 12 * min(ROW_ELEMENTS, rows * columns))
 
@@ -172,9 +170,9 @@ def quantise_calibrated(
 ) -> Quantized:
     """Round weights to int4 for inputs with this Gram matrix.
 
-    Measured with the damped Gram matrix, no row's error is larger than if every weight were rounded
-    to the nearest value. With a diagonal Gram matrix, all weights are rounded to the nearest value.
-    If inputs are infinite or NaN, all columns have equal weight.
+    Measured with the damped Gram matrix, no row ends up with a larger error than if every weight
+    were rounded to the nearest value. With a diagonal Gram matrix, all weights are rounded to the
+    nearest value. If inputs are infinite or NaN, all columns are weighted equally.
 
     Args:
         weights: [out, in].
@@ -208,7 +206,7 @@ def quantise_calibrated(
 def nearest_calibrated(
     weights: torch.Tensor, squares: torch.Tensor, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Round each weight to the nearest value of a grid that weights errors by mean squared inputs.
+    """Round each weight to the nearest grid value, on a grid fitted to the inputs' mean squares.
 
     Args:
         weights: [out, in].
@@ -221,7 +219,7 @@ def nearest_calibrated(
 
 
 def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper triangular U with UᵀU = G⁻¹, or None if U does not exist numerically."""
+    """Return the upper triangular U with UᵀU = G⁻¹, or None if it does not exist numerically."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
@@ -232,7 +230,7 @@ def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
 def _compensated(
     weights: torch.Tensor, grid: Grid, group: int, order: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """Round one column after another in `order`, and compensate each error in later columns.
+    """Round one column after another in `order`, and compensate for each error in later columns.
 
     Args:
         weights: float32 [out, in].
@@ -272,7 +270,7 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Return, per row, how far the matmul error with `values` exceeds the error with `others`."""
+    """Return, per row, how much larger the matmul error is with `values` than with `others`."""
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram
     return products.mul_(2 * weights - first - second).sum(dim=1)

@@ -1,18 +1,19 @@
-"""Calibrated int4: a model's matrices are rounded for their inputs on a calibration text.
+"""Calibrated int4: rounds a model's matrices to suit their inputs on a calibration text.
 
-The model is run once, layer by layer, over a text that ships with the package. Each matrix is
-rounded when the text first reaches it (`ullage_engine.quantization.gptq`), and from then on
-computes with its rounded weights. Therefore later matrices compensate the errors of earlier
-matrices. Only one layer is in memory at a time, with the hidden states of the text.
+The model runs once, layer by layer, over a text that ships with the package. Each matrix is rounded
+when the text first reaches it (`ullage_engine.quantization.gptq`), and from then on computes with
+its rounded weights, so that later matrices can compensate for the errors of earlier ones. Only one
+layer is in memory at a time, along with the text's hidden states.
 
-A single expert gets only a small part of the text, so all experts of a layer are rounded for the
-inputs of all of them. The second matrices of experts have unrelated inputs, so each is rounded to
-the nearest values, with groups that are fitted to the mean squares of its inputs. Experts are
-rounded after the text has passed their layer, so the next layer gets their unrounded results.
+A single expert sees only a small part of the text, so all experts of a layer are rounded for the
+inputs of all of them. The second matrices of experts (`experts_down`) have unrelated inputs, so
+each is rounded to nearest, with groups that are fitted to the mean squares of its inputs. Experts
+are rounded after the text has passed through their layer, so the next layer gets their unrounded
+results.
 
-Every pod that rounds at load repeats the calibration before it is ready. If the calibration would
-take too much time or memory on a device, the pod rounds weights to the nearest values instead, and
-only `ullage quantize` calibrates.
+Every pod that rounds weights at load repeats the calibration before it becomes ready. If the
+calibration would take too much time or memory on a device, the pod rounds weights to nearest
+instead. Only `ullage quantize` calibrates such models.
 """
 
 import hashlib
@@ -54,10 +55,10 @@ TEXT = Path(__file__).with_name("calibration.txt")
 """Prose, dialogue, code and tables in several languages, written for calibration."""
 
 VERSION = 1
-"""Version of the calibration method. Increment it when the method rounds to different values."""
+"""Version of the calibration method. Increment it whenever the method produces different values."""
 
 WINDOW = 512
-"""Number of tokens of the text that are computed as one sequence."""
+"""Number of tokens of the text in each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +75,16 @@ class Cost:
 
 
 AT_LOAD = {"cpu": Cost(12e12, 1 << 30), "cuda": Cost(2e15, 16 << 30)}
-"""Maximum cost of a calibration before a pod is ready, by device type.
+"""Maximum cost of a calibration that a pod performs before it is ready, by device type.
 
 On a CPU, the limits are about two minutes on two cores (at 50 G operations per second and core),
-and the memory that pods request in addition to their weights. The cost on a GPU was not
-measured."""
+and the memory that pods request on top of their weights. The cost on a GPU has not been measured.
+"""
 
 KEPT_BYTES = 256 << 20
-"""Size in bytes of the matmul workspaces and of the memory that the allocator keeps.
+"""Size in bytes of the matmul workspaces and of the memory that the allocator retains.
 
-For models of 135M and 1B parameters, the other estimates were this much below the measured peak.
+Without it, estimates for models of 135M and 1B parameters were this far below the measured peak.
 """
 
 COST = "which may cost a fifth of the perplexity"
@@ -96,17 +97,17 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Int4Calibration:
-    """Calibrates matrices that are rounded to int4, by the method that the module describes."""
+    """Calibrates matrices that are rounded to int4, as this module's docstring describes."""
 
     text: Path = TEXT
     max_tokens: int = 16_384
     """Maximum number of tokens of the text that are read."""
     is_at_load: bool = False
-    """Whether a pod waits for the calibration, so that `AT_LOAD` bounds its cost."""
+    """Whether a pod waits for this calibration. If so, `AT_LOAD` limits its cost."""
 
     @cached_property
     def name(self) -> str:
-        """A name that identifies how this calibration rounds."""
+        """Identifies the rounding method: its version, text and limits."""
         digest = hashlib.sha256(self.text.read_bytes()).hexdigest()[:16]
         bound = " at load" if self.is_at_load else ""
         return f"{VERSION} {self.max_tokens} {digest}{bound}"
@@ -119,7 +120,7 @@ class Int4Calibration:
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Start with the first layer, and return the function that rounds a layer.
+        """Prepare the first layer, and return the function that rounds one layer after another.
 
         Return None if there is no matrix to calibrate. Log a warning and return None if the model
         cannot read a text, or if calibration would cost too much at load.
@@ -205,7 +206,7 @@ def estimated_cost(
 
 @contextmanager
 def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
-    """Convert a device or memory error into a CalibrationError about a subject."""
+    """Re-raise device and memory errors as a CalibrationError that names `subject`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -214,12 +215,12 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Describe the quality loss from rounding to nearest, and the remedy if there is one."""
+    """Describe how much quality rounding to nearest may cost, with the remedy if there is one."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
 def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
-    """Return the limits of the single step that computes the text."""
+    """Return the limits of a single step that computes the whole text."""
     return StepLimits(
         max_tokens=num_windows * window,
         max_rows=num_windows,
@@ -230,7 +231,7 @@ def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
 
 
 def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
-    """Log the start of calibration, and the matrices that it does not calibrate."""
+    """Log that calibration starts, and which matrices it leaves out."""
     log.info("int4: calibrating with %d tokens", num_tokens)
     if any(each.is_calibrated and _is_of_experts_down(each) for each in prepared):
         log.info(
@@ -262,7 +263,7 @@ class LayerCalibration:
         report: Callable[[], None],
         remedy: str,
     ) -> None:
-        """Prepare a calibration, which starts with the first layer.
+        """Prepare a calibration, starting at the first layer.
 
         Args:
             model_config: the model's configuration.
@@ -282,7 +283,7 @@ class LayerCalibration:
         self._started = time.monotonic()
 
     def _chunk(self, row: int, window: int) -> Chunk:
-        """Return the chunk of one sequence. Its token ids are row indices of the hidden states."""
+        """Create a chunk for one sequence. Its token ids are row indices into the hidden states."""
         first = row * self._num_blocks
         return Chunk(
             request_id=f"calibration-{row}",
@@ -303,8 +304,8 @@ class LayerCalibration:
             prepared: all tensors of the layer.
 
         Raises:
-            CalibrationError: the layer failed, for example for lack of memory. In this case, later
-                layers have no inputs.
+            CalibrationError: the layer failed, for example for lack of memory. Later layers cannot
+                be calibrated, because they have no inputs.
         """
         index = int(prepared[0].name.split(".")[1])
         with _calibration_errors(f"layer {index}", self._remedy):
@@ -331,7 +332,7 @@ class LayerCalibration:
         return rounded
 
     def _layer(self, index: int, prepared: Sequence[PreparedTensor]) -> LoadedModel:
-        """Return a model of only this layer, whose embedding is the hidden states."""
+        """Build a model that has only this layer, with the hidden states as its embedding."""
         device = self._hidden.device
         tensors = {each.name: each.weights().to(device) for each in prepared}
         model_config = msgspec.structs.replace(
@@ -353,7 +354,7 @@ class LayerCalibration:
 
 
 class _Rounding:
-    """The rounding of one layer's matrices."""
+    """Rounds the matrices of one layer and collects the results."""
 
     def __init__(
         self,
@@ -389,7 +390,7 @@ class _Rounding:
         return recorder
 
     def finish(self) -> dict[str, Quantized]:
-        """Return the rounded matrices. Call this method after the text has been computed."""
+        """Return the rounded matrices. Call this after the text has passed through the layer."""
         linears = {name: each.rounded for name, each in self._linears.items()}
         experts = {name: each.rounded() for name, each in self._experts.items()}
         return {name: _on_cpu(each) for name, each in (linears | experts).items() if each}
@@ -430,7 +431,10 @@ class CalibratedLinear:
 
 
 class ExpertRecorder:
-    """Computes with one kind of matrix of all experts, and collects statistics of the inputs."""
+    """The linear layers of one layer's experts, which also record statistics of their inputs.
+
+    One recorder covers one kind of matrix, such as the down projections.
+    """
 
     few_pairs = 0
 
@@ -456,7 +460,7 @@ class ExpertRecorder:
         self.reads_ends = experts.reads_ends
         count, _, columns = weights.shape
         self._is_shared = not _is_of_experts_down(prepared)
-        """Whether the inputs of all experts are rows of the same hidden states."""
+        """Whether all experts take their inputs from the same hidden states."""
         shape = (columns, columns) if self._is_shared else (count, columns)
         self._sums = torch.zeros(shape, device=weights.device)
 

@@ -1,8 +1,8 @@
-"""Offline quantisation of a model, from a directory or GGUF file to a new directory.
+"""Offline quantisation of a model from a directory or GGUF file into a new directory.
 
 `ullage quantize` runs `python -m ullage_engine.quantize.convert`, which writes config.json, the
-tokenizer and safetensors files. int8, fp8 and w8a8 models have the compressed-tensors format, which
-other engines can read. int4 has its own format (`ullage_engine.model_loader.quantized`), because
+tokenizer and safetensors files. int8, fp8 and w8a8 models use the compressed-tensors format, which
+other engines can read. int4 uses its own format (`ullage_engine.model_loader.quantized`), because
 zero points from GGUF are not integers.
 """
 
@@ -66,8 +66,10 @@ from ullage_engine.tokenizer.tokenizer import (
 SHARD_BYTES = 2 << 30
 
 STATISTICS = "calibration.safetensors"
-"""File with the largest activations, in the folder of a w8a8 model. The safetensors index does not
-list this file."""
+"""File in a w8a8 model's folder that stores the largest activations.
+
+The safetensors index does not list it.
+"""
 
 EMBEDDING = "model.embed_tokens.weight"
 """Name of the embedding, which is used for lookups and not for matmuls."""
@@ -94,7 +96,7 @@ class ModelDirectory:
 
     @property
     def plain_linears(self) -> list[str]:
-        """Hugging Face names of the modules whose weight matrices are not quantised."""
+        """Hugging Face names of the modules whose weight matrices stay unquantised."""
         return ["lm_head", *(name for name in self._plain if name != "lm_head")]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -110,7 +112,7 @@ class ModelDirectory:
             self._flush()
 
     def add_matrix(self, name: str, matrix: Quantized) -> None:
-        """Write the tensors of a quantised matrix.
+        """Write the tensors that store a quantised matrix.
 
         Args:
             name: name of the unquantised matrix, which ends in `.weight`.
@@ -156,7 +158,7 @@ class ModelDirectory:
             shutil.copytree(source / TEMPLATE_FOLDER, self._folder / TEMPLATE_FOLDER)
 
     def _write_described_tokenizer(self, tokenizer: ModelTokenizer) -> None:
-        """Write the tokenizer of a GGUF file as the files of a directory."""
+        """Write the tokenizer of a GGUF file as the separate files that a model directory has."""
         (self._folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
         config: Json = dict(tokenizer.special_tokens)
         if tokenizer.chat_template:
@@ -177,9 +179,9 @@ class ModelDirectory:
 
 
 def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
-    """Add a BOS token to a chat template that leaves this to the tokenizer.
+    """Add a BOS token to a chat template that relies on the tokenizer to add it.
 
-    If a model is loaded from a directory, only the chat template adds the BOS token of a chat.
+    When a model is loaded from a directory, only the chat template adds BOS tokens to chats.
     """
     writes_bos = "bos_token" in template or tokenizer.bos_token in template
     if writes_bos or not tokenizer.chat_adds_bos:
@@ -189,12 +191,12 @@ def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
 
 @contextmanager
 def unfinished_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to the output, and remove the folder at the end.
+    """Yield a temporary folder next to the output, and remove it at the end.
 
-    Leftovers of a killed run are also removed.
+    The remains of a run that was killed are also removed.
 
     Raises:
-        WeightsError: another run writes the same output.
+        WeightsError: another run is writing the same output.
     """
     folder = output.parent / f"{output.name}.unfinished"
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +228,7 @@ def _empty(folder: Path) -> None:
 
 
 def quantization_config(format: Format, plain: list[str]) -> Json:
-    """Return the quantization_config of a model with matrices in this format.
+    """Return the `quantization_config` section for a model with matrices in this format.
 
     Args:
         format: number format of the matrices.
@@ -252,12 +254,11 @@ Progress = Callable[[str, int, int], None]
 """Callback that receives the stage, the completed count and the total count."""
 
 CALIBRATION_TOKENS = 16_384
-"""Number of tokens of a text that are used for calibration. The rest of the text is not read."""
+"""Number of tokens of a text that calibration uses. The rest of the text is ignored."""
 
 _CPU = torch.device("cpu")
 _SCALES = torch.bfloat16
-"""Dtype of stored scales. float32 represents every such scale exactly, and float16 almost every
-one."""
+"""Dtype of stored scales. float32 represents every such scale exactly, and float16 almost all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +272,11 @@ class Conversion:
     text: Path | None = None
     """Text for the calibration of w8a8."""
     alpha: float = 0.5
-    """Share of the quantisation difficulty that moves from activations to weights."""
+    """Fraction of the quantisation difficulty that moves from activations to weights."""
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the quantised model, and return the size of its safetensors in bytes.
+    """Write the quantised model, and return the total size in bytes of its safetensors files.
 
     Raises:
         WeightsError: the model, the text or the output folder cannot be used, or there is too
@@ -424,7 +425,7 @@ def _matrix(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a tensor that was dequantised (float32, several dimensions) to bfloat16.
+    """Convert a tensor to bfloat16 if it was dequantised (is float32 and has several dimensions).
 
     Other tensors are returned unchanged.
     """
@@ -443,7 +444,7 @@ def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
 
 
 class _Smoothed:
-    """A checkpoint's tensors after smoothing of the norms and the matrices that follow them."""
+    """A checkpoint's tensors, with norms and the matrices after them smoothed (SmoothQuant)."""
 
     def __init__(
         self, reader: CheckpointReader, plans: list[TensorPlan], maxima: Maxima, alpha: float
@@ -486,7 +487,7 @@ _REPORT_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the conversion, and return the exit status."""
+    """Run the conversion and return the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads or usable_cores())
     make_first_calls()
@@ -511,7 +512,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def ended_by_exit() -> Iterator[None]:
-    """Turn SIGTERM into an exit that removes unfinished files."""
+    """Exit through SystemExit on SIGTERM, so that unfinished files are removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

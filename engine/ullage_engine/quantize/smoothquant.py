@@ -2,9 +2,9 @@
 
 Channel j of a matrix's input is divided by s_j, and column j of the matrix is multiplied by s_j, so
 the product does not change: s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (Xiao et al. 2023,
-arXiv:2211.10438, equation 4). The division is folded into the weights of the norm before the
-matrix, so it costs nothing. The maxima come from a calibration text, which `TextPass` runs through
-the model without an engine. Quality benchmarks also use `TextPass`.
+arXiv:2211.10438, equation 4). The division is folded into the weights of the preceding norm, so it
+costs nothing. The maxima come from a calibration text, which `TextPass` runs through the model
+without an engine. Quality benchmarks also use `TextPass`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ullage_engine.runner.model_runner import ModelRunner, Wrap
 
 
 class TextPass:
-    """Runs a model over a text, window by window. Windows do not depend on each other."""
+    """Runs a model over a text, one window at a time. Windows are independent of each other."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TextPass:
             loaded: the model.
             dtype: the computing dtype.
             window: maximum number of tokens per window.
-            wrap: returns a replacement of each matrix. Without `wrap`, the results are those of an
+            wrap: returns a replacement for each matrix. Without it, the results match those of an
                 engine with default dtypes.
             kv_dtype: type of stored KV.
         """
@@ -63,7 +63,7 @@ class TextPass:
         return self._runner.kv_block_bytes // BLOCK_TOKENS
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
-        """Compute the hidden states after the last layer, which are valid until the next call."""
+        """Compute the hidden states after the last layer. They are valid until the next call."""
         chunk = Chunk(
             request_id="text",
             token_ids=tokens,
@@ -77,7 +77,7 @@ class TextPass:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Compute the logits of the token that follows each token, [tokens, vocab]."""
+        """Compute the next-token logits at each token, [tokens, vocab]."""
         hidden = self.hidden(tokens)
         out = hidden.new_empty(len(tokens), self._runner.model_config.vocab)
         self._runner.write_logits(hidden, out)
@@ -88,7 +88,7 @@ WINDOW = 512
 """Number of tokens of the calibration text that are computed at once."""
 
 FED_BY = {"qkv": "mixer_norm", "conv_in": "mixer_norm", "gate_up": "mlp_norm"}
-"""Norm whose output is the input of a matrix, by the matrix's name."""
+"""The norm that produces each matrix's input, by the matrix's name."""
 
 _LEAST = 1e-5
 
@@ -125,7 +125,7 @@ def calibrate(
     tokens: list[int],
     progress: Callable[[int, int], None],
 ) -> Maxima:
-    """Run the model over a text, and return the largest input activations of its matrices.
+    """Run the model over a text, and return the largest input activations of each matrix.
 
     Args:
         loaded: the model.
@@ -151,13 +151,13 @@ def calibrate(
 def smoothing(
     activations: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor, alpha: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a norm's new weights, and the factors of the matrix's columns.
+    """Return a norm's new weights, and the factors for the columns of the matrix.
 
     Args:
         activations: largest |activation| of each channel, [in].
         weights: weights of the matrix, [out, in].
         norm: weights of the norm, [in]. The new weights have the same dtype.
-        alpha: share of the quantisation difficulty that moves to the weights.
+        alpha: fraction of the quantisation difficulty that moves to the weights.
     """
     largest = weights.abs().amax(dim=0).float().clamp_(min=_LEAST)
     scales = _balance(activations.clamp(min=_LEAST), largest, alpha)

@@ -1,5 +1,5 @@
-"""The execution of step plans on one rank's device.
+"""Executes step plans on one rank's device.
 
 A runner runs the model, samples tokens and exchanges activations with other ranks. It computes the
-given plans and never decides what to run. It must not depend on gRPC or on waiting requests.
+plans it is given and never decides what to run. It must not depend on gRPC or on waiting requests.
 """

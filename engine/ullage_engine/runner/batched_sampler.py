@@ -1,12 +1,12 @@
 """The batch sampler for GPUs: one copy uploads all parameters, and another downloads all tokens.
 
-Sampling has three phases, so that a caller may do other work between them. `plan_sampling` runs on
-the host. `enqueue` launches all work on the GPU without reading results. `SampledBatch.read` waits
-for the results.
+Sampling has three phases, so that a caller can do other work in between. `plan_sampling` runs on
+the host. `enqueue` launches all GPU work without reading any results. `SampledBatch.read` waits for
+the results.
 
-Rows with top-k, top-p or min-p draw from the `CANDIDATES` likeliest tokens. The device marks rows
-whose filters keep more tokens, and `read` samples those rows again from the whole vocabulary. A
-token is the same whether or not its row is sampled again.
+Rows with top-k, top-p or min-p draw from only the `CANDIDATES` likeliest tokens. If a row's filters
+keep more tokens than that, the device marks the row, and `read` samples it again from the whole
+vocabulary. Either way, the resulting token is the same.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ from ullage_engine.runner.draw import (
 from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_edits
 
 CANDIDATES = 1024
-"""Number of a row's likeliest tokens that are sorted.
+"""Number of each row's likeliest tokens that are sorted.
 
 Sorting the whole vocabulary would take a hundred times as much memory.
 """
 
 SORT_ROWS = 8
-"""Maximum number of rows whose whole vocabulary is sorted at once, which limits the memory."""
+"""Maximum number of rows whose whole vocabulary is sorted at once, which caps memory use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,7 @@ class SamplingPlan:
     draws: Draws
     edits: Edits
     num_alternatives: int | None
-    """Maximum number of alternatives reported for a row. None if no row reports
-    log-probabilities."""
+    """Maximum number of alternatives reported for a row. None if no row needs log-probabilities."""
 
 
 def plan_sampling(
@@ -80,7 +79,7 @@ class SampledBatch:
 
     plan: SamplingPlan
     computed: torch.Tensor
-    """The model's logits [rows, vocab], which must not change before `read`."""
+    """The model's logits [rows, vocab], which must stay unchanged until `read`."""
     result: torch.Tensor
     """Integers [rows, columns] on the device.
 
@@ -172,5 +171,5 @@ def _logprob_columns(
 
 
 def _as_int32(column: torch.Tensor) -> torch.Tensor:
-    """Return integers as int32, and reinterpret the bits of float32 values as int32."""
+    """Return integers as int32, and float32 values reinterpreted bit by bit as int32."""
     return column.view(torch.int32) if column.is_floating_point() else column.int()

@@ -1,12 +1,13 @@
 """Random draws of tokens from rows of logits, computed on any device without the host.
 
 The filters are top-k, top-p (as a fraction of the probability mass that top-k keeps) and min-p.
-Each filter keeps a prefix of the tokens, which are sorted by (logit descending, id ascending). The
-token is drawn by inverting the cumulative sum of the kept tokens' weights at the row's random
-value. The sum runs in sorted order if the row is filtered, and in the order of ids otherwise.
+Each filter keeps a prefix of the tokens, sorted by (logit descending, id ascending). A token is
+drawn by inverse transform sampling: it is the first token at which the cumulative weight of the
+kept tokens exceeds the row's random fraction of their total. Weights are accumulated in sorted
+order if the row is filtered, and in id order otherwise.
 
-Draws are batch-invariant, although a GPU adds up a row in an order that depends on the number of
-rows. The reason is that weights are integers (see `FIXED_POINT`), whose sums are exact in any
+Draws are batch-invariant even though a GPU sums a row in an order that depends on the number of
+rows. This works because weights are integers (see `FIXED_POINT`), whose sums are exact in any
 order. Only the first additions of `_block_sums` are in float32, element by element.
 """
 
@@ -24,26 +25,28 @@ from ullage_engine.protocol.requests import SamplingParams
 FIXED_POINT = 2.0**42
 """Integer weight of the likeliest token.
 
-Weights are rounded down to integers. A weight of 1 is 2e-13 of the likeliest token's probability.
-The sum of the weights of 2**20 tokens fits in int64.
+Weights are rounded down to integers. A weight of 1 corresponds to 2e-13 of the likeliest token's
+probability. The total weight of 2**20 tokens fits in int64.
 """
 
 BLOCK = 128
-"""Number of neighbouring tokens whose weights are added up before cumulative sums are computed."""
+"""Number of neighbouring tokens per block. Weights are summed by block before cumulative sums."""
 
 UNSETTLED = -2
-"""Token id of a row whose filters keep more tokens than there are candidates. Such a row is drawn
-again."""
+"""Stands in for the token if a row's filters keep more tokens than there are candidates.
+
+Such a row is drawn again.
+"""
 
 _ALTERNATIVES = 64
-"""Number of likeliest tokens from which alternatives are taken.
+"""Number of likeliest tokens that are sorted to find a row's alternatives.
 
-This number exceeds the number of reported alternatives, so that ties with the last reported token
-are included.
+This exceeds the number of alternatives reported, so that tokens tied with the last one are
+included.
 """
 
 _KEEP_ALL = 1.5
-"""top_p for rows without a top-p limit. No sum reaches this value, even with rounding errors."""
+"""Value of top_p for rows without a top-p limit. No sum reaches it, even with rounding errors."""
 
 _MASK = (1 << 64) - 1
 """Mask of all bits of a 64-bit integer."""
@@ -55,7 +58,7 @@ def uniform(seed: int, position: int) -> float:
     """Return a pseudorandom number in (0, 1) for the token at `position`, given the request's seed.
 
     Two rounds of SplitMix64 (Steele, Lea and Flood, 2014) mix seed and position. The number has 23
-    bits, so that the number and its distance from 1 are exact in float32.
+    bits, so that both it and its distance from 1 are exact in float32.
     """
     mixed = _mix((_mix((seed + _GOLDEN) & _MASK) + _GOLDEN * (position + 1)) & _MASK)
     return ((mixed >> 41) + 0.5) / (1 << 23)
@@ -95,7 +98,7 @@ class Row:
         return uniform(self.params.seed, self.position)
 
     def draw(self) -> Draw:
-        """Return the parameters by which the C++ library chooses the token."""
+        """Return the parameters with which the C++ library chooses the token."""
         params = self.params
         return Draw(
             temperature=params.temperature,
@@ -111,7 +114,7 @@ class Draws:
     """The plan for drawing a batch's tokens, made on the host."""
 
     width: int
-    """Number of a filtered row's candidates, which are its likeliest tokens."""
+    """Number of candidates (likeliest tokens) for each filtered row."""
     any_greedy: bool
     any_filtered: bool
     any_free: bool
@@ -119,13 +122,13 @@ class Draws:
     """Whether top-p limits any row."""
     any_min_p: bool
     needs_mass: bool
-    """Whether the weights of any whole row must be added up."""
+    """Whether the total weight of the whole vocabulary is needed for any row."""
     arrays: HostArrays
     """Arrays of sampling parameters, [rows, 1] each. Empty if all rows are greedy."""
 
 
 def plan_draws(rows: Sequence[Row], width: int) -> Draws:
-    """Plan the draw of each row, from `width` candidates if the row is filtered."""
+    """Plan the draw of each row. Filtered rows draw from their `width` likeliest tokens."""
     filtered = [row.params for row in rows if row.is_filtered]
     any_free = any(row.is_free for row in rows)
     any_greedy = any(row.is_greedy for row in rows)
@@ -185,9 +188,10 @@ def draw_tokens(
         on_device: the arrays of `draws`, on the device.
 
     Returns:
-        Tokens, int64 [rows, 1]. A token is `UNSETTLED` if the candidates do not determine it. The
-        whole vocabulary always determines the token. Rows with NaN or infinite logits, or without a
-        logit above -inf, get an arbitrary token, because callers find these rows themselves.
+        Tokens, int64 [rows, 1]. A token is `UNSETTLED` if the row's candidates are not enough to
+        determine it, which cannot happen if the candidates are the whole vocabulary. Rows with NaN
+        or infinite logits, or without a logit above -inf, get an arbitrary token, because callers
+        detect these rows themselves.
     """
     if draws.any_greedy:
         greatest, first = logits.max(dim=-1, keepdim=True)
@@ -220,9 +224,9 @@ def draw_tokens(
 
 
 def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and ids of the `width` likeliest tokens, with ties in the order of ids.
+    """Return logits and ids of the `width` likeliest tokens, with ties in id order.
 
-    Among tokens that tie with the last one, the choice is arbitrary.
+    If several tokens tie for the last place, the choice among them is arbitrary.
     """
     if width >= logits.shape[1]:
         return torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -232,13 +236,13 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def alternatives(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and ids of the `count` likeliest tokens, with ties in the order of ids."""
+    """Return logits and ids of the `count` likeliest tokens, with ties in id order."""
     values, ids = likeliest(logits, max(_ALTERNATIVES, count))
     return values[:, :count], ids[:, :count]
 
 
 def log_masses(logits: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
+    """Return log(sum(exp(logit - greatest))) of each row, float32 [rows, 1].
 
     The logits are overwritten.
     """
@@ -247,7 +251,7 @@ def log_masses(logits: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
 
 
 def _weigh(differences: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """Convert differences from the greatest logit to weights, in place."""
+    """Convert each logit's difference from the row's greatest logit to a weight, in place."""
     if temperature is not None:
         differences.div_(temperature)
     return differences.exp_().mul_(FIXED_POINT)
@@ -256,7 +260,7 @@ def _weigh(differences: torch.Tensor, temperature: torch.Tensor | None) -> torch
 def _blocks(
     logits: torch.Tensor, greatest: torch.Tensor, temperature: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return integer-valued weights [rows, blocks, BLOCK], and overwrite the logits."""
+    """Convert logits to integer-valued weights [rows, blocks, BLOCK], overwriting the logits."""
     rows, vocab = logits.shape
     if vocab % BLOCK:
         logits = pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
@@ -284,7 +288,7 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
 def _draw_of_blocks(
     blocks: torch.Tensor, sums: torch.Tensor, running: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from all tokens in the order of ids: first the block, then the token in the block."""
+    """Draw from all tokens in id order: first pick the block, then the token within the block."""
     target = (running[:, -1:] * noise).long()
     block = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     before = running.gather(1, block) - sums.gather(1, block)
@@ -305,7 +309,7 @@ def _draw_of_candidates(
     on_device: Mapping[str, torch.Tensor],
     vocab: int,
 ) -> torch.Tensor:
-    """Draw from the sorted candidates that the filters keep.
+    """Draw from those sorted candidates that pass the filters.
 
     `mass` is the total weight of the whole row.
     """
@@ -333,7 +337,7 @@ def _last_kept(
     draws: Draws,
     on_device: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the index of the last candidate that all three filters keep, int64 [rows, 1]."""
+    """Return the index of the last candidate that passes all three filters, int64 [rows, 1]."""
     last = on_device["last_of_top_k"]
     if draws.any_nucleus:
         share = running.gather(1, last)

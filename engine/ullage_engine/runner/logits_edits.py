@@ -1,8 +1,8 @@
-"""Edits of logits before a token is chosen: penalties, biases, banned tokens, masks, in this order.
+"""Edits logits before a token is chosen, in this order: penalties, biases, banned tokens, masks.
 
 The same arithmetic is implemented twice. `penalise` and `constrain` edit one row, which is fastest
-on a CPU. `plan_edits` and `edit` edit a whole batch on a GPU, with a number of kernels that does
-not depend on the number of rows.
+on a CPU. `plan_edits` and `edit` handle a whole batch on a GPU, with a fixed number of kernels
+regardless of the number of rows.
 """
 
 from collections import OrderedDict
@@ -18,18 +18,17 @@ from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
 
 LARGEST = 1e30
-"""Substitute for an infinite logit. It is far larger than any other logit, but its sums are
-finite."""
+"""Substitute for an infinite logit: far larger than any other logit, but sums of it stay finite."""
 
 PENALTIES_AT_ONCE = 1 << 16
 """Maximum number of penalised logits that are edited at once.
 
-This limits the temporary memory to about 45 bytes per logit, for histories of any length.
+This caps temporary memory at about 45 bytes per logit, no matter how long the histories are.
 """
 
 
 class TokenCounts:
-    """Token counts of a growing history. Every position is counted only once."""
+    """Token counts of a request's growing history. Each position is counted only once."""
 
     def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
         self.history = history
@@ -40,7 +39,7 @@ class TokenCounts:
         self._outputs = np.empty(0, np.float32)
 
     def update(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Return the distinct tokens of the history, and how often each occurs in the output."""
+        """Count new tokens. Return the history's distinct tokens and their counts in the output."""
         for position in range(self._num_counted, len(self.history)):
             token = self.history[position]
             place = self._places.setdefault(token, len(self._places))
@@ -55,7 +54,7 @@ class TokenCounts:
 
 
 class PenaltyCounts:
-    """Token counts for requests with penalties, kept for the most recently used requests."""
+    """Caches the token counts of the most recently used requests that have penalties."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -64,7 +63,7 @@ class PenaltyCounts:
     def of(self, chunk: Chunk) -> TokenCounts:
         """Return the token counts of a chunk's history.
 
-        If the history is the same list as in the last step, counting continues from that step.
+        If the history is the same list object as in the previous step, only new tokens are counted.
         """
         counts = self._by_request.pop(chunk.request_id, None)
         if counts is None or counts.history is not chunk.history:
@@ -100,14 +99,14 @@ def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) 
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """Replace infinite logits that a penalty caused, in place."""
+    """Replace infinite logits, which penalties can produce, with large finite ones, in place."""
     return values.nan_to_num_(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
 
 
 def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
     """Apply a chunk's biases and masks to its row of logits [vocab], in place.
 
-    A token that is ruled out gets the logit -inf and has no probability at any temperature.
+    A token that is ruled out gets the logit -inf, so it has no probability at any temperature.
     """
     bias = chunk.sampling.logit_bias if chunk.sampling else {}
     if bias:
@@ -121,7 +120,8 @@ def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
 def _allow(logits: torch.Tensor, allowed: bytes) -> None:
     """Rule out all tokens whose bit in the mask is not set, in place.
 
-    Most masks allow either few tokens or nearly all, so only bytes of the rarer kind are unpacked.
+    Most masks allow either a few tokens or nearly all of them. For speed, only the bytes that
+    contain the rarer kind of bit are unpacked.
     """
     vocab = logits.shape[0]
     bits = np.frombuffer(allowed, np.uint8)[: -(-vocab // 8)]
@@ -142,7 +142,7 @@ def _allow(logits: torch.Tensor, allowed: bytes) -> None:
 def _tokens_of(
     bits: npt.NDArray[np.uint8], places: npt.NDArray[np.intp], bit: int, vocab: int
 ) -> torch.Tensor:
-    """Return the ids of the tokens whose bit equals `bit`, in the mask bytes at these indices."""
+    """Return the ids of tokens whose mask bit equals `bit`, within the given mask bytes."""
     unpacked = np.unpackbits(bits[places], bitorder="little").reshape(-1, 8)
     rows, columns = np.nonzero(unpacked == bit)
     ids = places[rows] * 8 + columns
@@ -156,7 +156,7 @@ class Edits:
     arrays: HostArrays
     """Arrays to upload with the batch's other parameters. Empty if nothing is edited."""
     more_penalties: Sequence[HostArrays]
-    """Further penalised logits, after the first `PENALTIES_AT_ONCE`."""
+    """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
 
     @property
     def rules_out(self) -> bool:
@@ -165,7 +165,7 @@ class Edits:
 
 
 def plan_edits(chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int) -> Edits:
-    """Return the edits of the chunks' rows of logits [rows, vocab]."""
+    """Prepare the edits of the chunks' rows of logits [rows, vocab]."""
     if not any(map(_is_edited, chunks)):
         return Edits({}, [])
     first_penalties, *more_penalties = [*_penalties(chunks, counts, vocab)] or [{}]
@@ -181,7 +181,7 @@ def _is_edited(chunk: Chunk) -> bool:
 def _penalties(
     chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int
 ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
-    """Yield the penalised logits, at most `PENALTIES_AT_ONCE` at a time."""
+    """Yield the logits to penalise, at most `PENALTIES_AT_ONCE` at a time."""
     numbers = []
     outputs = []
     params = np.zeros((3, len(chunks)), np.float32)
@@ -228,10 +228,10 @@ def _bans(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gener
 
 
 def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the masks, and for each row the index of its mask.
+    """Return the masks, and the index of each row's mask.
 
-    Set bits in a mask rule out tokens. Rows without a mask share the first mask, which rules out no
-    token.
+    A set bit in a mask rules out a token. Rows without a mask share the first one, which rules out
+    no token.
     """
     masks = [chunk.allowed for chunk in chunks if chunk.allowed is not None]
     if not masks:

@@ -1,4 +1,4 @@
-"""Runs step plans on one device, including the largest possible plans during the warm-up."""
+"""Runs step plans on one device, and the largest possible plans during warm-up."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -59,7 +59,7 @@ from ullage_engine.runner.warm_up_plans import (
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
 
 _CONSTANTS = ("cos", "sin", "mask")
-"""Buffers of the arena that are filled only once."""
+"""Arena buffers that are filled only once and never change."""
 
 _MEASURED_ROWS = 8
 """Number of sequences in the decode steps that are timed at startup."""
@@ -68,10 +68,10 @@ _TOKEN_STRIDE = 7919
 """Difference between successive token ids of a timed prompt: a prime, so that few ids repeat."""
 
 Wrap = Callable[[str, Linear], Linear]
-"""Function that takes a linear layer's name and the layer, and returns a replacement layer."""
+"""Function that takes a linear layer and its name, and returns a replacement layer."""
 
 WrapExperts = Callable[[str, ExpertLinears], ExpertLinears]
-"""Function like `Wrap` for the linear layers of experts."""
+"""Function like `Wrap`, but for the linear layers of experts."""
 
 _Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
 """Chunks to sample, their logits, and each chunk's likeliest token if that is already known."""
@@ -80,7 +80,7 @@ _Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
 class ModelRunner:
     """Runs step plans, and owns the KV pool and all buffers of a step.
 
-    The class is not thread-safe. Call `allocate_arena`, `allocate_kv` and `warm_up` in this order
+    The class is not thread-safe. Call `allocate_arena`, `allocate_kv` and `warm_up`, in this order,
     before the first `execute`.
     """
 
@@ -100,16 +100,16 @@ class ModelRunner:
 
         Args:
             loaded: weights of this rank, with the model's configuration.
-            device: device that computes.
+            device: device to compute on.
             dtype: type of activations and unquantised matmuls.
             limits: limits of a step, which determine the size of every buffer.
             pipeline_rank: this rank's part of a group. None if one rank computes alone.
             wrap: replaces linear layers of the model.
             wrap_experts: replaces linear layers of experts.
             kv_type: type of keys and values that are not stored as float8. None for `dtype`.
-            new_capture: creates the captures of decode steps as CUDA graphs. Graphs need a single
-                rank that computes only with kernels, and a model without experts, because the host
-                may have to count the rows of experts.
+            new_capture: starts capturing decode steps as CUDA graphs. Graphs require a single rank
+                that computes only with kernels, and a model without experts, because the host may
+                have to read how many rows each expert has.
         """
         self._loaded = loaded
         self._device = device
@@ -200,7 +200,7 @@ class ModelRunner:
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return how many bytes were actually allocated, by the name of the reservation."""
+        """Return how many bytes were actually allocated, keyed by the name of the reservation."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -289,7 +289,7 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Check that this machine computes each row independently, if the settings promise this.
+        """Check that results on this machine are batch-invariant, if the settings promise it.
 
         The check overwrites the arena, so call this method before `warm_up`.
 
@@ -311,10 +311,10 @@ class ModelRunner:
         self.run_largest()
 
     def measure_context_seconds(self) -> float:
-        """Measure how many seconds one more token of context adds to a decode step.
+        """Measure how many seconds each additional token of context adds to a decode step.
 
-        The steps overwrite the KV pool. All ranks of a group measure together. The result is 0 if
-        the difference is too small to be measured.
+        The steps overwrite the KV pool. All ranks of a group must measure together. The result is 0
+        if the difference is too small to measure.
         """
         limits = self._limits
         rows = min(_MEASURED_ROWS, limits.max_rows, limits.max_tokens)
@@ -326,9 +326,9 @@ class ModelRunner:
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
     def measure_prompt_seconds(self, tokens: int, start: int = 0) -> float:
-        """Measure the duration in seconds of a step with `tokens` prompt tokens from `start` on.
+        """Measure how many seconds a step takes for `tokens` prompt tokens that begin at `start`.
 
-        The steps overwrite the KV pool. All ranks of a group measure together.
+        The steps overwrite the KV pool. All ranks of a group must measure together.
         """
         chunk = make_chunk(0, tokens, start, self._limits, self._kv.num_blocks, None)
         # Tokens differ because equal tokens would choose the same experts.
@@ -340,7 +340,7 @@ class ModelRunner:
     def derived(self) -> dict[str, torch.Tensor]:
         """Return the tensors that were derived from the model at startup, by name.
 
-        No step changes them.
+        No step modifies them.
         """
         tensors = {name: self._arena[name] for name in _CONSTANTS if name in self._arena}
         for index, scales in enumerate(self._kv_scales or ()):
@@ -351,12 +351,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_derived(self) -> str:
-        """Recompute tables and scales, and compare them with those in memory.
+        """Recompute rotary tables and KV scales, and compare them with those in memory.
 
         The check overwrites the arena's activations.
 
         Returns:
-            The name of a tensor that differs, or an empty string if all are equal.
+            The name of a tensor that differs, or an empty string if all match.
         """
         decoder = self._native or self.decoder
         if self._kv_scales is not None:
@@ -368,7 +368,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def probe(self) -> Iterator[torch.Tensor]:
-        """Compute the steps of the probe and yield their logits [rows, vocab].
+        """Run the probe (a few fixed steps) and yield its logits [rows, vocab].
 
         Logits are valid until the next step is computed. The steps overwrite the KV pool. All ranks
         of a group compute the probe together, and ranks that do not sample yield nothing.
@@ -378,11 +378,11 @@ class ModelRunner:
                 yield logits
 
     def probe_plans(self) -> list[StepPlan]:
-        """Return the steps of the probe."""
+        """Return the step plans of the probe."""
         return probe_plans(self._limits, self._kv.num_blocks, self.model_config.vocab)
 
     def _decode_seconds(self, rows: int, context: int) -> float:
-        """Measure the duration in seconds of a step with `rows` decodes of this context length."""
+        """Measure how many seconds a step takes for `rows` decodes with this context length."""
         return self._step_seconds(
             [
                 make_chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
@@ -400,7 +400,7 @@ class ModelRunner:
     def run_largest(self) -> None:
         """Capture graphs and run the steps that take the most memory.
 
-        This is the part of `warm_up` that is repeated for each pool.
+        This part of `warm_up` is repeated for each new KV pool.
         """
         # Graphs come first, since capturing frees the cached memory that larger steps leave.
         self._capture_graphs()
@@ -409,9 +409,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step and sample a token for each sampled row, in the plan's order.
+        """Compute a step and sample a token for each sampled row, in plan order.
 
-        Every rank of a group computes its part. Only the rank that samples returns tokens.
+        Every rank of a group computes its part, but only the sampling rank returns tokens.
         """
         if not plan.moves.prefetch:
             # A pending prefetch may belong to an earlier plan that was never executed.
@@ -433,7 +433,7 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits in the model's data type, from which the float32 logits were copied.
+        """Return the logits in the model's dtype, from which the float32 logits were copied.
 
         Return None if the C++ library computes, because its logits are float32 from the start.
         """
@@ -443,7 +443,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
-        """Compute a step and yield the sampled chunks of each micro-batch with their logits.
+        """Compute a step. For each micro-batch, yield the sampled chunks and their logits.
 
         Logits [rows, vocab] are valid until the next micro-batch is computed. Ranks that do not
         sample yield nothing.
@@ -452,7 +452,7 @@ class ModelRunner:
             yield chunks, logits
 
     def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
-        """Compute a step's micro-batches, and yield the results of every sampled micro-batch."""
+        """Compute a step's micro-batches, and yield the results of each one that is sampled."""
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -464,7 +464,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> torch.Tensor:
-        """Compute a step of a whole model without sampling.
+        """Compute a step without sampling. This rank must hold the whole model.
 
         Returns:
             Hidden states of the batch's rows after the last layer. They are valid until the next
@@ -481,7 +481,7 @@ class ModelRunner:
         """Compute the logits for rows of hidden states, and write them to `out`.
 
         Args:
-            hidden: the last result of the method `hidden`.
+            hidden: the latest result of the method `hidden`.
             out: receives the logits [rows, vocab]. Its size determines the number of rows.
             first: index of the first row.
         """
@@ -495,8 +495,8 @@ class ModelRunner:
     def move(self, moves: Moves) -> None:
         """Copy whole KV blocks of all layers: to the host, from the host, then on the device.
 
-        No memory is allocated. Steps that are executed later see the result. Prefetched blocks have
-        arrived when the next step has ended.
+        No memory is allocated. Later steps see the result, except that prefetched blocks may only
+        arrive by the end of the next step.
         """
         assert self._host is not None, "allocate_kv comes first"
         self._finish_prefetch()
@@ -508,7 +508,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
-        """Measure how many seconds a copy of one KV block to the host or back takes.
+        """Measure how many seconds it takes to copy one KV block to the host or back.
 
         The host must have at least one slot.
         """
@@ -516,7 +516,7 @@ class ModelRunner:
         return self._host.measure()
 
     def sync(self) -> None:
-        """Wait until the device has finished all work that was launched."""
+        """Wait until the device has finished all launched work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -580,7 +580,7 @@ class ModelRunner:
     def _batch(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """Lay out the rows of a step.
 
-        `bucket` rounds the number of context blocks. See `build_batch`.
+        `bucket` rounds up the number of context blocks. See `build_batch`.
         """
         limits = self._limits
         if bucket is None:
@@ -605,7 +605,7 @@ class ModelRunner:
         index: int,
         layers: list[int] | None = None,
     ) -> torch.Tensor:
-        """Compute the index-th micro-batch of a step up to this rank's last layer."""
+        """Compute micro-batch `index` of a step up to this rank's last layer."""
         caches = self._kv.layers
         states = self._states.layers
         received = transfers.receive(index)
@@ -615,7 +615,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
     ) -> _Computed | None:
-        """Compute the index-th micro-batch of a step. See `logits`."""
+        """Compute micro-batch `index` of a step. See `logits`."""
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
 
@@ -654,7 +654,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Capture a decode step for every row count and block table width, the largest first."""
+        """Capture a decode step for each row count and block table width, largest first."""
         if self._graphs is None:
             return
 
@@ -668,9 +668,9 @@ class ModelRunner:
                 self._graphs.capture(batch, action)
 
     def _decode_action(self, batch: StepBatch) -> Action:
-        """Return the function that computes a step of decodes up to its logits.
+        """Return a function that computes a decode step up to its logits.
 
-        The function also computes any later step of the same shape, once that step is prepared.
+        The function can also compute any later step of the same shape, once that step is prepared.
         """
         step = self.decoder.prepare(batch)
         caches = self._kv.layers

@@ -22,16 +22,16 @@ def take_proof(
     *,
     verifies: bool,
 ) -> Proof:
-    """Compute the proof for this start from the runner's weights and the results of its probe.
+    """Compute the proof for this start from the weights in memory and the results of the probe.
 
-    The probe overwrites the KV pool. All ranks of a group take their proofs together.
+    The probe overwrites the KV pool. All ranks of a group must take their proofs together.
 
     Args:
         runner: runner with an allocated KV pool.
         weights: weights in memory, by name.
         tolerance: maximum difference of logits. See `ullage_engine.model_loader.proof.tolerance`.
-        verifies: whether to compute everything twice and compare, because no earlier start was
-            verified.
+        verifies: whether to compute everything twice and compare the results, because no earlier
+            start was verified.
 
     Raises:
         ProofError: two computations differ.

@@ -1,12 +1,12 @@
 """The sampler, which chooses the next token of each row of logits.
 
-Sampling is batch-invariant: the token of a row depends on that row alone. Noise is a pure function
-of seed and position, so a resumed request draws the same tokens. The steps are, in this order:
-penalties, biases and banned tokens, masks, temperature, and the filters top-k, top-p (over the
-tokens that top-k keeps) and min-p.
+Sampling is batch-invariant: a row's token depends on that row alone. The random number for each
+token is a pure function of seed and position, so a resumed request draws the same tokens. The steps
+are, in this order: penalties, biases and banned tokens, masks, temperature, and the filters top-k,
+top-p (over the tokens that top-k keeps) and min-p.
 
-A GPU samples a batch at once (`batched_sampler`). On a CPU rows are edited one by one, and the C++
-library chooses the tokens. Without the library, `draw` chooses the tokens, as on a GPU.
+A GPU samples a whole batch at once (`batched_sampler`). On a CPU, rows are edited one by one and
+the C++ library chooses the tokens. Without the library, `draw` chooses them, as on a GPU.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from ullage_engine.runner.draw import UNSETTLED, Row, alternatives, draw_tokens,
 from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_constrained, penalise
 
 CANDIDATES = (128, 1024)
-"""Numbers of likeliest tokens that a CPU tries before sorting the whole vocabulary.
+"""Numbers of candidate tokens that a CPU tries, in order, before it sorts the whole vocabulary.
 
 Sorting 49,152 logits takes 3.2 ms per row. Finding the 128 likeliest tokens takes 0.06 ms.
 """
@@ -45,8 +45,8 @@ def sample(
     Args:
         logits: float32 [rows, vocab], which are overwritten.
         chunks: chunk of each row.
-        counts: token counts of the requests' earlier steps. None to count the histories.
-        likeliest: likeliest token of each row (the first of equals), or -1 if a logit is not
+        counts: token counts from the requests' earlier steps. None to count the histories again.
+        likeliest: likeliest token of each row (the first one if tied), or -1 if a logit is not
             finite. None to compute the tokens.
         team: threads of the C++ library, which choose tokens on a CPU. None if torch chooses.
         computed: the same logits in any type, which are not changed. Only GPUs read them. None to
@@ -100,7 +100,7 @@ def _sample_on_cpu(
 
 
 def _takes_likeliest(row: Row, chunk: Chunk) -> bool:
-    """Return whether a row gets its likeliest token, without edits or log-probabilities."""
+    """Return whether a row is greedy and needs neither edits nor log-probabilities."""
     params = row.params
     is_asked_alone = params.top_logprobs is None and not params.is_penalised
     return row.is_greedy and is_asked_alone and not is_constrained(chunk)
@@ -136,8 +136,8 @@ def _raw_logprobs(
 ) -> dict[int, _RawLogprobs]:
     """Return log-probabilities of the model's own distribution, for rows that report them.
 
-    Beam searches and the ranking of samples compare log-probabilities, so the library computes the
-    same bits on every processor.
+    Beam searches and best-of ranking compare log-probabilities, so the C++ library computes them
+    bit-identically on every processor.
     """
     by_row = {}
     for index, row in enumerate(rows):
@@ -184,14 +184,14 @@ def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _likeliest_ids(logits: torch.Tensor) -> list[int]:
-    """Return the likeliest token of each row, or the first of several equally likely tokens."""
+    """Return the likeliest token of each row, or the first one if several tie."""
     return [int(token) for token in logits.numpy().argmax(-1)]
 
 
 def _draw_rows(
     logits: torch.Tensor, rows: Sequence[Row], indices: list[int], width: int
 ) -> dict[int, int]:
-    """Draw a token, or `UNSETTLED`, for each of these rows, and return the tokens by row index."""
+    """Draw a token, or `UNSETTLED`, for each of these rows. Return the tokens by row index."""
     tokens: dict[int, int] = {}
     for start in range(0, len(indices), SORT_ROWS):
         batch = indices[start : start + SORT_ROWS]

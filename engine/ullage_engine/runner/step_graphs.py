@@ -1,9 +1,8 @@
 """Decode steps as CUDA graphs, which turn hundreds of kernel launches into one.
 
-A graph replays the captured launches, at the same addresses and with the same shapes. Steps with
-equal numbers of rows and equal widths of block tables use the same addresses and shapes: a batch
-pads its rows, `kernels.staging` packs indices at the same addresses, and the arena and the KV pool
-do not move.
+A graph replays the captured launches with the same addresses and shapes. Steps with the same number
+of rows and the same block table width meet this condition: a batch pads its rows, `kernels.staging`
+packs indices at the same addresses, and the arena and the KV pool do not move.
 """
 
 import gc
@@ -23,10 +22,10 @@ NewCapture = Callable[[], Capture]
 """Function that starts a set of captures, which share memory and are freed together."""
 
 WIDTH_RATIO = 4
-"""Ratio of neighbouring widths of block tables.
+"""Ratio between successive block table widths.
 
-In a table that is wider than necessary, a decode computes empty splits. Each additional width
-requires additional graphs at startup.
+If a table is wider than necessary, decodes compute empty splits. On the other hand, each additional
+width takes additional graphs at startup.
 """
 
 LEAST_WIDTH = 64
@@ -36,7 +35,7 @@ LEAST_WIDTH = 64
 class CudaCapture:
     """A set of CUDA graphs whose temporary tensors share one memory pool.
 
-    Once all graphs of a pool are freed, torch cannot capture new graphs into this pool.
+    After all graphs of a pool are freed, torch cannot capture new graphs into it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class CudaCapture:
 
 
 class StepGraphs:
-    """The graphs of one runner, by number of rows and width of the block tables."""
+    """The graphs of one runner, keyed by number of rows and block table width."""
 
     def __init__(self, new_capture: NewCapture, most_blocks: int) -> None:
         """Prepare to capture graphs, with block tables of at most `most_blocks` blocks."""
@@ -71,21 +70,21 @@ class StepGraphs:
         """Widths of the block tables, in blocks, in ascending order."""
 
     def width(self, blocks: int) -> int:
-        """Return the width of the block tables for sequences of at most `blocks` blocks."""
+        """Return the narrowest block table width that fits sequences of up to `blocks` blocks."""
         return next(width for width in self.widths if width >= blocks)
 
     def capture(self, batch: StepBatch, action: Action) -> None:
-        """Capture the action of steps with the shapes of a batch.
+        """Capture an action as the graph for steps with the same shapes as `batch`.
 
-        Run the action once before, since compiling and loading kernels cannot be captured.
+        Run the action once beforehand, because compiling and loading kernels cannot be captured.
         """
         self._capture = self._capture or self._new_capture()
         self._replays[_key(batch)] = self._capture(action)
 
     def find(self, batch: StepBatch) -> Action | None:
-        """Return the replay that computes a batch once its indices are on the device, or None.
+        """Return the replay that computes a batch once its indices are uploaded, or None.
 
-        A graph computes only decodes, and all of its rows are sampled.
+        Graphs only exist for steps that consist of decodes and sample every row.
         """
         is_whole = len(batch.sampled) == batch.num_tokens
         if len(batch.rows.prompts.counts) or not is_whole:
@@ -93,7 +92,7 @@ class StepGraphs:
         return self._replays.get(_key(batch))
 
     def clear(self) -> None:
-        """Free all graphs, since their addresses are no longer valid."""
+        """Free all graphs, because the addresses they use are no longer valid."""
         self._replays.clear()
         self._capture = None
 

@@ -1,7 +1,7 @@
 """Step plans for the warm-up and for the probe.
 
-The warm-up runs every shape that a matmul can have, and the largest steps. The probe consists of
-fixed steps, whose results prove that the started engine computes correctly.
+The warm-up runs every matmul shape that can occur, and the largest steps. The probe is a few fixed
+steps whose results prove that the started engine computes correctly.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,29 +24,28 @@ EVERYTHING = SamplingParams(
     logit_bias={0: 1.0},
     top_logprobs=20,
 )
-"""Sampling parameters that take the most memory.
+"""The sampling parameters that need the most memory.
 
-These parameters require penalties, biases, a mask, a sort of the vocabulary and alternatives.
+They require penalties, biases, a mask, a sort of the vocabulary and alternatives.
 """
 
 EVERY_TOKEN = b"\xff" * (1 << 17)
-"""Mask that allows every token of any vocabulary up to 2**20."""
+"""Mask that allows every token of any vocabulary of up to 2**20 tokens."""
 
 GREEDY = SamplingParams(temperature=0.0)
-"""Sampling parameters that choose the likeliest token (greedy sampling)."""
+"""Sampling parameters for greedy sampling, which always picks the likeliest token."""
 
 _PROBE_TOKENS = (24, 8)
 """Number of prompt tokens in each of the probe's two sequences."""
 _PROBE_STRIDE = 7919
 """Difference between successive token ids of the probe.
 
-The difference is prime, so that the token ids spread over the vocabulary and are routed to
-different experts.
+It is prime, so that the token ids spread over the vocabulary and are routed to different experts.
 """
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a plan for every shape of a matrix product. See `ullage_engine.kernels.arena`."""
+    """Yield plans that cover every matmul shape. See `ullage_engine.kernels.arena`."""
     longest = min(limits.max_tokens, limits.max_model_len)
     for tokens in _largest_of_each(limits.product_rows, longest):
         yield StepPlan([make_chunk(0, tokens, 0, limits, num_blocks, None)])
@@ -61,9 +60,10 @@ def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 
 
 def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
-    """Yield the longest prompt chunk at the end of the longest sequence, and the fullest batch.
+    """Yield the largest plans: the longest prompt chunk of the longest sequence, and a full batch.
 
-    Both plans use the sampling parameters that take the most memory.
+    The chunk is at the end of its sequence. Both plans use the sampling parameters that need the
+    most memory.
     """
     longest = min(limits.max_tokens, limits.max_model_len)
     prompt = make_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
@@ -78,7 +78,7 @@ def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[S
 
 
 def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield decode plans for every number of rows that matmuls can have, the largest first."""
+    """Yield a decode plan for every number of rows that a matmul can have, largest first."""
     most = min(limits.max_rows, limits.max_tokens)
     for rows in reversed(_largest_of_each(limits.product_rows, most)):
         chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
@@ -86,9 +86,9 @@ def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 
 
 def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPlan]:
-    """Return the steps of the probe, a few dozen fixed tokens, in the order of computation.
+    """Return the steps of the probe (a few dozen fixed tokens) in the order they are computed.
 
-    The steps are a prompt, a decode together with another prompt, and decodes of both sequences.
+    The steps are a prompt, a decode combined with another prompt, and decodes of both sequences.
     There are fewer steps if the limits or the KV pool are too small for all of them.
     """
     block = limits.block_tokens
@@ -128,14 +128,14 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Give the chunks histories that together fill one pass of penalties, and yield them."""
+    """Yield the chunks with histories that together fill one pass of `PENALTIES_AT_ONCE`."""
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
         yield msgspec.structs.replace(chunk, history=list(range(tokens)))
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a decode plan for every group size in which sequences of this length are attended."""
+    """Yield a decode plan for every group size that attention can have at this context length."""
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
     )

@@ -39,7 +39,7 @@ class RowParallelLinear:
         """Create the layer for this rank's part of the inputs.
 
         Args:
-            part: linear layer [this rank's inputs, out].
+            part: this rank's slice of the layer, [this rank's inputs, out].
             reduce: sums a tensor over the ranks.
             buffer: flat tensor, large enough for the largest result.
         """
@@ -76,7 +76,7 @@ def model_weights(
     scratch: torch.Tensor,
     rank: PipelineRank | None = None,
 ) -> Weights:
-    """Create the linear layers of a model, or of one rank's part of a model.
+    """Create the linear layers of a model, or of one rank's part of it.
 
     Args:
         loaded: tensors of the model or of the rank's part.
@@ -84,7 +84,7 @@ def model_weights(
         backend: creates unquantised layers.
         dtype: type of activations.
         scratch: uint8 tensor of `linear_scratch_bytes` bytes, shared by all layers.
-        rank: the rank's part in its group. None if the model is whole.
+        rank: the rank's part in its group. None if this process holds the whole model.
     """
     reduce = rank.reduce if rank else None
     tensors = loaded.tensors
@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield the encodings with the shape of a single matmul: experts are multiplied one by one."""
+    """Yield the encoding of each matrix as it is multiplied, with experts counted one by one."""
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:

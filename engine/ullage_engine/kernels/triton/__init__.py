@@ -24,13 +24,14 @@ Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
 """Format of the weights in a matmul.
 
 `plain` weights have the activations' dtype. `int8` and `fp8` (E4M3) weights take one byte per
-value. `int4` (codes 0 to 15 for -8 to 7) and `mxfp4` pack two values per byte, the even value in
-the low half."""
+value. `int4` (codes 0 to 15 for -8 to 7) and `mxfp4` pack two values per byte, with the
+even-indexed value in the low half.
+"""
 
 
 MIN_GROUP = 32
-"""Minimum number of weights that share a scale. Half of this number is the minimum depth of a
-tensor-core operation."""
+"""Minimum number of weights that share a scale: twice the minimum depth of a tensor-core operation.
+"""
 
 MX_GROUP = 32
 """Number of values that share one scale in MXFP4."""
@@ -42,9 +43,8 @@ log = logging.getLogger("ullage.engine.kernels")
 def runs_on(device: torch.device) -> bool:
     """Return whether Triton kernels are used on this device. Otherwise torch operations are used.
 
-    The decision is made once per device, by compiling and running a kernel. The decision applies to
-    all code that has both implementations. If a GPU cannot run the kernels, a warning with the
-    remedy is logged.
+    The decision is made once per device by compiling and running a kernel, and applies to all code
+    that has both implementations. If a GPU cannot run the kernels, a warning explains the remedy.
     """
     if device.type != "cuda":
         return False
@@ -70,7 +70,7 @@ def takes_groups(format: Format, depth: int, groups: int) -> bool:
 
 
 def attends(head_dim: int, block_tokens: int) -> bool:
-    """Return whether the attention kernels support heads and pages of these sizes.
+    """Return whether the attention kernels support these head and page sizes.
 
     Triton's block sizes are powers of two, and its matmuls are at least 16 wide.
     """
@@ -101,7 +101,7 @@ def paged_attentions(
     workspace: PagedWorkspace,
     window: int = 0,
 ) -> "list[PagedDecode | PagedPrefill]":
-    """Prepare the attention of a step: one object for all decodes and another for all prompts.
+    """Prepare a step's attention: one object for all decodes and another for all prompts.
 
     Args:
         rows: KV slots and blocks of the step's rows.
@@ -125,7 +125,7 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepare a step's convolutions, which launch one kernel per layer.
+    """Prepare a step's convolutions, each of which takes a single kernel launch.
 
     Args:
         plan: inputs of each row's convolution.
@@ -147,7 +147,7 @@ def quantized_matmul(
     format: str,
     adds: bool = False,
 ) -> None:
-    """Write x @ weights^T with `ullage_engine.kernels.triton.matmul.quantized_matmul`.
+    """Compute x @ weights^T with `ullage_engine.kernels.triton.matmul.quantized_matmul`.
 
     Raises:
         ValueError: no kernel supports this format.

@@ -1,14 +1,14 @@
 """Attention over paged KV in Triton: decodes, prefill tiles and their shared inner loop.
 
-For decodes, a program computes the query heads of one KV head over one split of one sequence's
-context. Splits are merged with the logarithms of their softmax sums. The grid depends only on
+For decodes, each program handles the query heads of one KV head over one split of one sequence's
+context. Splits are merged using the logarithms of their softmax sums. The grid depends only on
 shapes. Lengths and block tables are read on the device, so a captured CUDA graph works for every
-length that fits in its block tables.
+context length that fits in its block tables.
 
-For prefill, a program computes some tokens of a tile for all query heads of one KV head, so that
-pages are read once for all of these heads. All tiles of a step are computed in one launch.
+For prefill, each program handles some tokens of a tile for all query heads of one KV head, so that
+pages are read once for all of these heads. One launch computes all tiles of a step.
 
-The inner loop computes a block of queries over consecutive pages of one sequence, with an online
+The inner loop runs a block of queries over consecutive pages of one sequence, with an online
 softmax in base 2 (Milakov and Gimelshein, 2018). The state of a row has three parts: the highest
 score (`peak`), the sum of the weights (`total`) and the weighted sum of the values (`summed`). Both
 sums are relative to the peak.
@@ -28,7 +28,7 @@ from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, 
 
 @jit
 def shift_of(peak: tl.tensor) -> tl.tensor:
-    """Return the peak, or zero for a row without any score, because -inf - -inf would be NaN."""
+    """Return the peak, or zero if a row has no scores yet, because -inf - -inf would be NaN."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
@@ -36,7 +36,7 @@ def shift_of(peak: tl.tensor) -> tl.tensor:
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
     """Return the float8 scale of a head, or 1 if KV is not stored as float8.
 
-    Queries and sums are multiplied by the scale, which is cheaper than scaling all stored values.
+    The scale is applied to queries and sums, which is cheaper than scaling all stored values.
     """
     if FP8:
         return tl.load(place).to(tl.float32)
@@ -63,7 +63,7 @@ def attend(
     MASKED: tl.constexpr,  # else every row sees all of begin to end, a multiple of SPAN
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Continue the online softmax with the positions from `begin` to `end`."""
+    """Extend the online softmax over the positions from `begin` to `end`."""
     dims = tl.arange(0, HEAD_DIM)
     for start in range(begin, end, SPAN):
         positions = start + tl.arange(0, SPAN)
@@ -141,7 +141,7 @@ def add_sink(
     exists: tl.tensor,  # [rows]
     SINKS: tl.constexpr,  # else nothing is done
 ) -> tl.tensor:
-    """Add each head's attention sink to its rows' softmax, as a score without a value vector."""
+    """Add each head's attention sink to its rows' softmax, as a score that has no value vector."""
     if SINKS:
         sink = tl.load(sinks, mask=exists, other=0).to(tl.float32) * 1.4426950408889634
         shift = tl.maximum(peak, sink)
@@ -161,7 +161,7 @@ def own_share(
 ) -> tl.tensor:
     """Return the positions (begin, end) of one split of the context from `base` to `length`.
 
-    A split begins at `base` plus a multiple of SPAN.
+    Splits begin at multiples of SPAN after `base`.
     """
     share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
     begin = base + split * share
@@ -186,9 +186,9 @@ def attend_split(
     WHOLE: tl.constexpr,  # there is one split
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the attention of one decode and one KV head over one split of the context.
+    """Compute attention for one decode and one KV head over one split of the context.
 
-    If there is only one split, its result is final. Otherwise `merge_splits` merges the results.
+    If there is only one split, the result is final. Otherwise `merge_splits` merges the results.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -274,7 +274,7 @@ def attend_decodes(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute the attention of decodes over their sequences' pages.
+    """Compute attention for decodes over their sequences' pages.
 
     This function reads no tensor on the host and allocates no memory.
 
@@ -323,7 +323,7 @@ def attend_decodes(
 
 
 class PagedDecode:
-    """The attention of all decodes of a step: one launch, plus one that merges splits if needed."""
+    """Attention for all decodes of a step: one launch, plus another if splits must be merged."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class PagedDecode:
         self._tables, self._lengths = put(rows.decode_tables), put(rows.lengths)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
+        """Compute attention for one layer. The cache must already hold the KV of these tokens."""
         attend_decodes(
             self._queries,
             cache,
@@ -387,7 +387,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the attention of TOKENS tokens of one tile for the query heads of one KV head."""
+    """Compute attention for TOKENS tokens of a tile and the query heads of one KV head."""
     # A prompt's last tiles have the longest context, so they start first. Otherwise the launch
     # would end with a few long programs.
     tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
@@ -442,7 +442,7 @@ def attend_tiles(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute the causal attention of tiles of prompts over their sequences' pages.
+    """Compute causal attention for tiles of prompts over their sequences' pages.
 
     A tile has at most MAX_TILE_ROWS consecutive tokens. This function reads no tensor on the host
     and allocates no memory.
@@ -481,7 +481,7 @@ def attend_tiles(
 
 
 class PagedPrefill:
-    """The attention of all prefill tiles of a step, in one launch."""
+    """Attention for all prefill tiles of a step, in one launch."""
 
     def __init__(
         self,
@@ -500,7 +500,7 @@ class PagedPrefill:
         self._earlier = put(rows.tiles.earlier)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of one layer, whose cache already holds the KV of these tokens."""
+        """Compute attention for one layer. The cache must already hold the KV of these tokens."""
         attend_tiles(
             self._queries,
             cache,
@@ -518,8 +518,8 @@ class PagedPrefill:
 def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
     """Return the number of query rows (heads times tokens) per program.
 
-    A program has as many rows as fit into the registers. Float8 KV and sinks need additional
-    registers. Programs with float32 products do not use tensor cores and have fewer rows.
+    A program takes as many rows as fit in registers. Float8 KV and sinks need additional registers.
+    Float32 matmuls do not use tensor cores, so their programs take fewer rows.
     """
     if itemsize == 4:
         return 32

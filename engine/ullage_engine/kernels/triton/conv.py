@@ -1,8 +1,8 @@
 """LFM2's gated short convolution: one launch computes a step and the states after the step.
 
-The result is y = C * sum over j of weight[j] * (B * u)[row of tap j]. The row of a tap is a row of
-the step or a column of a sequence's state. The products B * u are rounded to the dtype of the
-states, so the result does not depend on where a step ends.
+The result is y = C * sum over j of weight[j] * (B * u)[row of tap j]. Each tap reads either a row
+of the step or a column of a sequence's state. The products B * u are rounded to the states' dtype,
+so the result does not depend on where one step ends and the next begins.
 """
 
 import torch
@@ -27,7 +27,7 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return one column of B * u, from a row of the step or from a state, for some channels."""
+    """Return some channels of one column of B * u, read from a row of the step or from a state."""
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)
@@ -57,7 +57,7 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Write some channels of one result row. Programs beyond the last row write state columns."""
+    """Compute some channels of one row. Programs past the last row write state columns instead."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
@@ -82,7 +82,7 @@ def convolve_row(
 
 
 class FusedConvolution:
-    """The convolution layers of one step. The step's plan is copied to the device once."""
+    """The convolution layers of one step. The step's indices are copied to the device once."""
 
     def __init__(
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor

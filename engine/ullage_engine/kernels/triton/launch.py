@@ -1,8 +1,8 @@
 """Launches Triton kernels, decodes small number formats in kernels, and checks for GPU support.
 
-A kernel is a Python function whose source `jit` passes to Triton. Python itself never calls the
-function. Parameters annotated `tl.tensor` are pointers or scalars on the device. Upper-case
-parameters are constants for which Triton compiles a variant of the kernel.
+A kernel is a Python function whose source `jit` passes to Triton. Python itself never calls it.
+Parameters annotated `tl.tensor` are pointers or scalars on the device. Upper-case parameters are
+compile-time constants: Triton compiles one variant of the kernel per value.
 
 Small number formats are unpacked with integer operations, which are exact on every GPU and in
 Triton's interpreter. Converting float8 in hardware would need sm89. `obstacle` compiles and runs a
@@ -24,7 +24,7 @@ class Kernel(Protocol):
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return a function that launches the kernel over this grid on the current stream.
 
-        The arguments of that function are tensors, scalars and the kernel's constants.
+        Call it with tensors, scalars and the kernel's constants.
         """
         ...
 
@@ -34,16 +34,16 @@ class Kernel(Protocol):
 
 
 def jit(function: Callable[..., Any]) -> Kernel:
-    """Declare a Triton kernel, which is compiled when it is first launched."""
+    """Declare a Triton kernel. It is compiled when it is first launched."""
     kernel: Kernel = triton.jit(function)
     return kernel
 
 
 def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a Triton kernel that is compiled once for all values of these parameters.
+    """Declare a Triton kernel that is not specialised for the values of these parameters.
 
-    Use it for counts that differ from step to step. Otherwise Triton compiles another variant for
-    some values, and a step waits about a second for the compilation.
+    Use it for counts that differ from step to step. Otherwise Triton recompiles the kernel for some
+    values, which stalls a step for about a second.
     """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
@@ -61,8 +61,8 @@ def power_of_two(size: int) -> int:
 def launch(kernel: Kernel, grid: tuple[int, ...], *operands: object, **constants: object) -> None:
     """Launch a kernel on the current stream without waiting for it.
 
-    Triton may fuse a multiplication and an addition into one operation, as kernels of other
-    libraries do.
+    Triton may fuse a multiplication and an addition into one operation, as other libraries' kernels
+    do.
     """
     kernel[grid](*operands, **constants, enable_fp_fusion=True)
 
@@ -71,8 +71,8 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *operands: object, **constants
 def e4m3(code: tl.tensor) -> tl.tensor:
     """Convert float8 E4M3 codes to float32.
 
-    The bits are moved into a float16, which then represents the value times 2^-8. The code of NaN
-    (0x7f) reads as 480, but no quantiser writes this code.
+    The bits are shifted into a float16, which then represents the value times 2^-8. The NaN code
+    (0x7f) decodes to 480, but no quantiser writes this code.
     """
     bits = code.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -81,9 +81,9 @@ def e4m3(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e2m1(code: tl.tensor) -> tl.tensor:
-    """Convert float4 E2M1 codes to float32, with the same method as `e4m3`.
+    """Convert float4 E2M1 codes to float32 in the same way as `e4m3`.
 
-    A code is in the low four bits of a byte. The moved bits represent the value times 2^-14.
+    A code occupies the low four bits of a byte. The shifted bits represent the value times 2^-14.
     """
     bits = code.to(tl.uint16)
     half = ((bits & 0x8) << 12) | ((bits & 0x7) << 9)
@@ -92,9 +92,9 @@ def e2m1(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e8m0(code: tl.tensor) -> tl.tensor:
-    """Convert E8M0 codes, biased exponents of powers of two, to float32.
+    """Convert E8M0 codes (biased exponents of powers of two) to float32.
 
-    Code 0 means 2^-127 and reads as zero.
+    Code 0 stands for 2^-127 but decodes to zero.
     """
     return (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -115,7 +115,7 @@ def launch_count(out: torch.Tensor) -> None:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Return one line with the reason why kernels cannot run on the device, and the remedy.
+    """Return why kernels cannot run on the device, with the remedy, in one line.
 
     Return None if kernels can be compiled and run.
     """
@@ -136,9 +136,9 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def _write_to_cache() -> None:
-    """Check that kernels can be added to Triton's cache.
+    """Check that Triton can add kernels to its cache.
 
-    Compiling a kernel is not a sufficient check, because the kernel may already be in the cache.
+    Compiling a kernel does not prove this, because the kernel may already be cached.
     """
     get_cache_manager("00").put("", "probe", binary=False)
 

@@ -17,8 +17,7 @@ GATED_AT_ONCE = 1024
 """Maximum number of columns per program of `gate_columns`."""
 
 ROTATED_AT_ONCE = 1024
-"""Maximum number of elements per program of `rotate_heads`. A program computes some heads of one
-token."""
+"""Maximum number of elements per program of `rotate_heads`, which rotates heads of one token."""
 
 
 @jit
@@ -30,7 +29,7 @@ def norm_row(
     columns: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write one row of x / sqrt(mean(x²) + eps) * weight."""
+    """Compute one row of x / sqrt(mean(x²) + eps) * weight."""
     column = tl.arange(0, COLUMNS)
     exists = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column
@@ -41,7 +40,7 @@ def norm_row(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """Write the RMS norm of contiguous rows, like `ullage_engine.layers.attention.rms_norm`.
+    """Compute the RMS norm of contiguous rows, like `ullage_engine.layers.attention.rms_norm`.
 
     Args:
         x: [rows, columns].
@@ -66,7 +65,7 @@ def gate_columns(
     SLOPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write some columns of one row of silu(gate) * up or of gpt-oss's gated activation."""
+    """Compute some columns of one row of silu(gate) * up or of gpt-oss's gated activation."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = column < width
@@ -82,12 +81,12 @@ def gate_columns(
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write silu(gate) * up for gate_up [rows, 2 * width] to out [rows, width]."""
+    """Compute silu(gate) * up for gate_up [rows, 2 * width], and write it to out [rows, width]."""
     _gate(gate_up, out, 0.0, 1.0)
 
 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Write gpt-oss's gated activation, like `ullage_engine.kernels.moe.clamped_gate`."""
+    """Compute gpt-oss's gated activation, like `ullage_engine.kernels.moe.clamped_gate`."""
     _gate(gate_up, out, GATE_LIMIT, GATE_SLOPE)
 
 
@@ -104,9 +103,9 @@ def _gate(gate_up: torch.Tensor, out: torch.Tensor, limit: float, slope: float) 
 def e4m3_code(number: tl.tensor) -> tl.tensor:
     """Round float32 to the nearest float8 E4M3, ties to even, and return its byte.
 
-    Values beyond 448 become 448, and NaN remains NaN. A normal value keeps its upper bits, with the
-    exponent's bias changed. Below 2^-6 a code counts steps of 2^-9. Adding 2^14 rounds to these
-    steps, because the last bit of 2^14 in float32 is 2^-9.
+    Values beyond 448 become 448, and NaN stays NaN. Normal values keep their upper bits, with the
+    exponent's bias adjusted. Below 2^-6, codes are multiples of 2^-9. Adding 2^14 rounds to such a
+    multiple, because the last bit of 2^14 in float32 is 2^-9.
     """
     bits = number.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -122,7 +121,7 @@ def e4m3_code(number: tl.tensor) -> tl.tensor:
 
 @jit
 def inverse_power(power: tl.tensor) -> tl.tensor:
-    """Return exactly 1 / power for a power of two in float32. A division may be approximate."""
+    """Return exactly 1 / power for a float32 power of two. A GPU division may be approximate."""
     bits = power.to(tl.float32).to(tl.int32, bitcast=True)
     return ((254 << 23) - bits).to(tl.float32, bitcast=True)
 
@@ -188,7 +187,7 @@ def rotate_heads(
     BLOCK: tl.constexpr,  # heads of a program
     NORMS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalise and rotate some heads of one row, and write its queries, keys and values."""
+    """Normalise and rotate some heads of one row, and write out its queries, keys and values."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HALF)
@@ -245,7 +244,7 @@ def rotate_and_store(
 
     Args:
         qkv: [rows, (heads + 2 * kv_heads) * head_dim], contiguous.
-        norms: weights [head_dim] of the query and key norms, which are applied before the rotation.
+        norms: weights [head_dim] of the query and key norms, which are applied before rotation.
             None if the model has no such norms.
         eps: added to the mean of squares in the norms.
         tables: cosine and sine [positions, head_dim], see

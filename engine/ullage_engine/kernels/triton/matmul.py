@@ -7,9 +7,9 @@ Weights are decoded as they are read:
 
 Tensor cores multiply the bare values, which are exact in bfloat16. Scales are applied in float32.
 
-The rows of each expert are known only on the device. The grid has programs for the maximum number
-of tiles that the rows could need. Programs without a tile end immediately. The host never waits, so
-CUDA graphs can capture these products.
+The number of rows per expert is known only on the device. The grid therefore has enough programs
+for the maximum number of tiles that the rows could need, and programs without a tile exit
+immediately. The host never waits, so CUDA graphs can capture these matmuls.
 """
 
 import torch
@@ -73,9 +73,9 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add to `summed` the product of x and weights that are packed two per byte.
+    """Accumulate into `summed` the product of x and weights that are packed two per byte.
 
-    Even and odd columns of x are multiplied separately, because splitting x costs less than
+    Even and odd columns of x are multiplied separately, because splitting x is cheaper than
     interleaving the weights.
     """
     for start in range(0, depth, STEP):
@@ -122,9 +122,9 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Add to `summed` the product of x and weights that are stored one per element.
+    """Accumulate into `summed` the product of x and weights that are stored one per element.
 
-    If a column has a single scale, this scale is applied once at the end.
+    If a column has a single scale, it is applied once at the end.
     """
     for start in range(0, depth, STEP):
         ks = start + tl.arange(0, STEP)
@@ -162,7 +162,7 @@ def multiply_weights(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Return x @ weights^T for some rows and columns, float32 [ROWS, COLUMNS]."""
+    """Compute x @ weights^T for some rows and columns, float32 [ROWS, COLUMNS]."""
     at = columns.to(tl.int64)
     groups = at
     if GROUP > 0:
@@ -186,7 +186,7 @@ def group_of(
 ) -> int:
     """Return how many weights of a column share a scale.
 
-    0 means that a column has no scale, or a single scale that the kernel applies at the end.
+    0 means that each column has no scale, or has a single scale that the kernel applies at the end.
 
     Raises:
         ValueError: the kernels cannot multiply weights with these scales.
@@ -207,10 +207,10 @@ def group_of(
 
 
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
-    """Return the depth that a tile of `rows` rows multiplies per iteration.
+    """Return how many weights per column a tile of `rows` rows processes in each loop iteration.
 
-    This step lies within a group, divides the group size if possible, and does not exceed the
-    available registers.
+    This number divides the group size if possible, so that an iteration stays within one group. It
+    is capped by the available registers.
     """
     # Float8 is unpacked in registers, and a group needs a partial sum in addition to the total.
     most_rows = 16 if format == "fp8" and group else 32
@@ -226,8 +226,10 @@ def bytes_of(values: torch.Tensor) -> torch.Tensor:
 
 
 MULTIPROCESSORS = 132
-"""Number of SMs of an H100 or H200. A product of few rows occupies all SMs if it has at least this
-many tiles."""
+"""Number of SMs of an H100 or H200.
+
+A matmul with few rows keeps every SM busy if it has at least this many tiles.
+"""
 
 
 @jit_for_any("rows")
@@ -248,7 +250,7 @@ def multiply_tile(
     ZEROS: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """Write one tile of x @ weights^T, or add it to out."""
+    """Compute one tile of x @ weights^T, and write it to out or add it to out."""
     # Neighbouring programs have the same columns, so weights are read from memory only once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -275,14 +277,14 @@ def quantized_matmul(
     format: Format,
     adds: bool = False,
 ) -> None:
-    """Write x @ weights^T to `out`, or add it to `out`. All tensors must be contiguous.
+    """Compute x @ weights^T, and write or add it to `out`. All tensors must be contiguous.
 
     Args:
         x: [rows, depth].
         packed: weights [columns, depth]. int4 and mxfp4 have depth / 2 bytes per column, in any
             shape.
-        scales: [columns, groups]. For mxfp4, they are biased exponents (uint8). Expand a single
-            scale of the whole matrix to all columns.
+        scales: [columns, groups]. For mxfp4, they are biased exponents (uint8). If the whole matrix
+            has a single scale, expand it to all columns.
         zeros: [columns, groups], added to the scaled weights, or None.
         out: [rows, columns].
         format: format of the weights.
@@ -307,9 +309,9 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return the rows and columns of a program's tile, and the program's number of warps.
+    """Return the rows and columns of a program's tile, and its number of warps.
 
-    A tile is small if the product is memory-bound, or if larger tiles would leave an SM idle.
+    Tiles are small if the matmul is memory-bound, or if larger tiles would leave an SM idle.
     """
     if rows > 64:
         return 128, 64, warps_of(128)
@@ -319,9 +321,9 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def warps_of(rows: int) -> int:
-    """Return the number of warps of a program whose tile has this many rows.
+    """Return the number of warps for a program whose tile has this many rows.
 
-    The sums of a large tile do not fit into the registers of four warps.
+    The accumulators of a large tile do not fit in the registers of four warps.
     """
     return 8 if rows >= 128 else 4
 
@@ -334,9 +336,9 @@ def find_tile(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tile's expert, the tile's first row and the row after the expert's last.
+    """Return a tile's expert, the tile's first row and the end of the expert's rows.
 
-    The expert is EXPERTS if there is no such tile.
+    The expert is EXPERTS if the tile does not exist.
     """
     experts = tl.arange(0, PADDED)
     end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
@@ -373,7 +375,7 @@ def multiply_expert(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """Write some columns of a tile of rows with the same expert, or of a single row."""
+    """Compute some columns of a tile of rows that share an expert, or of a single row."""
     if SORTED:
         expert, first, end = find_tile(picks, tl.program_id(0), EXPERTS, PADDED, ROWS)
     else:
@@ -411,7 +413,7 @@ def grouped_matmul(
     out: torch.Tensor,
     format: Format,
 ) -> None:
-    """Write the product of each row and its expert's weights, for rows sorted by expert.
+    """Multiply each row by its expert's weights, for rows sorted by expert.
 
     The weights have the layout of `quantized_matmul`, plus a leading dimension for the experts.
 
@@ -442,10 +444,10 @@ def picked_matmul(
     out: torch.Tensor,
     format: Format,
 ) -> None:
-    """Write the product of each row and its expert's weights, for few rows in any order.
+    """Multiply each row by its expert's weights, for a few rows in any order.
 
     Each row reads all weights of its expert. Use this function if there are so few rows that two
-    rows seldom have the same expert.
+    rows rarely have the same expert.
 
     Args:
         x: [rows, depth], or one row per token, which consecutive rows of `out` share.
@@ -489,15 +491,17 @@ def _multiply(
 
 
 FEW_PAIRS = 16
-"""Maximum number of pairs for which `picked_matmul` is used, which avoids sorting. This limit has
-not been measured yet."""
+"""Maximum number of (token, expert) pairs for which `picked_matmul` is used, which avoids sorting.
+
+This limit has not been measured yet.
+"""
 
 
 class TritonExperts:
     """One weight matrix per expert, with the interface `ullage_engine.layers.moe.ExpertLinears`.
 
-    Plain weights use these kernels if torch's `grouped_mm` would wait for the device: before
-    compute capability 9.0, and in float32.
+    These kernels also multiply plain weights in cases where torch's `grouped_mm` would wait for the
+    device: before compute capability 9.0, and in float32.
     """
 
     few_pairs = FEW_PAIRS
@@ -516,7 +520,7 @@ class TritonExperts:
         self.encoding = (format, packed.shape, groups, zeros is not None)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
-        """Write the product of each row and its expert's matrix, for rows sorted by expert.
+        """Multiply each row by its expert's matrix, for rows sorted by expert.
 
         Args:
             x: [pairs and padding, in], sorted by expert.
@@ -527,7 +531,7 @@ class TritonExperts:
         grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the product of each row and its expert's matrix, for few rows in any order.
+        """Multiply each row by its expert's matrix, for a few rows in any order.
 
         Args:
             x: [pairs, in], or [tokens, in] if the pairs of a token are consecutive.
